@@ -13,6 +13,8 @@ from miles.doctor.finding import as_json, as_text, can_train
 from miles.doctor.host import check_host, check_leftovers
 from miles.doctor.packages import check_packages
 
+LONGEST_TIMEOUT = 1_000_000  # seconds; the system waits for 2**31 milliseconds at most
+
 
 def main(argv: Sequence[str]) -> int:
     """Print what was found; return 0 if training can run, else 1.
@@ -28,8 +30,9 @@ def main(argv: Sequence[str]) -> int:
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest time of an import (default: 120)"
     )
     given = parser.parse_args(argv)
-    if not given.timeout > 0:
-        parser.error(f"--timeout {given.timeout:g}: must be a number above 0; give the seconds of an import")
+    if not 0 < given.timeout <= LONGEST_TIMEOUT:
+        rule = f"must be a number above 0, at most {LONGEST_TIMEOUT}"
+        parser.error(f"--timeout {given.timeout:g}: {rule}; give the seconds of an import")
     findings = [
         *check_packages(given.quick, given.timeout),
         *check_host(Path.cwd()),

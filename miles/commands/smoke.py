@@ -28,6 +28,7 @@ from miles.smoke.shrink import MODEL, REWARD, RUN, shrink
 from miles.tracking.run_files import RunFiles
 
 PASSED, CHECK_FAILED, RUN_FAILED, TOO_SLOW = 0, 1, 3, 4
+LONGEST_WAIT = 1_000_000  # seconds; the system waits for 2**31 milliseconds at most
 END_SECONDS = 30.0  # for a run that is stopped
 SHOWN_LINES = 40  # of a run that failed
 LOG = "log.txt"
@@ -62,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     for flag, value in (("--iterations", given.iterations), ("--timeout", given.timeout)):
         if not 1 <= value < float("inf"):
             parser.error(f"{flag} {value:g}: must be finite and at least 1; give 1 or more")
+    if given.timeout > LONGEST_WAIT:
+        parser.error(f"--timeout {given.timeout:g}: must be at most {LONGEST_WAIT}; give fewer seconds")
     if given.folder is not None and given.folder.exists():
         parser.error(f"--folder {given.folder}: is there already; give a new one")
     try:
