@@ -48,6 +48,11 @@ def evaluation_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.startswith("eval/") and name.endswith("/accuracy"))
 
 
+def set_name(accuracy: str) -> str:
+    """Return the name of the evaluation set that a metric of ``evaluation_names`` is of."""
+    return accuracy.removeprefix("eval/").removesuffix("/accuracy")
+
+
 def _chart(section: str, title: str, note: str, names: Sequence[str], labels: Sequence[str]) -> Chart:
     series = [{"key": name, "label": label} for name, label in zip(names, labels, strict=True)]
     return {
@@ -64,7 +69,7 @@ def charts(names: Sequence[str]) -> list[Chart]:
     held_out = evaluation_names(names)
     charts: list[Chart] = []
     if held_out:
-        sets = [name.removeprefix("eval/").removesuffix("/accuracy") for name in held_out]
+        sets = list(map(set_name, held_out))
         charts.append(_chart("learning", "Held-out accuracy", "evaluation sets", held_out, sets))
     charts += [_chart("learning", title, note, [n], [n]) for n, title, note in _LEARNING if n in names]
     charts += [_chart("engine", title, note, [n], [n]) for n, title, note in _ENGINE if n in names]
@@ -83,9 +88,9 @@ def number(value: float) -> str:
 
 def tiles(metrics: MetricsFile) -> list[dict[str, str]]:
     """Return the figures that summarize a run: label, value, remark."""
-    trained = sum(math.isfinite(v) for v in metrics.column("train/loss")) or len(metrics.steps)
-    tiles = [_tile("steps", str(trained), "")]
-    sets = [(name, f"held-out {name.split('/')[1]}") for name in evaluation_names(metrics.names)]
+    done = metrics.steps[-1] if metrics.steps else 0  # rows of a long run may be thinned; that of step 0 is no step
+    tiles = [_tile("steps", str(done), "")]
+    sets = [(name, f"held-out {set_name(name)}") for name in evaluation_names(metrics.names)]
     for name, label in [("rollout/reward", "reward"), *sets]:
         values = [v for v in metrics.column(name) if math.isfinite(v)]
         if values:

@@ -56,6 +56,18 @@ def test_the_page_has_curves_verdicts_and_samples(tmp_path: Path) -> None:
     assert [group["group"] for group in groups] == [0, 1, 2]  # four of six answers, spread over the prompts
 
 
+def test_steps_are_those_that_are_done_and_sets_have_their_whole_names(tmp_path: Path) -> None:
+    """Not the rows: the evaluation before the first step has one, and a long run is thinned."""
+    write_header(tmp_path)
+    found = []
+    for step, row in ((0, {"eval/held/out/accuracy": 0.25}), (7, healthy_row(7, 10)), (900, {"train/pg_loss": 0.5})):
+        write_rows(tmp_path, [(step, row)])
+        tiles = Page(write_report(tmp_path, 4)).data["overview"]["tiles"]
+        found.append({tile["label"]: tile["value"] for tile in tiles})
+    assert [each["steps"] for each in found] == ["0", "7", "900"]
+    assert found[0]["held-out held/out"] == "0.25"
+
+
 def test_nothing_is_loaded_from_outside(tmp_path: Path) -> None:
     write_run(tmp_path, steps=2)
     page = Page(write_report(tmp_path, 4))
