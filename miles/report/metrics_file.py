@@ -75,7 +75,10 @@ class MetricsFile:
                     break
                 lines = chunk[: complete - 1].split(b"\n")
                 for number, line in enumerate(lines, self._line + 1):
-                    self._add(line, number)
+                    try:
+                        self._add(line, number)
+                    except OverflowError as error:
+                        raise ValueError(f"{self._path}:{number}: {error}; remove the line or the file") from error
                 self._line += len(lines)  # not before: after a line that cannot be read, all of these are read again
                 self._consumed += complete
                 file.seek(self._consumed)

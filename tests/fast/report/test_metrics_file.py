@@ -26,6 +26,13 @@ rows = st.lists(
 )
 
 
+@pytest.mark.parametrize("row", [f'{{"step": {10**20}, "x": 1}}', f'{{"step": 1, "x": {10**400}}}'])
+def test_a_number_that_no_column_holds_is_named(tmp_path: Path, row: str) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1}\n' + row + "\n")
+    with pytest.raises(ValueError, match=f"{METRICS}:2: int too .*; remove the line or the file"):
+        MetricsFile(tmp_path / METRICS).refresh()
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows, st.integers(1, 5))
 def test_growing_files_are_read_as_whole_ones(tmp_path_factory: pytest.TempPathFactory, rows, portion: int) -> None:
