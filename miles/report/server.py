@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -105,7 +106,12 @@ class Answers:
 
 
 def _number(query: dict[str, str], name: str) -> float | None:
-    return float(query[name]) if query.get(name) else None
+    if not query.get(name):
+        return None
+    number = float(query[name])
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={query[name]}: must be finite; give a step")
+    return number
 
 
 class _Handler(BaseHTTPRequestHandler):

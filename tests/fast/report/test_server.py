@@ -114,6 +114,9 @@ def test_wrong_questions_are_answered_with_what_is_wrong(server: ReportServer, t
     assert "no such sample" in get(server, "sample", step=1, index=99)["error"]
     assert "'index' is missing" in get(server, "sample", step=1)["error"]
     assert "x" in get(server, "samples", step="x")["error"]
+    for number in ("inf", "-inf", "nan"):
+        error = get(server, "metrics", names="train/loss", **{"from": number})["error"]
+        assert error == f"from={number}: must be finite; give a step"
 
 
 def test_a_damaged_file_is_named(server: ReportServer, tmp_path: Path) -> None:
