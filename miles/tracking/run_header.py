@@ -80,6 +80,15 @@ class RunHeader:
         with naming_disk(path):
             path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
+    def _check(self) -> None:
+        """Raise ``ValueError`` if a value is not of its kind, as in a file that was edited."""
+        for name in ("settings", "defaults"):
+            sections = getattr(self, name)
+            if not isinstance(sections, dict) or not all(isinstance(fields, dict) for fields in sections.values()):
+                raise ValueError(f"{name} are not sections of names and values")
+        if not isinstance(self.title, str) or type(self.total_steps) is not int:
+            raise ValueError("title or total_steps is not a text or a whole number")
+
     @classmethod
     def load(cls, output_dir: Path) -> RunHeader:
         """Read ``run.json`` back. Raises ``ValueError`` when the folder holds no run, or one of another version."""
@@ -87,7 +96,9 @@ class RunHeader:
         if not path.is_file():
             raise ValueError(f"{output_dir}: no {FILE_NAME} there; give the --output-dir of a run that has started")
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            header = cls(**json.loads(path.read_text(encoding="utf-8")))
+            header._check()
+            return header
         except (TypeError, ValueError, RecursionError) as error:
             what_to_do = "read it with the version of miles that wrote it, or copy the run's folder again"
             raise ValueError(f"{path}: cannot be read ({error}); {what_to_do}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,24 @@ def test_keys_of_data_rows_are_shown_and_flags_of_servers_without_their_keys(tmp
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ValueError, match=r"run\.json: cannot be read \(.*; read it with the version"):
+        RunHeader.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ({"settings": []}, "settings are not sections"),
+        ({"settings": {"loss": 3}}, "settings are not sections"),
+        ({"defaults": {"loss": None}}, "defaults are not sections"),
+        ({"total_steps": None}, "title or total_steps"),
+        ({"title": 1}, "title or total_steps"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path: Path, wrong: dict[str, object], fault: str) -> None:
+    header(TrackingArguments()).save(tmp_path)
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    with pytest.raises(ValueError, match=rf"run\.json: cannot be read \({fault}.*; read it with the version"):
         RunHeader.load(tmp_path)
 
 
