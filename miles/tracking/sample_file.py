@@ -99,7 +99,9 @@ class SampleFile:
         until = time.monotonic() + seconds
         if not self.path.is_file():
             return SearchPage([], None, 1.0)
-        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
+        # Bytes have cases in ASCII alone: rows that hold such a part of the text are read, and compared with all of it.
+        parts = re.findall("[\\x00-\\x7f]+", json.dumps(text, ensure_ascii=False)[1:-1])
+        needle = max(parts, key=len, default="").encode("ascii").lower()
         with self.path.open("rb") as file:
             end = _end(file)
             while cursor < end and len(hits) < most and (not hits or time.monotonic() < until):
@@ -206,7 +208,7 @@ def _lines_with(file: BinaryIO, needle: bytes, cursor: int, end: int) -> Iterato
     if not portion.endswith(b"\n"):
         portion += file.readline()
     lowered, position = portion.lower(), 0
-    while (found := lowered.find(needle, position)) >= 0:
+    while position < len(lowered) and (found := lowered.find(needle, position)) >= 0:
         begin = portion.rfind(b"\n", 0, found) + 1
         stop = portion.index(b"\n", found)
         yield portion[begin:stop], cursor + begin

@@ -100,7 +100,9 @@ def test_search_reads_text_not_the_names_of_fields(tmp_path: Path) -> None:
     samples = write(tmp_path, {1: ["plain", 'with "quotes" and\nlines', "naïve ÄÖ"]})
     assert samples.search("response").hits == []
     assert [hit.index for hit in samples.search('"QUOTES" and\nlines').hits] == [1]
-    assert [hit.index for hit in samples.search("naïve ÄÖ").hits] == [2]
+    for text in ("naïve ÄÖ", "NAÏVE äö", "äÖ"):
+        assert [hit.index for hit in samples.search(text).hits] == [2]
+    assert samples.search("ü").hits == []
 
 
 def test_a_row_without_its_iteration_is_refused(tmp_path: Path) -> None:
