@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if given.page_only:
         try:
             _compare(definition, runs, out)
+        except ValueError as error:  # a file of a run is damaged
+            return _refuse([str(error)])
         except OSError as error:
             return _stopped_by(error, out, again)
         return 0
@@ -73,10 +75,18 @@ def main(argv: Sequence[str]) -> int:
             lock.enter_context(locked_folders([("--out", out)]))
         except ValueError as error:  # another sweep writes there, or nobody can
             return _refuse([str(error)])
-        faults = [fault for run in runs if (fault := run.fault()) is not None]
+        faults = [fault for run in runs if (fault := _fault(run)) is not None]
         if faults:
             return _refuse(faults)
         return _run(definition, runs, places, out, again, _forks() if given.one_process else start_process)
+
+
+def _fault(run: SweptRun) -> str | None:
+    """Say why the run cannot be done in its folder, also if its metrics are damaged; None if it can."""
+    try:
+        return run.fault()
+    except ValueError as error:
+        return str(error)
 
 
 def _forks() -> Forks:
@@ -146,7 +156,7 @@ def _beginning(
 def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], places: Sequence[Slot]) -> str:
     lines = [f"{count(len(planned), 'run')}, {len(places)} at a time, each on {places[0]}"]
     for each, run in zip(planned, runs, strict=True):
-        fault = run.fault()
+        fault = _fault(run)
         lines += [f"\n{each.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]
         lines += [f"  miles train {shlex.join(public_words(each.words))}"]
     return "\n".join(lines)

@@ -85,7 +85,7 @@ class SweptRun:
         try:
             record = self._record()
         except ValueError as error:
-            return f"{self.folder / FILE_NAME}: cannot be read ({error}); remove the folder, or give another --out"
+            return str(error)
         if record is None:
             return f"{self.folder}: holds files that no sweep has written; remove them, or give another --out"
         changed = _differences(record["words"], public_words(self.planned.words))
@@ -186,14 +186,21 @@ class SweptRun:
         return self._saved[1]
 
     def _record(self) -> dict[str, Any] | None:
+        """Return what ``begin`` and ``note`` have written. Raises ``ValueError`` if it is damaged."""
         path = self.folder / FILE_NAME
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        record = json.loads(text)
-        if not isinstance(record, dict) or not {"variant", "seed", "words", "attempts"} <= record.keys():
-            raise ValueError("it is no record of a sweep")
+        try:
+            record = json.loads(text)
+            if not isinstance(record, dict) or not {"variant", "seed", "words", "attempts"} <= record.keys():
+                raise ValueError("it is no record of a sweep")
+            for attempt in record["attempts"]:
+                Attempt(**attempt)
+        except (ValueError, TypeError) as error:
+            what_to_do = "remove the folder, or give another --out"
+            raise ValueError(f"{path}: cannot be read ({error}); {what_to_do}") from error
         return record
 
     def _write(self, record: Mapping[str, Any]) -> None:

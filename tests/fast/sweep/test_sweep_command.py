@@ -6,7 +6,7 @@ import shlex
 import signal
 
 import pytest
-from sweep_files import write_sweep
+from sweep_files import planned, write_run_of, write_sweep
 
 from miles.commands import sweep as sweep_command
 from miles.report.metrics_file import MetricsFile
@@ -64,6 +64,26 @@ def test_runs_in_one_process_are_those_with_ray(sweep, tmp_path):
             list(map(float, expected[name])), rel=1e-3, abs=1e-5, nan_ok=True
         ), name
     assert forked.none_left() and with_ray.none_left()
+
+
+@pytest.mark.parametrize("words", [[], ["--page-only"], ["--explain"]], ids=["queue", "page", "explain"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n'),
+        ("sweep-run.json", "{"),
+        ("sweep-run.json", '{"variant": "run", "seed": 1, "words": [], "attempts": [{"of": "another version"}]}'),
+    ],
+    ids=["metrics", "half a record", "record of another version"],
+)
+def test_a_damaged_file_of_a_run_is_named(tmp_path, capsys, words, name, text):
+    _, runs = planned(tmp_path, seeds=2)
+    path = [write_run_of(run) for run in runs][0].folder / name
+    path.write_text(text)
+    status = sweep_command.main([str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "out"), *words])
+    told = capsys.readouterr()
+    assert status == (0 if words == ["--explain"] else 2)
+    assert f"{path}:" in (told.out if words == ["--explain"] else told.err)
 
 
 @pytest.mark.parametrize("words", [[], ["--page-only"]], ids=["queue", "page"])
