@@ -20,14 +20,18 @@ from typing import Any, Literal, Protocol
 
 from miles.arguments.tracking import TrackingArguments
 from miles.input_error import InputError
+from miles.one_line import one_line
+from miles.secret_values import hide_in_text
 from miles.tracking.run_files import METRICS, SampleRecord, str_value
 from miles.tracking.run_header import RunHeader
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
 MLFLOW_VALUE = 500  # characters of a parameter
 MOST_TABLES = 100  # of answers in a run, spread over it
+CAUSE_LENGTH = 300  # characters of a service's own message
 CLOSE_SECONDS = 60.0  # for what is still to be sent at the end of a run
 
+_MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _event_files = itertools.count()  # of this process: TensorBoard orders them by time, then by this
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]  # how a run ended
@@ -234,6 +238,36 @@ class MlflowSink:
         """End the run, and wait for that up to ``CLOSE_SECONDS``."""
         self._calls.add(lambda: self._client.set_terminated(self._run, self.status))
         self._calls.close()
+
+
+def check_mlflow(tracking: TrackingArguments) -> None:
+    """Ask the MLflow server of a run, before anything of it starts; nothing without one.
+
+    MLflow itself would ask again for minutes, and the run would fail once its models are loaded.
+
+    Raises:
+        ValueError: The server does not answer, or refuses the question.
+    """
+    if not tracking.use_mlflow:
+        return
+    import mlflow
+
+    uri = tracking.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    if not uri.startswith(("http://", "https://")):
+        return
+    given = os.environ.get(_MLFLOW_RETRIES)
+    os.environ[_MLFLOW_RETRIES] = given or "0"
+    try:
+        mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(tracking.mlflow_experiment)
+    except Exception as error:
+        cause = one_line(hide_in_text(str(error), [uri]), 2 * CAUSE_LENGTH).strip().rstrip(".")
+        raise ValueError(
+            f"--use-mlflow: the MLflow server cannot be used ({cause}); check --mlflow-tracking-uri "
+            "(MLFLOW_TRACKING_URI) and the network, or leave --use-mlflow out"
+        ) from error
+    finally:
+        if given is None:
+            del os.environ[_MLFLOW_RETRIES]
 
 
 def mlflow_name(name: str) -> str:

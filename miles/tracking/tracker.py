@@ -15,16 +15,26 @@ from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, check_packages, failure_note
+from miles.tracking.sinks import (
+    MlflowSink,
+    SampleTables,
+    Sink,
+    Status,
+    TensorBoardSink,
+    check_mlflow,
+    check_packages,
+    failure_note,
+)
 from miles.tracking.wandb_sink import WandbSink, log_in
 
 
 def check_services(tracking: TrackingArguments) -> None:
-    """Check, before anything starts, that the services of the flags can be used: packages, and W&B's key and server.
+    """Check, before anything starts, that the services of the flags can be used: packages, servers, and W&B's key.
 
     Raises ``ValueError`` with one sentence, an ``InputError`` if it is about what the user gave.
     """
     check_packages(tracking)
+    check_mlflow(tracking)
     log_in(tracking)
 
 

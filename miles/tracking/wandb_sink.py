@@ -18,9 +18,7 @@ from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.tracking.run_files import SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import SampleTables, Status
-
-CAUSE_LENGTH = 300  # characters of W&B's own message
+from miles.tracking.sinks import CAUSE_LENGTH, SampleTables, Status
 
 
 def log_in(tracking: TrackingArguments) -> None:

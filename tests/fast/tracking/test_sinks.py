@@ -1,7 +1,9 @@
 """Sinks outside the output folder, against real receivers: a Prometheus client, MLflow's own store."""
 
 import json
+import os
 import socket
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from miles.flags import FlagError
 from miles.tracking.run_files import SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
+from miles.tracking.tracker import check_services
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -91,6 +94,19 @@ def test_mlflow_has_a_table_of_answers(tmp_path, monkeypatch):
     table = json.loads(path.read_text())
     assert table["columns"] == list(SampleTables.columns)
     assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
+
+
+def test_an_mlflow_server_that_does_not_answer_is_told_at_once(monkeypatch):
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = TrackingArguments(use_mlflow=True, mlflow_tracking_uri=f"http://me:sesame@127.0.0.1:{port}")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="--use-mlflow: the MLflow server cannot be used .*Connection refused") as told:
+        check_services(given)
+    assert "sesame" not in str(told.value) and "\n" not in str(told.value)
+    assert time.monotonic() - began < 30, "MLflow itself asks again for minutes"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
 def test_names_of_metrics_are_such_as_mlflow_takes():
