@@ -106,9 +106,14 @@ def first_iteration(checkpoint: CheckpointArguments) -> int | None:
         return 0
     if is_url(folder):
         return None
+    return _newest_checkpoint(folder) or 0
+
+
+def _newest_checkpoint(folder: str) -> int | None:
+    """Return after how many iterations the newest complete checkpoint in a local folder was saved; None without one."""
     complete = [Path(folder), *Path(folder).glob("iter_*")]  # --load may name one of them
     found = [re.fullmatch(r"iter_(\d{7})", path.name) for path in complete if (path / "manifest.json").is_file()]
-    return max((int(match[1]) for match in found if match is not None), default=0)
+    return max((int(match[1]) for match in found if match is not None), default=None)
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:
@@ -199,8 +204,10 @@ def read_best(given: str) -> tuple[str, Literal["max", "min"]]:
 
 
 def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
-    """List what is saved, and when."""
+    """List what is loaded and saved, and when."""
     lines = []
+    if checkpoint.load is not None and not is_url(checkpoint.load):
+        lines.append(f"{checkpoint.load}: {_loaded(checkpoint, checkpoint.load)}")
     if checkpoint.save is not None:
         when = f"every {checkpoint.save_interval} iterations and" if checkpoint.save_interval else "only"
         lines.append(f"{checkpoint.save}: checkpoints, {when} after the last iteration{_kept(checkpoint)}")
@@ -216,6 +223,15 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
         when = "with each checkpoint and at the end" if checkpoint.save is not None else "at the end"
         lines.append(f"{checkpoint.save_hf}: Hugging Face export {when}")
     return lines
+
+
+def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
+    newest = _newest_checkpoint(folder)
+    if newest is None:
+        return "holds no checkpoint, so the run starts at iteration 0"
+    name = checkpoint_name(newest)
+    start = first_iteration(checkpoint)
+    return f"the run starts at iteration {start}, {'with the weights of' if checkpoint.finetune else 'from'} {name}"
 
 
 def _kept(checkpoint: CheckpointArguments) -> str:

@@ -52,6 +52,7 @@ from miles.arguments.launch.spelling import (
 from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.rules.columns import check_columns
 from miles.arguments.rules.debug_modes import check_saved_samples, notes_on_saved_samples
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.rules.replay import check_replay_on_cpu
@@ -501,6 +502,7 @@ def _judge(command: Command) -> Validated:
         check_server_heads(settings, of_host)
     check_saved_samples(settings, of_host)
     check_server_files(settings, of_host)
+    check_columns(settings, of_host)
     for message in of_host.messages:
         errors.add_unless_refused(message)
     errors.raise_if_any()

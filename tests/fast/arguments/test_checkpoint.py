@@ -47,6 +47,20 @@ def test_urls_have_a_local_copy_in_the_output_folder(validated):
     assert CheckpointArguments().urls == {} and given.urls.keys() == {"save", "load"}
 
 
+def test_explain_says_what_is_resumed(validated, tmp_path):
+    def line(flags=""):
+        (found,) = explain_checkpoint(validated(f"--load {tmp_path} {flags}").settings.checkpoint)
+        return found.removeprefix(f"{tmp_path}: ")
+
+    assert line() == "holds no checkpoint, so the run starts at iteration 0"
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
+        (tmp_path / name).mkdir()
+    for name in ("iter_0000002", "iter_0000004"):
+        (tmp_path / name / "manifest.json").touch()
+    assert line() == "the run starts at iteration 4, from iter_0000004"
+    assert line("--finetune") == "the run starts at iteration 0, with the weights of iter_0000004"
+
+
 def test_a_model_may_be_pushed_to_a_repository(validated):
     assert validated("--save-hf hf://me/model").settings.checkpoint.urls == {"save_hf": "hf://me/model"}
 

@@ -41,11 +41,14 @@ def read_lines(**changed: str) -> list[Line]:
     ]
 
 
+PROMPT = {"prompt": "1 + 1 =", "label": "2", "messages": [{"role": "user", "content": "1 + 1 ="}]}
+
+
 def write_files(folder: Path) -> None:
     """Write the configs of the models, without weights, one prompt, and the samples of one iteration."""
     for name, config in yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"].items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n")
+    (folder / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
     (folder / "out").mkdir()
     (folder / "out" / "samples_0.pt").touch()
