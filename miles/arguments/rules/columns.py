@@ -23,7 +23,9 @@ def check_columns(settings: Settings, errors: Errors) -> None:
     sources = (settings.data.prompt_data,) if given is None else given[1::2]
     for file in [source for source in sources if source is not None and source.endswith(".jsonl")]:
         row = _first_row(Path(file))
-        for field, name in names.items() if row is not None else ():
+        if row is None:
+            continue
+        for field, name in names.items():
             if name not in row and name.partition(".")[0] not in row and errors.none_about(field):
                 has = one_line(", ".join(row), 500) or "none"
                 errors.refuse(field, name, f"the first line of {file} has no such column", f"its columns are: {has}")
