@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_files(folder)
     (folder / "CONFIG").write_text("value_of_mine: 3\n")
     (folder / "EVAL").write_text("eval: {datasets: [{name: a, path: 'reasoning_gym:sums'}]}\n")
-    (folder / "DATA.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2", "messages": []}\n')
+    (folder / "DATA.jsonl").write_text('{"input": "1 + 1 =", "prompt": "1 + 1 =", "label": "2", "messages": []}\n')
     return folder
 
 
