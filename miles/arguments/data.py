@@ -3,12 +3,14 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from difflib import get_close_matches
+from typing import Any, Optional
 
 from miles.environments.verifiers_tasks import SCHEME as VERIFIERS
 from miles.flags import Errors, count, flag, flag_name
+from miles.one_line import one_line
 
 SOURCES = (
     "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, reasoning_gym:TASK[:key=value,...] or "
@@ -74,6 +76,24 @@ class DataArguments:
         if self.prompt_mix is not None:
             return dict(zip(self.prompt_mix[::2], self.prompt_mix[1::2], strict=True))
         return {} if self.prompt_data is None else {"prompts": self.prompt_data}
+
+
+def find_column(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of column ``name``, or of a part of one, as in ``answer.text``; None if it is absent."""
+    if name in row:
+        return row[name]
+    part: Any = row
+    for step in name.split("."):
+        part = part.get(step) if isinstance(part, Mapping) else None
+    return part
+
+
+def columns_to_choose(row: Mapping[str, Any], name: str) -> str:
+    """Say which columns there are instead of ``name``, and which of them may be meant."""
+    near = get_close_matches(name, row, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    has = one_line(", ".join(map(str, row)), 500) or "none"
+    return f"{hint}the columns are: {has}"
 
 
 def check_data(

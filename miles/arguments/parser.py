@@ -502,9 +502,9 @@ def _judge(command: Command) -> Validated:
         check_server_heads(settings, of_host)
     check_saved_samples(settings, of_host)
     check_server_files(settings, of_host)
-    check_columns(settings, of_host)
     for message in of_host.messages:
         errors.add_unless_refused(message)
+    check_columns(settings, errors)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
     further = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))

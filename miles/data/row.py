@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from miles.arguments.data import columns_to_choose, find_column
 from miles.input_error import InputError
 from miles.one_line import one_line
 
@@ -22,22 +22,14 @@ class Row:
 
     def find(self, name: str) -> Any:
         """Return the value of column ``name``, or of a part of one, as in ``answer.text``; None if it is absent."""
-        if name in self.columns:
-            return self.columns[name]
-        part: Any = self.columns
-        for step in name.split("."):
-            part = part.get(step) if isinstance(part, Mapping) else None
-        return part
+        return find_column(self.columns, name)
 
     def column(self, name: str, flag: str) -> Any:
         """Return what ``find`` does, chosen with ``flag``; raise ``InputError`` if it is absent or null."""
         if (value := self.find(name)) is not None:
             return value
         if name not in self.columns:
-            near = get_close_matches(name, self.columns, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            has = one_line(", ".join(map(str, self.columns)), 500) or "none"
-            self.refuse(f"no column {name!r}; {hint}the columns are: {has}; choose one with {flag}")
+            self.refuse(f"no column {name!r}; {columns_to_choose(self.columns, name)}; choose one with {flag}")
         self.refuse(f"column {name!r} is null; fill it, remove the row, or choose another column with {flag}")
 
     def refuse(self, fault_and_what_to_do: str) -> NoReturn:

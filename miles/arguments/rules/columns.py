@@ -1,41 +1,63 @@
-"""Check that the prompts have the columns that flags name."""
+"""Check that the rows of prompts have the columns that flags name."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Iterator
 from typing import Any
 
 from miles import strict_json
+from miles.arguments.data import columns_to_choose, find_column
 from miles.arguments.settings import Settings
-from miles.flags import Errors
-from miles.one_line import one_line
+from miles.flags import Errors, flag_name
+
+LONGEST_LINE = 2**20  # bytes that are read of a file
 
 
 def check_columns(settings: Settings, errors: Errors) -> None:
-    """Refuse a column that the first line of a file of JSON lines lacks. Other forms need a library to be read."""
-    if settings.rollout.loads_samples or settings.data.data_source_path is not None:
+    """Refuse a column that the first line of a file of JSON lines lacks. Other forms need a library to be read.
+
+    Loading reports a line that cannot be read, and a column that a later line lacks.
+    """
+    if not errors.none_about("rm_type"):  # the reward decides whether rows need labels
         return
-    names = {"input_key": settings.data.input_key}
-    may_lack_labels = settings.reads_conversations or settings.reward.labels_optional  # a later row may have one
-    if settings.data.label_key is not None and not may_lack_labels:
-        names["label_key"] = settings.data.label_key
-    given = settings.data.prompt_mix
-    sources = (settings.data.prompt_data,) if given is None else given[1::2]
-    for file in [source for source in sources if source is not None and source.endswith(".jsonl")]:
-        row = _first_row(Path(file))
-        if row is None:
-            continue
-        for field, name in names.items():
-            if name not in row and name.partition(".")[0] not in row and errors.none_about(field):
-                has = one_line(", ".join(row), 500) or "none"
-                errors.refuse(field, name, f"the first line of {file} has no such column", f"its columns are: {has}")
+    for source, own, field, name in _columns(settings):
+        row = _first_row(source) if errors.none_about(field) else None
+        if row is not None and name not in row and find_column(row, name) is None:
+            rule = f"the first line of {source} has no such column"
+            errors.refuse(field, name, rule, f"{columns_to_choose(row, name)}; choose one with {flag_name(own)}")
 
 
-def _first_row(file: Path) -> dict[str, Any] | None:
-    """Return the first line that is not empty; None if it cannot be read: loading the file reports that."""
+def _columns(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what every row needs: source, the flag that can choose the column, the flag that has chosen it, its name.
+
+    The columns of evaluation are those of training if no flag of its own chooses them.
+    """
+    data, evaluation = settings.data, settings.evaluation
+    keys = ["input_key"] if settings.reward.labels_optional else ["input_key", "label_key"]
+    if not settings.rollout.loads_samples and data.data_source_path is None:
+        for source in (data.prompt_data,) if data.prompt_mix is None else data.prompt_mix[1::2]:
+            for key in keys[:1] if settings.reads_conversations else keys:
+                name = getattr(data, key)
+                if source is not None and name is not None:
+                    yield source, key, key, name
+    for source in (evaluation.eval_prompt_data or ())[1::2]:
+        for key in keys:
+            own = f"eval_{key}"
+            chosen = key if getattr(evaluation, own) is None else own
+            name = getattr(data if chosen == key else evaluation, chosen)
+            if name is not None:
+                yield source, own, chosen, name
+
+
+def _first_row(source: str) -> dict[str, Any] | None:
+    """Return the first line of a file that is not empty; None if it cannot be read, or is no object."""
+    if not source.endswith(".jsonl") or not os.path.isfile(source):
+        return None
     try:
-        with file.open("rb") as lines:
-            line = next((line for line in lines if line.strip()), b"")
+        with open(source, "rb") as lines:
+            while (line := lines.readline(LONGEST_LINE)).isspace():
+                continue
         row = strict_json.loads(line.decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError, strict_json.StrictJsonError):
         return None

@@ -51,7 +51,7 @@ def outputs(tmp_path_factory):
         (folder / "tasks" / name).mkdir()
         for split in ("train", "heldout"):
             (folder / "tasks" / name / f"{split}.jsonl").write_text('{"input": "a", "label": "a"}\n')
-    (folder / "tasks" / "chats.jsonl").write_text("{}\n")
+    (folder / "tasks" / "chats.jsonl").write_text('{"chat": []}\n')
     shutil.copytree(folder / "tasks", folder / "shop_task")
     (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")
     (folder / "words").write_text(WORDS)
@@ -131,7 +131,8 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
     assert commands
     if folder.name == "agent_client":  # its run removes earlier data, and only pretends to write others
         write_config(outputs / "agent_client" / "data" / "model")
-        shutil.copy(folder / "numbers.jsonl", outputs / "agent_client" / "data" / "prompts.jsonl")
+        rows = outputs / "tasks" / "backward" / "train.jsonl"
+        shutil.copy(rows, outputs / "agent_client" / "data" / "prompts.jsonl")
     if folder.name == "sft_then_rl":  # the fine-tuning would have written it
         write_config(outputs / "sft_then_rl_sft" / "hf")
     for words in commands:

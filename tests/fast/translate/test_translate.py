@@ -429,7 +429,7 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
 def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, given):
     words = translated(tmp_path, name, text)[1].words
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    (tmp_path / "data.jsonl").write_text('{"prompt": ""}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "", "input": ""}')
     added = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "data.jsonl"), "--rm-type", "length"]
     for flag, value in (("--rollout-max-response-len", "8"), ("--rollout-batch-size", "256"), ("--num-epoch", "1")):
         added += [flag, value] if flag not in words else []

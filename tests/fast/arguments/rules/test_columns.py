@@ -1,57 +1,101 @@
-"""The first line of a file of prompts has the columns that flags name."""
+"""The first line of a file of rows has the columns that flags name."""
 
 import json
 
 import pytest
 
 from miles.arguments.parser import judge, read_command
+from miles.arguments.rules.columns import LONGEST_LINE
 from miles.flags import FlagError
 from tests.fast.arguments.conftest import minimal
+
+TEXT = json.dumps({"question": "1 + 1 =", "answer": {"text": "2"}}) + "\n"
+UNREADABLE = ["", "\n\n", "[]\n", "{\n", '{"a": 1, "a": 2}\n', "\ud800\n", "{" + " " * LONGEST_LINE]
 
 
 @pytest.fixture
 def judged(tmp_path):
-    def read(flags, without="", text='{"question": "1 + 1 =", "answer": {"text": "2"}}\n', source="--prompt-data"):
+    """Judge a command with a file of these lines as the source of its prompts, or as ``{}`` in the flags."""
+
+    def read(flags, without="", text=TEXT, source="--prompt-data {}"):
         file = tmp_path / "prompts.jsonl"
         file.write_text(text)
-        return judge(read_command(minimal(f"{source} {file} {flags}", f"--prompt-data {without}")))
+        return judge(read_command(minimal(f"{source} {flags}".format(file, file), f"--prompt-data {without}")))
 
     return read
 
 
-@pytest.mark.parametrize("source", ["--prompt-data", "--prompt-mix one"])
+@pytest.fixture
+def refusals(judged):
+    def read(*arguments, **named):
+        with pytest.raises(FlagError) as caught:
+            judged(*arguments, **named)
+        return caught.value.messages
+
+    return read
+
+
+@pytest.mark.parametrize("source", ["--prompt-data {}", "--prompt-mix one {}"])
+@pytest.mark.parametrize(
+    ("flags", "fault", "hint"),
+    [
+        ("--label-key answer.text", "--input-key input", ""),
+        ("--input-key question --label-key answr", "--label-key answr", "did you mean answer? "),
+        ("--input-key question --label-key answer.txt", "--label-key answer.txt", "did you mean answer? "),
+    ],
+)
+def test_a_column_that_is_not_there_is_refused(refusals, source, flags, fault, hint):
+    (message,) = refusals(flags, source=source)
+    assert message.startswith(f"{fault}: the first line of ")
+    rest = f"prompts.jsonl has no such column; {hint}the columns are: question, answer; choose one with "
+    assert message.endswith(rest + fault.split()[0])
+
+
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        ("--label-key answer.text", "--input-key input: the first line of "),
-        ("--input-key question --label-key answr", "--label-key answr: the first line of "),
-        ("--input-key question --label-key answr.text", "--label-key answr.text: the first line of "),
+        ("--eval-input-key inpt", "--eval-input-key inpt"),
+        ("--eval-input-key question --eval-label-key answr", "--eval-label-key answr"),
+        ("--eval-input-key question --label-key answr", "--label-key answr"),
+        ("", "--input-key input"),
     ],
 )
-def test_a_column_that_is_not_there_is_refused(judged, source, flags, fault):
-    with pytest.raises(FlagError) as caught:
-        judged(flags, source=source)
-    (message,) = caught.value.messages
-    assert message.startswith(fault) and message.endswith(
-        "prompts.jsonl has no such column; its columns are: question, answer"
-    )
+def test_sets_of_evaluation_have_their_columns(refusals, flags, fault):
+    source = "--prompt-data reasoning_gym:products --eval-interval 2 --eval-prompt-data held_out {}"
+    (message,) = refusals(flags, source=source)
+    assert message.startswith(f"{fault}: the first line of ")
+    assert message.endswith(f"choose one with --eval-{fault.split()[0].removeprefix('--').removeprefix('eval-')}")
 
 
 def test_columns_that_are_there_are_accepted(judged):
     assert judged("--input-key question --label-key answer.text")
+    assert judged("--input-key question --eval-interval 2 --eval-prompt-data held_out {}")
 
 
 def test_a_label_that_later_rows_may_have_is_accepted(judged):
     assert judged("--input-key question --label-key later --custom-rm-path my:reward", without="--rm-type")
 
 
-def test_conversations_have_no_labels(judged):
+def test_conversations_have_no_labels(refusals, judged):
     text = json.dumps({"input": [{"role": "user", "content": "1 + 1 ="}]})
-    with pytest.raises(FlagError) as caught:
-        judged("--input-key messages --loss-type sft_loss", text=text)
-    assert any(message.startswith("--input-key messages: the first line of ") for message in caught.value.messages)
+    messages = refusals("--input-key messages --loss-type sft_loss", text=text)
+    assert any(message.startswith("--input-key messages: the first line of ") for message in messages)
+    given = "--loss-type sft_loss --debug-train-only --label-key answer --n-samples-per-prompt 1"
+    assert judged(given, text=text, without="--rm-type --n-samples-per-prompt")
 
 
-@pytest.mark.parametrize("text", ["", "[]\n", "{\n"])
-def test_a_first_line_that_cannot_be_read_is_left_to_loading(judged, text):
-    assert judged("--label-key answer", text=text)
+def test_a_wrong_reward_is_reported_alone(refusals):
+    (message,) = refusals("--rm-type math:x --label-key answr")
+    assert message.startswith("--rm-type")
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_first_line_that_cannot_be_read_is_left_to_loading(tmp_path, text):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert judge(read_command(minimal(f"--prompt-data {file} --label-key answer", "--prompt-data")))
+
+
+def test_empty_lines_before_the_first_are_skipped_and_later_ones_not_read(refusals, judged):
+    text = f"\n \n{TEXT}not JSON\n"
+    assert judged("--input-key question", text=text) and refusals("", text=text)
