@@ -26,6 +26,11 @@ class OptimizerArguments:
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only")
     clip_grad: float = flag(1.0, "global gradient norm above which gradients are scaled down; 0 is off")
 
+    @property
+    def warmup_field(self) -> str:
+        """The field that says how long the warm-up is."""
+        return "lr_warmup_iters" if self.lr_warmup_fraction is None else "lr_warmup_fraction"
+
     def decay_steps(self, total_steps: int) -> int:
         """Return the optimizer steps until ``min_lr`` in a run of ``total_steps``."""
         return total_steps if self.lr_decay_iters is None else self.lr_decay_iters
@@ -53,7 +58,7 @@ def check_optimizer(optimizer: OptimizerArguments, errors: Errors) -> None:
     if optimizer.lr_decay_style == "constant":
         unused = ["min_lr"] if optimizer.lr_warmup_fraction is not None else ["min_lr", "lr_decay_iters"]
         errors.refuse_ignored(optimizer, unused, "by --lr-decay-style constant", "choose linear or cosine")
-    check_warmup("lr_warmup_iters", optimizer, errors)
+    check_warmup(optimizer.warmup_field, optimizer, errors)
 
 
 def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> None:
@@ -61,18 +66,30 @@ def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> N
 
     Args:
         field: The flag of the warm-up: the critic has its own.
-        optimizer: The settings, with this warm-up as ``lr_warmup_iters``.
+        optimizer: The settings, with this warm-up as ``lr_warmup_iters`` or ``lr_warmup_fraction``.
         errors: Collects what is wrong.
     """
-    warmup, decay = optimizer.lr_warmup_iters, optimizer.lr_decay_iters
-    if decay is None or optimizer.lr_decay_style == "constant":
+    decay, fraction = optimizer.lr_decay_iters, optimizer.lr_warmup_fraction
+    if optimizer.lr_decay_style == "constant" or not errors.none_about(field, "lr_decay_iters"):
         return
-    if warmup >= decay and errors.none_about(field, "lr_decay_iters"):
+    if fraction == 1:
+        errors.refuse(field, 1, "leaves no step to the decay", "give less than 1")
+    elif decay is not None and optimizer.warmup_steps(decay) >= decay:
         rule = f"must be less than --lr-decay-iters {decay}, which includes the warm-up"
-        errors.refuse(field, warmup, rule, "give a shorter warm-up or a longer decay")
+        if fraction is not None:
+            rule = f"is {count(decay, 'step')}, and {rule}"
+        errors.refuse(field, _given_warmup(optimizer), rule, "give a shorter warm-up or a longer decay")
 
 
-def notes_on_warmup(field: str, warmup: int, steps: int) -> Iterator[str]:
-    """Yield a note if the warm-up of the flag ``field`` takes all ``steps`` of a run, as in a short trial."""
-    if warmup >= steps:
-        yield f"{flag_name(field)} {warmup}: all of the run ({count(steps, 'optimizer step')}) is warm-up"
+def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> Iterator[str]:
+    """Yield a note if the warm-up of ``optimizer`` takes all ``steps`` of a run, as in a short trial.
+
+    ``field`` is the flag that says how long it is.
+    """
+    if optimizer.warmup_steps(steps) >= steps:
+        all_of_run = f"all of the run ({count(steps, 'optimizer step')})"
+        yield f"{flag_name(field)} {_given_warmup(optimizer)}: {all_of_run} is warm-up"
+
+
+def _given_warmup(optimizer: OptimizerArguments) -> float:
+    return optimizer.lr_warmup_iters if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction

@@ -217,11 +217,11 @@ def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tu
 def _notes_on_warmup(settings: Settings) -> Iterator[str]:
     if settings.rollout.num_rollout is None or not settings.trains:
         return
-    steps = settings.rollout.num_rollout * settings.steps_per_iteration
+    steps, optimizer = settings.rollout.num_rollout * settings.steps_per_iteration, settings.optimizer
     if settings.loss.type.trains_policy:
-        yield from notes_on_warmup("lr_warmup_iters", settings.optimizer.lr_warmup_iters, settings.policy_steps(steps))
+        yield from notes_on_warmup(optimizer.warmup_field, optimizer, settings.policy_steps(steps))
     if settings.loss.has_critic:
-        yield from notes_on_warmup("critic_lr_warmup_iters", settings.critic.critic_lr_warmup_iters, steps)
+        yield from notes_on_warmup("critic_lr_warmup_iters", settings.critic_optimizer, steps)
 
 
 def _surprises(settings: Settings) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import pytest
 
 from miles.arguments.explain import explain, without_effect
-from miles.flags import flag_name
 from miles.objective import explain as objective
 
 PPO = "--advantage-estimator ppo"
@@ -113,13 +112,22 @@ def test_the_formula_of_ppo(validated):
 
 
 @pytest.mark.parametrize(
-    ("flags", "field"),
-    [("--lr-warmup-iters", "lr_warmup_iters"), (f"{PPO} --critic-lr-warmup-iters", "critic_lr_warmup_iters")],
+    ("flags", "some", "all_of_them"),
+    [
+        ("--lr-warmup-iters", 9, 10),
+        ("--lr-warmup-fraction", 0.9, 0.96),
+        ("--lr-decay-style constant --lr-warmup-fraction", 0.9, 1.0),
+        (f"{PPO} --critic-lr-warmup-iters", 9, 10),
+    ],
 )
-def test_a_run_that_is_all_warm_up_is_noted(validated, flags, field):
-    assert not any("warm-up" in note for note in validated(f"{flags} 9").surprises)
-    (note,) = [note for note in validated(f"{flags} 10").surprises if "warm-up" in note]
-    assert note == f"{flag_name(field)} 10: all of the run (10 optimizer steps) is warm-up"
+def test_a_run_that_is_all_warm_up_is_noted(validated, flags, some, all_of_them):
+    assert not any("warm-up" in note for note in validated(f"{flags} {some}").surprises)
+    (note,) = [note for note in validated(f"{flags} {all_of_them}").surprises if "warm-up" in note]
+    assert note == f"{flags.split()[-1]} {all_of_them}: all of the run (10 optimizer steps) is warm-up"
+
+
+def test_a_warm_up_may_take_all_steps_of_a_decay_that_is_none(validated):
+    assert validated("--lr-decay-style constant --lr-warmup-fraction 1 --lr-decay-iters 5")
 
 
 def test_the_critic_has_a_schedule_of_its_own(validated):

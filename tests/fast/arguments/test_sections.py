@@ -62,6 +62,9 @@ OPTIMIZER = [
     ("--lr-warmup-fraction 2", "", r"\[0, 1\]"),
     ("--lr-warmup-iters 20 --lr-decay-iters 10", "", "--lr-warmup-iters 20: must be less than --lr-decay-iters 10"),
     ("--lr-warmup-iters 10 --lr-decay-iters 10", "", "--lr-warmup-iters 10: must be less than --lr-decay-iters 10"),
+    ("--lr-warmup-fraction 1", "", "--lr-warmup-fraction 1: leaves no step to the decay"),
+    ("--lr-warmup-fraction 1 --lr-decay-iters 10", "", "--lr-warmup-fraction 1: leaves no step to the decay"),
+    ("--lr-warmup-fraction 0.96 --lr-decay-iters 10", "", "0.96: is 10 steps, and must be less than"),
     ("--adam-beta1 1", "", r"\[0, 1\)"),
     ("--weight-decay=-1", "", "at least 0"),
 ]
