@@ -426,7 +426,7 @@ def reconcile_aggregation(
     loss = _from_verl(loss, max_response_len, may_relabel, notes, errors)
     if loss.pg_loss_divisor is not None or loss.loss_agg_mode is not None:
         return loss, notes  # which mode is meant is not known
-    _check_custom_reducer(loss, errors)
+    _check_custom_reducer(loss, may_relabel, errors)
     _check_divisor(loss, errors)
     loss = _settle_alpha(loss, errors)
     loss = _reconcile_per_token(loss, may_relabel, notes, errors)
@@ -521,8 +521,8 @@ def _verl_divisor(factor: float | None, max_response_len: int | None, notes: lis
     return float(max_response_len)
 
 
-def _check_custom_reducer(loss: "LossArguments", errors: Errors) -> None:
-    if loss.custom_pg_loss_reducer_function_path is not None and loss.loss_aggregation != "sample_mean":
+def _check_custom_reducer(loss: "LossArguments", may_relabel: bool, errors: Errors) -> None:
+    if loss.custom_pg_loss_reducer_function_path is not None and not may_relabel:
         rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
         errors.refuse("loss_aggregation", loss.loss_aggregation, rule, "drop one of the two")
 

@@ -114,6 +114,15 @@ def test_the_default_is_not_replaced_if_it_was_asked_for(flags, sentence):
     assert judge(read_command(minimal(flags))).settings.loss.loss_aggregation != "sample_mean"
 
 
+@pytest.mark.parametrize("further", ["", "--calculate-per-token-loss"])
+def test_a_custom_reducer_replaces_the_default_and_no_mode_that_was_asked_for(further):
+    with pytest.raises(FlagError) as caught:
+        judge(read_command(minimal(f"--loss-aggregation sample_mean {REDUCER} {further}")))
+    (message,) = caught.value.messages
+    assert message.startswith("--loss-aggregation sample_mean: would be ignored: --custom-pg-loss-reducer")
+    assert judge(read_command(minimal(f"{REDUCER} {further}")))
+
+
 def test_verls_name_may_say_the_same_as_the_aggregation():
     command = read_command(minimal("--loss-aggregation sample_mean --loss-agg-mode seq-mean-token-mean"))
     assert judge(command).settings.loss.loss_aggregation == "sample_mean"
