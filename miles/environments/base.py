@@ -98,6 +98,7 @@ class EnvironmentKind(Choice):
 
     Attributes:
         options: The settings that may follow the name, each with its default.
+        imports: Those of them that are import paths, each with what it names.
         has_reward: Whether it gives a reward, for ``--rm-type environment``.
         bounds_turns: Whether it reads ``max_turns``.
         libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
@@ -105,6 +106,7 @@ class EnvironmentKind(Choice):
 
     flag = "environment"
     options: ClassVar[Mapping[str, Any]] = {}
+    imports: ClassVar[Mapping[str, str]] = {}
     has_reward: ClassVar[bool] = True
     bounds_turns: ClassVar[bool] = True
     libraries: ClassVar[tuple[str, ...]] = ()

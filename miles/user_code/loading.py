@@ -30,7 +30,7 @@ def import_function(path: str, flag: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = load_object(path, flag, "function")
     if not callable(function):
         module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-        raise InputError(f"{flag} {path}: module {module_name} has no function {name}; define it there or fix the name")
+        raise InputError(f"{flag} {path}: {no_such_name(module_name, name, 'function')}")
     return function
 
 
@@ -52,8 +52,13 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
             "check the spelling, or start the run from the folder that holds it"
         ) from error
     if getattr(module, name, None) is None:
-        raise InputError(f"{flag} {path}: module {module_name} has no {kind} {name}; define it there or fix the name")
+        raise InputError(f"{flag} {path}: {no_such_name(module_name, name, kind)}")
     return getattr(module, name)
+
+
+def no_such_name(module: str, name: str, kind: str, hint: str = "") -> str:
+    """Return the error of a module without ``name``, and what to do."""
+    return f"module {module} has no {kind} {name}; {hint}define it there or fix the name"
 
 
 def _unpickled(path: str, file: Path, flag: str) -> Callable[..., Any]:

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import miles
 from miles.arguments.settings import Settings
-from miles.flags import Errors, flag_name
+from miles.environments.chosen import FLAG as ENVIRONMENT
+from miles.environments.chosen import read_choice
+from miles.flags import LONGEST_VALUE, Errors, flag_name
+from miles.one_line import one_line
 from miles.user_code.loading import PICKLED
+from miles.user_code.source import missing_name, module_files
 
 
 @dataclass(frozen=True)
@@ -186,26 +190,55 @@ def missing_function(field: str, path: str) -> str | None:
 
 
 def check_function_paths(settings: Settings, errors: Errors) -> None:
-    """Check that each flag that names a function has the form of an import path. Its module is imported later."""
-    for field, hook in HOOKS.items():
-        path = getattr(getattr(settings, hook.section), field)
-        if path is None or not errors.none_about(field):
+    """Check that each flag that names a function has the form of an import path, and a source that has the function.
+
+    Its module is imported later.
+    """
+    for flag, path, kind in _named_functions(settings):
+        if not errors.none_about(flag.split()[0].removeprefix("--")):
             continue
         module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-        of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
-        if of_file is not None and of_file[2] and _exists(path):
-            of_file = None  # a module whose name is py
-        names_module = all(part.isidentifier() for part in (*module.split("."), name))
-        if of_file is None and (names_module or (module.endswith(PICKLED) and name)):
+        if module.endswith(PICKLED) and name:
             continue
-        kind = "class" if hook.signature.startswith("class") else "function"
-        if of_file is not None:
-            rule = f"names a file, and a {kind} is imported from a module"
-            meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
-            what_to_do = f"write {meant}, and start the run in the folder from which that is importable"
-        else:
-            rule, what_to_do = f"names no {kind} of a module", f"write module:{kind} or module.{kind}"
-        errors.refuse(field, path, rule, what_to_do)
+        fault = _fault_of_form(path, module, name, kind) or missing_name(module, name, kind)
+        if fault is not None:
+            errors.add(f"{flag} {one_line(path, LONGEST_VALUE)}: {fault}")
+
+
+def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Yield each flag that has an import path, the path, and what it names."""
+    for field, hook in HOOKS.items():
+        path = getattr(getattr(settings, hook.section), field)
+        if path is not None:
+            yield flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
+    environment = settings.rollout.environment
+    if environment is None:
+        return
+    try:
+        choice = read_choice(environment)
+    except ValueError:  # ``check_agents`` reports it
+        return
+    if choice is None:
+        yield ENVIRONMENT, environment, "class"
+        return
+    kind, options = choice
+    for option, named in kind.imports.items():
+        if options[option]:
+            yield f"{ENVIRONMENT} {kind.name}:{option}", str(options[option]), named
+
+
+def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
+    """Return what is wrong with an import path by itself, and what to do."""
+    of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
+    if of_file is not None and not (of_file[2] and _exists(path)):  # else a module whose name is py
+        meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
+        return (
+            f"names a file, and a {kind} is imported from a module; write {meant}, and start the run in the folder "
+            "from which that is importable"
+        )
+    if all(part.isidentifier() for part in (*module.split("."), name)):
+        return None
+    return f"names no {kind} of a module; write module:{kind} or module.{kind}"
 
 
 def signatures() -> Iterator[tuple[str, str]]:
@@ -232,9 +265,4 @@ def _instead(field: str, path: str) -> str | None:
 def _exists(path: str) -> bool:
     """Return whether the module of ``path`` is a file of this package or of the folder in which the run starts."""
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
-    parts = module.split(".")
-    roots = [Path.cwd(), Path(miles.__file__).parent.parent]
-    return any(
-        (root.joinpath(*parts).with_suffix(".py")).is_file() or root.joinpath(*parts, "__init__.py").is_file()
-        for root in roots
-    )
+    return any(module_files(module, [Path.cwd(), Path(miles.__file__).parent.parent]))

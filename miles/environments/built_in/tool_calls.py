@@ -30,6 +30,7 @@ class ToolCalls(EnvironmentKind):
     name = "tool_calls"
     summary = "tools of a list or of the row, which call=module.function runs"
     options = {"call": "", "specs": ""}
+    imports = {"call": "function", "specs": "object"}
     has_reward = False
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:

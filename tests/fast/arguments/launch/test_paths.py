@@ -1,9 +1,12 @@
 """Functions inside the packages of other launchers are mapped to ours, or refused with the signature to write."""
 
+import re
+from dataclasses import fields
+
 import pytest
 
 from miles.arguments.launch.paths import FLAGS_INSTEAD, HOOKS, KNOWN
-from miles.arguments.settings import Settings
+from miles.arguments.settings import SECTIONS, Settings
 from miles.flags import flag_name
 from miles.user_code.loading import load_function
 
@@ -85,7 +88,7 @@ def test_functions_of_the_user_are_left_alone(accepted, tmp_path, monkeypatch):
     assert accepted("--custom-rm-path my_rewards:reward", without="--rm-type")
     assert accepted("--dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std").accepted == ()
     (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "mine.py").write_text("")
+    (tmp_path / "examples" / "mine.py").write_text("async def reward(samples): ...\n")
     monkeypatch.chdir(tmp_path)
     assert accepted("--custom-rm-path examples.mine.reward", without="--rm-type")
 
@@ -112,3 +115,38 @@ def test_a_module_may_be_called_py(accepted, tmp_path, monkeypatch):
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "py.py").write_text("async def score(samples): ...\n")
     assert accepted("--custom-rm-path reward.py:score", without="--rm-type")
+
+
+@pytest.mark.parametrize("field", HOOKS)
+def test_a_function_that_its_module_lacks_is_refused(refused, field):
+    flag, path = flag_name(field), "miles.rollout.filters:check_reward_nonzero_sdt"
+    kind = "class" if HOOKS[field].signature.startswith("class") else "function"
+    fault = f"{flag} {path}: module miles.rollout.filters has no {kind} check_reward_nonzero_sdt; did you mean "
+    beside = "--partial-rollout" if field == "buffer_filter_path" else ""  # without it, the flag would be ignored
+    assert any(message.startswith(fault) for message in refused(f"{flag} {path} {beside}"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "fault"),
+    [
+        ("miles.sample:Env", "--environment miles.sample:Env: module miles.sample has no class Env; "),
+        ("env.py:Env", "--environment env.py:Env: names a file, and a class is imported from a module; "),
+        (
+            "tool_calls:call=miles.sample.call",
+            "--environment tool_calls:call miles.sample.call: module miles.sample has no function call; ",
+        ),
+        (
+            "tool_calls:call=my.call,specs=miles.sample.SPECS",
+            "--environment tool_calls:specs miles.sample.SPECS: module miles.sample has no object SPECS; ",
+        ),
+    ],
+)
+def test_what_an_environment_imports_is_checked(refusals, environment, fault):
+    (message,) = refusals(f"--environment {environment} --apply-chat-template --rollout-max-context-len 128")
+    assert message.startswith(fault)
+
+
+def test_every_flag_that_takes_an_import_path_is_checked():
+    helps = {field.name: field.metadata["help"] for cls in SECTIONS.values() for field in fields(cls)}
+    named = {name for name, text in helps.items() if name.endswith("_path") or re.search("module:[fc]", text)}
+    assert named == {*HOOKS, "environment", "custom_config_path"}  # the last names a file

@@ -69,7 +69,8 @@ def test_sets_of_evaluation_have_their_columns(refusals, flags, fault):
 
 def test_columns_that_are_there_are_accepted(judged):
     assert judged("--input-key question --label-key answer.text")
-    assert judged("--input-key question --eval-interval 2 --eval-prompt-data held_out {}")
+    evaluation = "--eval-interval 2 --eval-prompt-data held_out {}"
+    assert judged(f"--input-key question --label-key answer.text {evaluation}")
 
 
 def test_a_label_that_later_rows_may_have_is_accepted(judged):
@@ -98,4 +99,5 @@ def test_a_first_line_that_cannot_be_read_is_left_to_loading(tmp_path, text):
 
 def test_empty_lines_before_the_first_are_skipped_and_later_ones_not_read(refusals, judged):
     text = f"\n \n{TEXT}not JSON\n"
-    assert judged("--input-key question", text=text) and refusals("", text=text)
+    label = "--label-key answer.text"
+    assert judged(f"--input-key question {label}", text=text) and refusals(label, text=text)
