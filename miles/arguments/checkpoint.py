@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -111,9 +112,15 @@ def first_iteration(checkpoint: CheckpointArguments) -> int | None:
 
 def _newest_checkpoint(folder: str) -> int | None:
     """Return after how many iterations the newest complete checkpoint in a local folder was saved; None without one."""
-    complete = [Path(folder), *Path(folder).glob("iter_*")]  # --load may name one of them
-    found = [re.fullmatch(r"iter_(\d{7})", path.name) for path in complete if (path / "manifest.json").is_file()]
-    return max((int(match[1]) for match in found if match is not None), default=None)
+    complete = [done for path, done in _checkpoints(folder) if (path / "manifest.json").is_file()]
+    return max(complete, default=None)
+
+
+def _checkpoints(folder: str) -> Iterator[tuple[Path, int]]:
+    """Yield the checkpoints in a local folder by their names, complete or not, with their iterations."""
+    for path in (Path(folder), *Path(folder).glob("iter_*")):  # --load may name one of them
+        if (match := re.fullmatch(r"iter_(\d{7})", path.name)) is not None:
+            yield path, int(match[1])
 
 
 def split_checkpoint(url: str) -> tuple[str, str | None]:
@@ -227,6 +234,8 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
 
 def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
     newest = _newest_checkpoint(folder)
+    if newest is None and any(_checkpoints(folder)):
+        return "no checkpoint is complete by its manifest; the run checks its files, and stops if none can be loaded"
     if newest is None:
         return "holds no checkpoint, so the run starts at iteration 0"
     name = checkpoint_name(newest)

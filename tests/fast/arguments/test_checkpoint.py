@@ -55,9 +55,11 @@ def test_explain_says_what_is_resumed(validated, tmp_path):
     assert line() == "holds no checkpoint, so the run starts at iteration 0"
     for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
         (tmp_path / name).mkdir()
+    assert line().startswith("no checkpoint is complete by its manifest; ")
     for name in ("iter_0000002", "iter_0000004"):
         (tmp_path / name / "manifest.json").touch()
     assert line() == "the run starts at iteration 4, from iter_0000004"
+    assert line(f"--load {tmp_path}/iter_0000008").endswith("the run checks its files, and stops if none can be loaded")
     assert line("--finetune") == "the run starts at iteration 0, with the weights of iter_0000004"
 
 
