@@ -80,13 +80,18 @@ def _locked(flag: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Hold one lock, and yield what is written in it."""
     path = folder / NAME
     with _flocked(flag, path):
-        owner = _read(path)
+        try:
+            owner = _record_in(path)
+        except OSError as error:  # on a file system of two hosts, a launcher on the other one may hold it
+            raise _not_readable(flag, path, error) from None
         if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
             raise _in_use(flag, folder, owner)
         record = {"host": _host(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S"), "id": _new_id()}
         try:
             _write(path, record)
         except OSError as error:
+            with suppress(OSError):
+                path.unlink()  # half a lock, which would look like one that is being written
             raise _not_writable(flag, path, error) from None
         stop = threading.Event()
         heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
@@ -103,16 +108,20 @@ def _locked(flag: str, folder: Path) -> Iterator[dict[str, Any]]:
 def is_held(folder: Path) -> bool:
     """Return whether a launcher that is alive writes to ``folder``. The lock is not touched.
 
-    The age of its heartbeat is measured with this host's clock.
+    The age of its heartbeat is measured with this host's clock. With a heartbeat, a lock without a readable record is
+    held: its owner is writing it, or the file system has failed for a moment. So is one of which nothing can be found
+    out.
     """
     path = folder / NAME
-    owner = _read(path)
     try:
-        if owner is None or time.time() - path.stat().st_mtime > STALE_SECONDS:
+        if time.time() - path.stat().st_mtime > STALE_SECONDS:
             return False
-    except FileNotFoundError:  # released just now
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(owner["host"] != _host() or psutil.pid_exists(owner["pid"]))
+    except OSError:
+        return True
+    owner = _read(path)
+    return owner is None or bool(owner["host"] != _host() or psutil.pid_exists(owner["pid"]))
 
 
 def _flocked(flag: str, path: Path) -> TextIO:
@@ -144,6 +153,13 @@ def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
     return ValueError(f"{flag} {path.parent}: cannot be written, because {fault}; make room, or give another folder")
 
 
+def _not_readable(flag: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{flag} {path.parent}: the lock {NAME} cannot be read ({error.strerror}), so another run may be writing to "
+        "this folder; try again, or give another folder"
+    )
+
+
 def _beat(path: Path, record: dict[str, Any], stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
         # Another record means that a launcher took the folder over while this process was stopped. A lock that cannot
@@ -164,11 +180,19 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the owner's record, or None if there is none (a new or half-written lock)."""
+    """Return the owner's record, or None if there is none, or if the file cannot be read."""
+    try:
+        return _record_in(path)
+    except OSError:
+        return None
+
+
+def _record_in(path: Path) -> dict[str, Any] | None:
+    """Return the owner's record, or None if there is none (a new or half-written lock). Raises ``OSError``."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
         return record if {"host", "pid", "started"} <= record.keys() else None
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         return None
 
 

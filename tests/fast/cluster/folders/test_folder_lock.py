@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles.cluster.folders import folder_lock
-from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, locked_folders
+from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, is_held, locked_folders
 
 REPO = Path(__file__).resolve().parents[4]
 HOLD = """
@@ -137,3 +137,60 @@ def test_a_half_written_lock_is_ignored(tmp_path):
     (tmp_path / NAME).write_text('{"host": "els')
     with lock(tmp_path):
         pass
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Make every read of a lock fail, as on a network's file system; root may read any file."""
+    read = Path.read_text
+
+    def read_text(path, *args, **named):
+        if path.name == NAME:
+            raise OSError(5, "Input/output error")
+        return read(path, *args, **named)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+def test_the_lock_of_a_launcher_is_held_until_it_ends(tmp_path, other_launcher):
+    assert is_held(tmp_path)
+    other_launcher.kill()
+    other_launcher.wait()
+    assert not is_held(tmp_path) and not is_held(tmp_path / "missing") and not is_held(tmp_path / NAME)
+
+
+def test_a_lock_that_cannot_be_read_is_held_while_it_has_a_heartbeat(tmp_path, lock_of_another_host, unreadable):
+    assert is_held(tmp_path)
+    os.utime(lock_of_another_host, (1.0, 1.0))
+    assert not is_held(tmp_path)
+
+
+def test_a_lock_that_is_being_written_is_held(tmp_path):
+    (tmp_path / NAME).touch()
+    assert is_held(tmp_path)
+
+
+def test_a_lock_of_which_nothing_can_be_found_out_is_held(tmp_path, monkeypatch):
+    def stat(path, **_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert is_held(tmp_path)
+
+
+def test_a_lock_that_cannot_be_read_is_not_taken(tmp_path, lock_of_another_host, unreadable):
+    before = lock_of_another_host.read_bytes()
+    fault = rf"^--save {tmp_path}: the lock {NAME} cannot be read \(Input/output error\), so another run may"
+    with pytest.raises(ValueError, match=fault), lock(tmp_path):
+        pass
+    assert lock_of_another_host.read_bytes() == before
+
+
+def test_a_lock_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
+    def full(path, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder_lock, "_write", full)
+    with pytest.raises(ValueError, match="cannot be written"), lock(tmp_path):
+        pass
+    assert not is_held(tmp_path)
