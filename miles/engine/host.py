@@ -5,9 +5,10 @@ The cluster implements ``EngineHost``; engines never see Ray. ``LocalHost`` impl
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
+
+from miles.user_code.calls import in_thread
 
 if TYPE_CHECKING:  # server processes import this module before they start, and torch takes seconds
     import torch
@@ -107,15 +108,15 @@ class LocalServer:
 
     async def start(self, meeting: str | None = None) -> str:
         """Start the server in a thread, since that takes long; ``ServerPart.start``."""
-        return await asyncio.to_thread(self._process.start, meeting)
+        return await in_thread(self._process.start, meeting)
 
     async def stop(self) -> None:
         """Stop it; ``Server.stop``."""
-        await asyncio.to_thread(self._process.stop)
+        await in_thread(self._process.stop)
 
     async def update_copy(self, source: CopySource) -> str:
         """Update this machine's copy in a thread; ``Server.update_copy``."""
-        return str(await asyncio.to_thread(source.update_copy))
+        return str(await in_thread(source.update_copy))
 
 
 class LocalHost:

@@ -35,7 +35,7 @@ from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.sample import Sample
 from miles.stacks import RUN_FOLDER, frames, request_stacks
-from miles.user_code.calls import UserCodeTimeout, call_slots
+from miles.user_code.calls import UserCodeTimeout, call_slots, in_thread
 from miles.user_code.errors import UserCodeError
 
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
@@ -96,7 +96,7 @@ class RewardProcess:
                     if not worker.stopped:
                         break  # any of the calls may have ended it
         async with self._alone.setdefault(asyncio.get_running_loop(), Lock()):
-            alone = await asyncio.to_thread(_Worker, self._command)
+            alone = await in_thread(_Worker, self._command)
             try:
                 return await alone.call(samples, self._seconds)
             finally:
@@ -108,7 +108,7 @@ class RewardProcess:
 
     async def _living_worker(self) -> _Worker:
         if not self._shared.alive:
-            await asyncio.to_thread(self._replace_dead_worker)
+            await in_thread(self._replace_dead_worker)
         return self._shared
 
     def _replace_dead_worker(self) -> None:
@@ -171,10 +171,10 @@ class _Worker:
         try:
             async with asyncio.timeout(seconds or None):
                 # In a thread: a function that holds Python's lock keeps its process from reading.
-                await asyncio.to_thread(self._send, pickle.dumps((number, list(samples))))
+                await in_thread(self._send, pickle.dumps((number, list(samples))))
                 return await asyncio.wrap_future(result)
         except TimeoutError:
-            place = await asyncio.to_thread(self._place)
+            place = await in_thread(self._place)
             self.stop()
             raise UserCodeTimeout(f"did not return within {seconds:g} s{place}") from None
         finally:

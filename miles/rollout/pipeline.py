@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -166,7 +165,7 @@ class RolloutPipeline:
             prompts_after = self._collector.state()
             if self._rollout.save_debug_rollout_data is not None:
                 path = self._rollout.save_debug_rollout_data
-                await asyncio.to_thread(save_rollout, path, start.iteration, scored.groups)
+                await in_thread(save_rollout, path, start.iteration, scored.groups)
             if self._hooks is not None:  # in a thread, so that the engine continues meanwhile
                 seconds = time.perf_counter() - began
                 scored = await in_thread(self._hooks.apply, start.iteration, scored, seconds)

@@ -1,10 +1,10 @@
 """Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 
 A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all such calls share and
-nothing else uses: a blocking call in it delays only them. The threads of ``asyncio.to_thread`` are for the rollout
-process itself, for a call that never returns would hold one of them for good. Whatever a function raises arrives as an
-ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
-``KeyboardInterrupt`` would end the event loop.
+nothing else uses: a blocking call in it delays only them. The few threads of ``asyncio.to_thread`` are left to
+coroutines of the user's, whose calls may hold them for good: what the rollout process itself awaits has a daemon thread
+too (``in_thread``). Whatever a function raises arrives as an ordinary exception: a ``StopIteration`` that reaches a
+future would hang its waiter, and a ``SystemExit`` or ``KeyboardInterrupt`` would end the event loop.
 """
 
 from __future__ import annotations
@@ -75,12 +75,7 @@ async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> 
     with _while_waiting.get()():
         await slots.acquire()
     try:
-        call = UserCall(copy_context().run, (_call, function, args, named))
-        try:
-            result: T = await asyncio.wrap_future(call.outcome)
-            return result
-        finally:
-            call.abandon()
+        return await in_thread(function, *args, **named)
     finally:
         slots.release()
 
@@ -101,15 +96,21 @@ _while_waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = Context
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Return ``function(*args, **named)`` from a thread, for work that the rollout process itself awaits.
+    """Return ``function(*args, **named)`` from a daemon thread, which is there at once, whatever other calls do.
 
-    With ``asyncio.to_thread``, a ``StopIteration`` would hang.
+    For what the rollout process itself awaits: its own work that blocks, and the user's hooks on an iteration. A call
+    that is cancelled leaves its thread behind.
 
     Raises:
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
         Exception: Any other exception that it raises.
     """
-    return await asyncio.to_thread(_call, function, args, named)
+    call = UserCall(copy_context().run, (_call, function, args, named))
+    try:
+        result: T = await asyncio.wrap_future(call.outcome)
+        return result
+    finally:
+        call.abandon()
 
 
 def _call(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, Any]) -> T:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, untyped
 
+from miles.user_code.calls import in_thread
 from miles.weight_sync.tcp_store import TCPStore, serve_store
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
@@ -76,7 +77,7 @@ class BroadcastTransport:
                 group = self._groups[receiver.url]
                 await _both(
                     receiver.receive_broadcast(chunk, group.name, version, last),
-                    asyncio.to_thread(group.broadcast, chunk),
+                    in_thread(group.broadcast, chunk),
                 )
 
             await delivery.each(broadcast)
@@ -106,9 +107,7 @@ async def _form_group(receiver: WeightReceiver, device: torch.device) -> _Group:
         scope = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         return _rank_zero(scope, 1 + receiver.num_ranks, device, host)
 
-    _, ranks = await _both(
-        receiver.join_group(host, store.port, name, COLLECTIVES[device.type]), asyncio.to_thread(connect)
-    )
+    _, ranks = await _both(receiver.join_group(host, store.port, name, COLLECTIVES[device.type]), in_thread(connect))
     return _Group(name, store, ranks, device)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miles.host.disk_faults import naming_disk
+from miles.user_code.calls import in_thread
 from miles.weight_sync.delta_files import MAKE_ROOM
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
@@ -49,7 +49,7 @@ class DiskTransport:
             async for chunk, _ in stream(chunks):
                 tensors = {name: tensor.contiguous() for name, tensor in chunk.tensors.items()}
                 path = staging / f"model-{number:05d}.safetensors"
-                await asyncio.to_thread(save_file, tensors, path, {"format": "pt"})
+                await in_thread(save_file, tensors, path, {"format": "pt"})
                 number += 1
             for earlier in self._root.glob("version_*"):
                 shutil.rmtree(earlier)

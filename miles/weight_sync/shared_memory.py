@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Collection, Iterable
 from multiprocessing.reduction import ForkingPickler
@@ -10,6 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing as mp
 
+from miles.user_code.calls import in_thread
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 
@@ -26,7 +26,7 @@ class SharedMemoryTransport:
         """Share the chunks one after the other; each is freed when all receivers have copied it."""
         await delivery.each(lambda receiver: receiver.begin_update())
         async for chunk, last in stream(chunks):
-            shared = await asyncio.to_thread(_share, chunk)
+            shared = await in_thread(_share, chunk)
 
             async def receive(
                 receiver: WeightReceiver, shared: list[tuple[str, torch.Tensor]] = shared, last: bool = last

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
+from miles.user_code.calls import in_thread
 from miles.weight_sync.local_copy import CopySource
 from miles.weights import WeightChunk
 
@@ -89,8 +90,8 @@ class Transport(Protocol):
 async def stream(chunks: Iterable[WeightChunk]) -> AsyncIterator[tuple[WeightChunk, bool]]:
     """Yield each chunk, and whether it is the last. A thread fetches them; two are in memory at a time."""
     iterator = iter(chunks)
-    chunk = await asyncio.to_thread(next, iterator, None)
+    chunk = await in_thread(next, iterator, None)
     while chunk is not None:
-        following = await asyncio.to_thread(next, iterator, None)
+        following = await in_thread(next, iterator, None)
         yield chunk, following is None
         chunk = following

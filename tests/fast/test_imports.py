@@ -250,6 +250,12 @@ def test_folder_is_small(root: str) -> None:
     assert not {folder: number for folder, number in files.items() if number > 20}, "group its files into folders"
 
 
+def test_the_default_threads_of_asyncio_are_left_to_the_users_code() -> None:
+    """A call of the user's that never returns holds one for good; ``in_thread`` has threads that it cannot take."""
+    default_threads = re.compile(r"\bto_thread\(|run_in_executor\(None")
+    assert not {module_name(p) for p in SOURCES if default_threads.search(p.read_text())}
+
+
 def test_no_module_is_called_utils() -> None:
     assert not [m for m in map(module_name, SOURCES) if {"utils", "util", "helpers", "misc"} & set(m.split("."))]
 

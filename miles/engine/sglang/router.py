@@ -17,6 +17,7 @@ from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_port
 from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
+from miles.user_code.calls import in_thread
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300
@@ -118,9 +119,9 @@ class Router:
         async with self._changing:
             known = await self._registered(seconds)
             if known is None:
-                await asyncio.to_thread(self._process.stop, 0.0)
+                await in_thread(self._process.stop, 0.0)
                 self._process = self._run()
-                await asyncio.to_thread(self._process.wait_until, self._is_up, START_SECONDS)
+                await in_thread(self._process.wait_until, self._is_up, START_SECONDS)
             for url in set(servers()) - (known or set()):
                 try:
                     await self._register(url)

@@ -141,6 +141,19 @@ async def test_blocking_calls_that_are_given_up_make_room_for_others_and_hold_no
     await hanging[1]
 
 
+async def test_the_rollout_process_gets_a_thread_whatever_holds_the_others(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    end = threading.Event()
+    hanging = [asyncio.ensure_future(run(end.wait)) for run in (asyncio.to_thread, run_blocking, in_thread)]
+    try:
+        assert await asyncio.wait_for(in_thread(int, "3"), 30) == 3
+        assert not any(call.done() for call in hanging)
+    finally:
+        end.set()
+        await asyncio.gather(*hanging)
+
+
 async def test_only_the_wait_for_a_thread_is_in_the_context_of_who_waits(monkeypatch):
     monkeypatch.setattr(calls, "MAX_THREADS", 1)
     entered, left, begun, end = asyncio.Event(), asyncio.Event(), threading.Event(), threading.Event()
