@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.input_error import InputError
+from miles.one_line import name_and_words
 from miles.user_code.errors import raising_exceptions
 
 PICKLED = ".pkl"  # suffix of a file with one function, and what it needs (cluster/function_file.py)
@@ -51,6 +52,11 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
             f"{flag} {path}: cannot import module {module_name} ({error}); "
             "check the spelling, or start the run from the folder that holds it"
         ) from error
+    except SystemExit as error:  # it would end this process too, with the status of a success perhaps
+        raise InputError(
+            f"{flag} {path}: module {module_name} exits when it is imported ({name_and_words(error)}); put what it "
+            'does as a program under if __name__ == "__main__"'
+        ) from error
     if getattr(module, name, None) is None:
         raise InputError(f"{flag} {path}: {no_such_name(module_name, name, kind)}")
     return getattr(module, name)
@@ -66,7 +72,7 @@ def _unpickled(path: str, file: Path, flag: str) -> Callable[..., Any]:
         function: Callable[..., Any] = pickle.loads(file.read_bytes())
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot read {file} ({error.strerror}); check the path") from error
-    except Exception as error:  # whatever the code in it raises
+    except (Exception, SystemExit) as error:  # whatever the code in it raises
         fault = f"{type(error).__name__}: {error}"
         raise InputError(
             f"{flag} {path}: cannot be loaded in this process ({fault}); use the environment that wrote it"

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from miles.input_error import InputError
 from miles.user_code.errors import UserCodeError
 from miles.user_code.loading import load_function
 
@@ -94,3 +95,13 @@ def test_a_coroutine_that_is_closed_ends():
             await task
 
     asyncio.run(close())
+
+
+@pytest.mark.parametrize("status", ["", "0", "'usage: reward.py FILE'"])
+def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path, monkeypatch, status):
+    """As a program without ``if __name__ == "__main__"``: this process would end, with status 0 perhaps."""
+    (tmp_path / "program_of_the_user.py").write_text(f"import sys\nsys.exit({status})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(InputError, match=r"^--x program_of_the_user:f: module program_of_the_user exits when it is"):
+        load_function("program_of_the_user:f", "--x")
