@@ -19,3 +19,31 @@ def test_a_command_whose_output_is_full_ends_with_one_sentence():
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
     assert ended.stderr == "miles: error: standard output cannot be written (No space left on device)\n"
+
+
+def test_a_pipe_that_is_not_the_output_is_not_blamed_on_it():
+    """As the connection of a worker, whose error the launcher raises as a BrokenPipeError too."""
+    code = """
+import errno, sys
+from miles.host.output_fault import fault_of_output
+print(fault_of_output(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read() == "None\n"
+
+
+def test_a_pipe_that_nobody_reads_is_a_fault_of_the_output():
+    code = """
+import sys
+from miles.host.output_fault import fault_of_output
+sys.stdin.read()
+try:
+    print("x", flush=True)
+except BrokenPipeError as error:
+    print(fault_of_output(error), file=sys.stderr)
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "standard output was closed\n"
