@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -249,8 +249,7 @@ class RemoteFolder:
         system, _ = self._system
         if not getattr(system, "async_impl", False) or len(chosen) < 2:
             return [call(name) for name in chosen]
-        with ThreadPoolExecutor(min(_PARALLEL_FILES, len(chosen)), thread_name_prefix="remote-files") as pool:
-            return list(pool.map(call, chosen))
+        return _in_threads(chosen, call)
 
     def _tried(self, what: str, call: Callable[[], T]) -> T:
         """Call, and again after each pause if that fails for a reason that may pass."""
@@ -263,6 +262,41 @@ class RemoteFolder:
                     reason = one_line(str(error), 200) or "no message"
                     raise RemoteError(f"{self}: {what} after {count} ({type(error).__name__}: {reason})") from error
         raise AssertionError("the last try returns or raises")
+
+
+def _in_threads(names: Sequence[str], call: Callable[[str], T]) -> list[T]:
+    """Return what ``call`` returns for each name. The first failure is raised when all calls that run have ended.
+
+    The threads are daemons, unlike those of an executor: a process that ends, as after Ctrl-C, leaves files that are
+    being copied alone, however long they would take.
+    """
+    left, found, failures = deque(enumerate(names)), dict[int, T](), list[Exception]()
+
+    def work() -> None:
+        while left:
+            try:
+                place, name = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                found[place] = call(name)
+            except Exception as error:
+                failures.append(error)
+                left.clear()
+
+    threads = [
+        threading.Thread(target=work, name="remote-files", daemon=True) for _ in range(min(_PARALLEL_FILES, len(names)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        left.clear()
+    if failures:
+        raise failures[0]
+    return [found[place] for place in range(len(names))]
 
 
 def is_inside(name: str) -> bool:

@@ -1,6 +1,8 @@
 """A folder in remote storage: files are read back as written, failures are tried again, and faults are one sentence."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -131,3 +133,56 @@ def test_listed_names_that_leave_the_folder_are_left_out(tmp_path, monkeypatch):
         system, "find", lambda *_, **__: {f"{root}/good": {"size": 1}, f"{root}/../up": {"size": 1}, "/": {"size": 0}}
     )
     assert json.dumps(folder.files()) == '{"good": 1}'
+
+
+NEVER_ENDS = """
+import asyncio, sys, threading
+from pathlib import Path
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from miles.remote.folder import RemoteFolder
+
+begun = threading.Barrier(3)
+
+class Hangs(AsyncFileSystem):
+    protocol = "hangs"
+
+    async def _put_file(self, here, there, **named):
+        await asyncio.to_thread(begun.wait)
+        await asyncio.Event().wait()
+
+fsspec.register_implementation("hangs", Hangs)
+folder = RemoteFolder("hangs://bucket/run")
+copy = lambda: folder.upload(Path(sys.argv[1]), ["a", "b"])
+"""
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "threading.Thread(target=copy, daemon=True).start()\nbegun.wait()",
+        "import signal\nmain = threading.main_thread().ident\n"
+        "threading.Thread(target=lambda: (begun.wait(), signal.pthread_kill(main, signal.SIGINT))).start()\n"
+        "try:\n    copy()\nexcept KeyboardInterrupt:\n    pass",
+    ],
+    ids=["with the uploads of a run", "by Ctrl-C"],
+)
+def test_a_process_ends_while_files_are_copied(tmp_path, ends):
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    subprocess.run([sys.executable, "-c", NEVER_ENDS + ends, str(tmp_path)], check=True, timeout=60)
+
+
+def test_the_first_failure_of_several_files_ends_the_others(storage, tmp_path):
+    calls = []
+
+    def before(verb, path):
+        calls.append(path)
+        raise PermissionError("denied")
+
+    storage.before = staticmethod(before)
+    for number in range(40):
+        (tmp_path / str(number)).touch()
+    with pytest.raises(RemoteError, match=r"cannot be written after 1 try \(PermissionError: denied\)"):
+        RemoteFolder("failing://run", pauses=[]).upload(tmp_path, map(str, range(40)))
+    assert len(calls) < 40
