@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.failure_files.death import how_it_died
+from miles.cluster.failure_files.death import DEATHS, how_it_died
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
@@ -93,7 +93,7 @@ def stopped_by(stop: StopRequests, checkpoint: CheckpointArguments) -> str:
 
 def is_death(error: Exception) -> bool:
     """Return whether an error is that a worker process died or does not answer."""
-    return isinstance(error, WorkerLost | ray.exceptions.RayActorError)
+    return isinstance(error, (WorkerLost, *DEATHS))
 
 
 def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:
@@ -122,7 +122,7 @@ def in_one_line(error: Exception) -> str:
     """Return what went wrong as the end of a sentence."""
     if isinstance(error, WorkerLost):
         return str(error)
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, DEATHS):
         return f"a worker process died ({how_it_died(error)}; Ray's message is above)"
     cause = cause_of(error)
     return f"{type(cause).__name__}: {cause}".splitlines()[0]

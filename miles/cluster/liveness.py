@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from miles.cluster.failure_files.death import how_it_died
+from miles.cluster.failure_files.death import DEATHS, how_it_died
 from miles.cluster.ray_watch import look_at_node
 
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
@@ -37,7 +37,7 @@ def with_heartbeat(worker: type) -> Any:
 
 
 # Ray errors that the death of another worker may cause: a lost object is one that the dead worker owned.
-_OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+_OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.ObjectLostError, *DEATHS)
 # A failure that is the end of a wait: of a collective operation, a store, an engine. The others may wait still.
 _TIME_OUT = re.compile(r"tim(?:ed|e) ?-?out|\(--worker-timeout\)", re.IGNORECASE)
 
@@ -222,7 +222,7 @@ class Workers:
             )
         try:
             watched.pid = ray.get(watched.heartbeat)
-        except ray.exceptions.RayActorError as death:
+        except DEATHS as death:
             look_at_node()  # does not return if Ray itself was lost
             lost = WorkerLost(watched.worker, f"{watched.name} died ({how_it_died(death, watched.pid)})")
             lost.__cause__ = death

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ray._private import worker as ray_worker
+from ray.exceptions import OutOfMemoryError, RayActorError
 
+# What Ray raises for a call of an actor whose process has ended; the second if Ray has ended it to save its host.
+DEATHS = (RayActorError, OutOfMemoryError)
 END_BYTES = 100_000  # of a log; the stacks follow the line
 _PID = re.compile(r"\bpid: (\d+)")  # in Ray's message about the death of an actor
 _SIGNAL = re.compile(rb"\*\*\* (SIG[A-Z]+) received")
+_BY_RAY = "Ray has ended it, as the memory of its host was nearly used up (RAY_memory_usage_threshold)"
 _NO_TRACE = "out of memory, or killed from outside"
 _WHAT_IT_MEANS = {
     "SIGILL": "SIGILL: a library used an instruction that this CPU, or this virtual machine, does not execute; set "
@@ -31,6 +35,8 @@ def how_it_died(death: BaseException, pid: int | None = None) -> str:
         death: Ray's error, which names the process.
         pid: The process, if the error does not name it.
     """
+    if isinstance(death, OutOfMemoryError):
+        return _BY_RAY
     named = _PID.search(str(death))
     process = int(named[1]) if named else pid
     if process is None:

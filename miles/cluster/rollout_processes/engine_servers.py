@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
+from miles.cluster.failure_files.death import DEATHS
 from miles.cluster.session import Placement
 from miles.engine.host import ServerFailed, ServerProcess
 from miles.stacks import answer_requests
@@ -102,7 +103,7 @@ class ActorServer:
                 text: str = await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None  # the server's own error, without the actor around it
-        except RayActorError as death:
+        except DEATHS as death:
             raise ServerFailed(f"{self.name} was killed while it started") from death
         except TimeoutError:
             message = f"{self.name} has not started within {self._start_seconds:g} s: its host hangs"
@@ -123,7 +124,7 @@ class ActorServer:
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._actor.stop.remote()
                 return
-            except (RayActorError, TimeoutError) as lost:
+            except (*DEATHS, TimeoutError) as lost:
                 log.info("%s: its actor is replaced: %s", self.name, lost)
         ray.kill(self._actor)
         self._actor = None
@@ -136,7 +137,7 @@ class ActorServer:
                 folder: str = await self._actor.update_copy.remote(source)
         except RayTaskError as error:
             raise error.cause from None
-        except RayActorError as death:
+        except DEATHS as death:
             raise ServerFailed(f"{self.name} was killed while its host read new weights") from death
         except TimeoutError:
             message = f"{self.name}: its host has not read the new weights within {self._start_seconds:g} s"

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import importing
+from miles.cluster.failure_files.death import DEATHS, how_it_died
 from miles.cluster.liveness import HEARTBEAT, HEARTBEAT_SECONDS, REPORT, with_heartbeat
 from miles.cluster.session import Placement
 from miles.rollout.workers.pool import WorkerLost
@@ -98,8 +99,8 @@ class RayWorker:
             while True:
                 async with asyncio.timeout(HEARTBEAT_SECONDS + self._seconds):
                     await self._actor.heartbeat.remote(HEARTBEAT_SECONDS)
-        except RayActorError:
-            how = "died (out of memory, or killed from outside)"
+        except DEATHS as death:
+            how = f"died ({how_it_died(death)})"
         except TimeoutError:
             how = (
                 f"has shown no sign of life for {self._seconds:g} s: it was stopped, or code in it holds Python's lock "
@@ -118,7 +119,7 @@ class RayWorker:
             return answer.result()
         except RayTaskError as error:
             raise error.cause from error  # the worker's own error
-        except RayActorError as death:
+        except DEATHS as death:
             raise WorkerLost(await self._loss) from death
 
     async def prepare(self) -> None:

@@ -1,0 +1,63 @@
+"""Ray ends a worker when the memory of its host is nearly used up: a death like others, with another error of Ray's."""
+
+import asyncio
+import os
+
+import pytest
+import ray
+
+from miles.cluster.failures import in_one_line, is_death
+from miles.cluster.liveness import WorkerLost, Workers, with_heartbeat
+from miles.cluster.rollout_processes import engine_servers
+from miles.cluster.rollout_processes.generation_workers import GenerationActor, RayWorker
+from miles.engine.host import ServerFailed
+from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
+
+WHY = r"died \(Ray has ended it, as the memory of its host was nearly used up \(RAY_memory_usage_threshold\)\)"
+OPTIONS = {"num_cpus": 0, "max_restarts": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    """A Ray that ends every worker that has begun."""
+    limits = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setenv(name, value)
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+        yield
+        ray.shutdown()
+
+
+def test_the_worker_is_lost_and_the_reason_is_named():
+    workers = Workers(seconds=60.0)
+    actor = with_heartbeat(GenerationActor).options(**OPTIONS).remote(None)
+    workers.add("the rollout worker", actor, replaceable=True)
+    with pytest.raises(WorkerLost, match=f"^the rollout worker {WHY}$") as lost:
+        workers.results([actor.collect.remote()], whose=actor)
+    assert lost.value.worker is actor
+    error = lost.value.__cause__
+    assert isinstance(error, ray.exceptions.OutOfMemoryError) and is_death(error)
+    assert in_one_line(error).startswith("a worker process died (Ray has ended it")
+
+
+async def test_a_generation_worker_is_lost_too():
+    worker = RayWorker(None, OPTIONS, seconds=60.0)
+    try:
+        with pytest.raises(GenerationWorkerLost, match=f"{WHY}$"):
+            await asyncio.wait_for(worker.prepare(), 60)
+    finally:
+        worker.kill()
+
+
+async def test_a_server_has_failed():
+    server = engine_servers.ActorServer(0, lambda host: SlowServer(), OPTIONS, "127.0.0.1", 60.0)
+    with pytest.raises(ServerFailed, match="engine 0 was killed while it started"):
+        await server.start()
+
+
+class SlowServer:
+    """A server that does not start before its actor is ended."""
+
+    def start(self, meeting):
+        os.read(os.pipe()[0], 1)
