@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -91,15 +91,29 @@ def stale_folders(root: Path) -> Iterator[Path]:
 
 
 def clean_up(folder: Path) -> None:
-    """End the processes of the run whose folder this is, and remove its segments and the folder."""
+    """End the processes of the run whose folder this is, and remove their shared memory and the folder."""
+    killed: set[int] = set()
     until = time.monotonic() + END_SECONDS
     while (found := members(str(folder))) and time.monotonic() < until:
         for process in found:
             with suppress(psutil.Error):
                 process.kill()
+                killed.add(process.pid)
         psutil.wait_procs(found, timeout=1.0)
     remove_segments(folder)
+    _remove_tensors(killed)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_tensors(pids: Iterable[int]) -> None:
+    """Remove the tensors that these processes have shared by name, as for a weight update.
+
+    PyTorch has a process that removes them, which was killed with the others.
+    """
+    for pid in pids:
+        for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            with suppress(OSError):  # of another user, or removed meanwhile
+                segment.unlink()
 
 
 def members(folder: str) -> list[psutil.Process]:

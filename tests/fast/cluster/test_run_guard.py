@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from miles.cluster.run_guard import LOCK, RunGuard, remove_stale
+from miles.cluster.run_guard import LOCK, RunGuard, clean_up, remove_stale
 from miles.engine.sglang.leftovers import NOTED, SEGMENTS, note_segments, remove_segments
 from miles.stacks import RUN_FOLDER
+
+SHARED_MEMORY = Path("/dev/shm")
 
 # A launcher with a guard and two processes of its run. One hides: it has an empty environment.
 LAUNCHER = """
@@ -128,3 +131,24 @@ def test_only_segments_that_the_server_has_open_are_removed(tmp_path):
         remove_segments(tmp_path)
     finally:
         os.unlink(other)
+
+
+SHARES_A_TENSOR = """
+import sys, torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+shared = torch.ones(1000).share_memory_()
+print("shared", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_tensor_in_shared_memory_is_removed(tmp_path):
+    """Its process and PyTorch's own, which would remove it, are killed at the same time."""
+    command, environment = [sys.executable, "-c", SHARES_A_TENSOR], {**os.environ, RUN_FOLDER: str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "shared\n"
+        name = f"torch_{process.pid}_*"
+        assert list(SHARED_MEMORY.glob(name))
+        clean_up(tmp_path)
+    assert not list(SHARED_MEMORY.glob(name))
