@@ -133,9 +133,13 @@ def how_to_resume(checkpoint: CheckpointArguments) -> str:
     if checkpoint.save is None:
         return "nothing was saved (no --save), so a new run starts from the beginning"
     local = checkpoint.local(checkpoint.save)
-    if newest(local) is None:
-        return f"no checkpoint was saved in {checkpoint.save} yet, so a new run starts from the beginning"
     what_to_do = f"the same command with --load {checkpoint.save} continues from the last checkpoint"
+    try:
+        last = newest(local)
+    except OSError as error:
+        return f"{what_to_do}, once {local} can be read again (now: {error.strerror or error})"
+    if last is None:
+        return f"no checkpoint was saved in {checkpoint.save} yet, so a new run starts from the beginning"
     if is_url(checkpoint.save) and (pending := pending_in(local)):
         return f"{what_to_do}, {pending[-1].name}, which it uploads from {local} first"
     return what_to_do

@@ -71,10 +71,10 @@ def naming_disk(
 
 
 def _remove(partial: Path) -> None:
-    if partial.is_dir():
-        shutil.rmtree(partial, ignore_errors=True)
-    else:
-        with suppress(OSError):
+    with suppress(OSError):  # a file system that is no longer mounted does not even say what it is
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
             partial.unlink()
 
 
@@ -98,32 +98,35 @@ def _number(error: BaseException | None) -> int | None:
 
 def _probe(path: Path) -> int | None:
     """Write a small file, as a checkpoint would; return the error number if that fails."""
-    probe = _existing(path) / f".probe-{uuid.uuid4().hex}"
     try:
-        with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        probe = _existing(path) / f".probe-{uuid.uuid4().hex}"
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         return error.errno if error.errno in _WORDS else None
-    finally:
-        probe.unlink(missing_ok=True)
     return None
 
 
 def _disk(path: Path) -> str:
-    """Return the disk of ``path``: device, mount point and free space."""
-    existing = _existing(path)
-    mounted = [part for part in psutil.disk_partitions(all=True) if existing.is_relative_to(part.mountpoint)]
-    usage = shutil.disk_usage(existing)
-    space = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
+    """Return the disk of ``path``: device, mount point, and free space if it says."""
+    resolved = path.resolve()
+    mounted = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
+    space = ""
+    with suppress(OSError):
+        usage = shutil.disk_usage(_existing(path))
+        space = f" ({usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free)"
     if not mounted:
-        return f"the disk of {existing} ({space})"
+        return f"the disk of {path}{space}"
     disk = max(mounted, key=lambda part: len(part.mountpoint))
-    return f"the disk {disk.device} at {disk.mountpoint} ({space})"
+    return f"the disk {disk.device} at {disk.mountpoint}{space}"
 
 
 def _existing(path: Path) -> Path:
-    """Return ``path``, or the nearest folder above it that exists."""
+    """Return ``path``, or the nearest folder above it that exists. Raises ``OSError`` if its disk does not say."""
     resolved = path.resolve()
     return next(each for each in (resolved, *resolved.parents) if each.is_dir())

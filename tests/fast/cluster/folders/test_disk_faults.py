@@ -17,7 +17,7 @@ from miles.cluster.failures import exit_with_message
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.cluster.stop_requests import StopRequests
 from miles.cluster.train_actor import TrainDriver
-from miles.host.disk_faults import WriteFailed, disk_fault
+from miles.host.disk_faults import WriteFailed, disk_fault, naming_disk
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_io import save_errors
 
@@ -54,6 +54,37 @@ def test_the_fault_is_that_of_the_first_error_about_a_disk(tmp_path, number, wor
         wrapped(number)
     fault = disk_fault(tmp_path / "not" / "there", raised.value)
     assert fault.startswith("the disk ") and words in fault and "GB free)" in fault
+
+
+@pytest.fixture
+def lost_disk(tmp_path, monkeypatch):
+    """Return a folder whose file system is no longer mounted: the kernel answers nothing about it."""
+    lost, stat = tmp_path / "lost", os.stat
+
+    def answers(path, *args, **named):
+        if str(path).startswith(str(lost)):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return stat(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", answers)
+    return lost
+
+
+def test_a_disk_that_is_lost_is_named_and_the_last_line_says_how_to_resume(lost_disk, capsys):
+    given = CheckpointArguments(save=str(lost_disk))
+    with (
+        pytest.raises(SystemExit),
+        exit_with_message(given, StopRequests(60.0)),
+        naming_disk(lost_disk / "iter_0000004", lost_disk / ".writing_iter_0000004"),
+    ):
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "iter_0000004 was not written, because the disk " in line and " is no longer mounted; the same" in line
+    assert line.endswith(f"once {lost_disk} can be read again (now: Transport endpoint is not connected)")
+
+
+def test_an_error_without_a_number_is_blamed_on_a_disk_that_is_lost(lost_disk):
+    assert "is no longer mounted" in disk_fault(lost_disk / "x", RuntimeError("file write failed"))
 
 
 def test_another_error_is_not_blamed_on_the_disk(tmp_path):
