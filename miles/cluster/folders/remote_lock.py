@@ -32,6 +32,7 @@ HEARTBEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0
 POLL_SECONDS = 2.0
 MOMENT_SECONDS = 0.2
+END_SECONDS = 90.0  # for a heartbeat, whose two calls are each tried again for 31 s
 _held: set[str] = set()  # the ids of the locks of this process
 
 
@@ -79,13 +80,17 @@ class RemoteLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end.set()
-        self._heartbeat.join()
+        self._heartbeat.join(END_SECONDS)
         _held.discard(self._record["id"])
+        stays = f"note: {self.flag}: the lock stays, and the next run waits {self._stale_seconds:g} s"
+        if self._heartbeat.is_alive():  # a call that never returns, which would not here either
+            print(f"{stays} (the storage has not answered for {END_SECONDS:g} s)")
+            return
         try:
             if self.is_held():
                 self.folder.remove([NAME])
         except RemoteError as failure:
-            print(f"note: {self.flag}: the lock stays, and the next run waits {self._stale_seconds:g} s ({failure})")
+            print(f"{stays} ({failure})")
 
     def is_held(self) -> bool:
         """Return whether no other launcher has taken the lock over. Raises ``RemoteError``."""

@@ -2,9 +2,11 @@
 
 import json
 import os
+import threading
 
 import pytest
 
+from miles.cluster.folders import remote_lock
 from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.folders.remote_lock import RemoteLock, is_locked
 from miles.remote.folder import RemoteFolder
@@ -86,3 +88,20 @@ def test_a_file_that_is_no_lock_locks_nothing(folder, content):
     assert not is_locked(folder)
     with RemoteLock(folder, "--save x") as lock:
         assert lock.is_held()
+
+
+def test_storage_that_never_answers_does_not_keep_a_run_from_ending(folder, monkeypatch, capsys):
+    monkeypatch.setattr(remote_lock, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_lock, "END_SECONDS", 0.01)
+    storage, beats, answers = register(folder._system[0].root), threading.Event(), threading.Event()
+
+    def before(verb, path):
+        beats.set()
+        answers.wait()
+
+    with RemoteLock(folder, "--save x") as lock:
+        storage.before = staticmethod(before)
+        beats.wait()
+    answers.set()
+    lock._heartbeat.join()
+    assert "note: --save x: the lock stays, and the next run waits 60 s (the storage has not" in capsys.readouterr().out
