@@ -38,6 +38,7 @@ class RowSampling:
         top_k: The limits of the restricted rows.
         top_p: The limits of the restricted rows.
         min_p: The limits of the restricted rows.
+        candidates: How many of the heaviest tokens to look at first: all that any row's top-k keeps.
         supported: The restricted rows that ask for their support, as positions in ``restricted``.
         supported_rows: The same, as rows.
     """
@@ -49,6 +50,7 @@ class RowSampling:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    candidates: int
     supported: torch.Tensor
     supported_rows: tuple[int, ...]
 
@@ -58,6 +60,7 @@ class RowSampling:
         limited = [i for i, p in enumerate(rows) if _cuts(p, vocab_size)]
         supported = [at for at, i in enumerate(limited) if rows[i].returns_support]
         top_k = [min(rows[i].top_k, vocab_size) if rows[i].top_k > 0 else vocab_size for i in limited]
+        guesses = [NUCLEUS_GUESS if k == vocab_size else k for k in top_k]
         return cls(
             torch.tensor([[p.temperature or 1.0] for p in rows], dtype=torch.float32, device=device),
             any(p.temperature not in (0, 1) for p in rows),
@@ -66,6 +69,7 @@ class RowSampling:
             torch.tensor(top_k, dtype=torch.long, device=device),
             torch.tensor([rows[i].top_p for i in limited], dtype=torch.float64, device=device),
             torch.tensor([rows[i].min_p for i in limited], dtype=torch.float32, device=device),
+            min(max(guesses, default=0), vocab_size),
             torch.tensor(supported, dtype=torch.long, device=device),
             tuple(limited[at] for at in supported),
         )
@@ -186,9 +190,8 @@ def _keep(weights: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch
         Weights, heaviest first and 0 for what is not kept, and the tokens that they belong to; both [rows, candidates].
     """
     vocab = weights.shape[-1]
-    guess = int(rows.top_k.max()) if int(rows.top_k.max()) < vocab else NUCLEUS_GUESS
     total = weights.sum(-1, dtype=torch.float64)
-    for candidates in (min(guess, vocab), vocab):
+    for candidates in (rows.candidates, vocab):
         heaviest, tokens = weights.topk(candidates)
         lightest = heaviest[:, -1]
         rank = torch.arange(candidates, device=weights.device)

@@ -109,6 +109,17 @@ def test_rows_are_independent():
     assert tokens[5] == logits[5].argmax()
 
 
+def test_a_large_top_k_does_not_depend_on_the_other_rows():
+    """``top_p`` is a share of what a row's own top-k keeps, also beside a row without one."""
+    logits = 0.05 * torch.randn(1700, generator=torch.Generator().manual_seed(0))
+    large = SamplingParams(1, 1.0, 0.5, 1200, returns_support=True)
+    uniforms = torch.full((2,), 0.9999, dtype=torch.float64)
+    alone = draw(logits[None], [large], uniforms[:1])
+    beside = draw(logits.expand(2, -1), [large, SamplingParams(1, 1.0, 0.3)], uniforms)
+    assert len(beside.supports[0]) == len(alone.supports[0]) < 600
+    assert beside.tokens[0] == alone.tokens[0]
+
+
 @pytest.mark.parametrize("uniform", [0.0, math.nextafter(1.0, 0.0)])
 def test_impossible_tokens_are_never_drawn(uniform):
     logits = torch.full((1, 600), -math.inf)
