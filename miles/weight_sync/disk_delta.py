@@ -9,7 +9,7 @@
 The trainer compares its weights with those that it sent last. Each host that has engines keeps a copy of all weights,
 applies the delta to it, compares the checksums of all tensors, and its engines load the copy. On any doubt (another
 base, a file that is missing, cut or altered, a checksum that differs, a host without a copy) all weights are sent, and
-become the host's copy.
+become the host's copy if their checksums are right too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class DiskDeltaTransport:
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
         """Send the delta if there is one, then all weights to the receivers that lack them."""
         updated: set[str] = set()  # by URL
+        result = None
         if isinstance(chunks, OffersDelta):
-            updated = await self._offer(delivery, chunks, version)
+            updated, result = await self._offer(delivery, chunks, version), chunks.offer.result
         if all(receiver.url in updated for receiver in delivery.alive):
             return
         folder = await self._files.write(chunks, version)
-        source = CopySource(uuid.uuid4().hex, str(folder), None, self._copies, str(self._root))
+        source = CopySource(uuid.uuid4().hex, str(folder), None, self._copies, str(self._root), result)
 
         async def adopt(receiver: WeightReceiver) -> None:
             if receiver.url not in updated:

@@ -39,6 +39,10 @@ _CONTENTS = "contents.json"  # is there while the files are whole; holds the fie
 _LOCK = "lock"
 
 
+class OtherWeights(RuntimeError):
+    """All weights have arrived, and they are not those that were sent: a file was damaged on its way."""
+
+
 @dataclass(frozen=True)
 class CopySource:
     """Describe the source of new weights for a host's copy.
@@ -49,6 +53,7 @@ class CopySource:
         offer: The changes.
         copies: The folder of copies on the host; None for that of temporary files.
         root: Names the run's copy among those of other runs.
+        result: The identity of the weights in ``folder``; None if it is not known.
     """
 
     sent: str
@@ -56,15 +61,16 @@ class CopySource:
     offer: DeltaOffer | None
     copies: str | None
     root: str
+    result: str | None = None
 
     def update_copy(self) -> Path:
-        """Bring the copy of this host up to date; return its folder. Raises as ``follow`` and ``adopt`` do."""
+        """Bring the copy of this host up to date; return its folder. Raises what ``follow`` and ``adopt`` raise."""
         copy = LocalCopy(copy_folder(self.copies, self.root))
         if self.offer is not None:
             copy.follow(self.offer)
         else:
             assert self.folder is not None, "a source has all weights or an offer"
-            copy.adopt(chunks_in(Path(self.folder)), self.sent)
+            copy.adopt(chunks_in(Path(self.folder)), self.sent, self.result)
         return copy.folder
 
 
@@ -137,10 +143,11 @@ class LocalCopy:
                 raise DeltaRefused(f"{name}: {error}") from error
         return _Contents(offer.result, delta.records, contents.headers)
 
-    def adopt(self, chunks: Iterable[WeightChunk], sent: str) -> None:
+    def adopt(self, chunks: Iterable[WeightChunk], sent: str, result: str | None = None) -> None:
         """Replace the copy by ``chunks``, unless it has them already: ``sent`` names them.
 
         Raises:
+            OtherWeights: They are not those of the identity ``result``, if it is given. The copy is lost.
             WriteFailed: This host's disk is full.
         """
         from safetensors.torch import save_file  # not at the top: actors of servers import this module
@@ -160,6 +167,11 @@ class LocalCopy:
                 path = self.folder / f"model-{number:05d}.safetensors"
                 save_file(tensors, path, {"format": "pt"})
                 headers[path.name] = checksum(_header(np.memmap(path, np.uint8, "r")))
+            if result is not None and identity_of(records) != result:
+                raise OtherWeights(
+                    f"the weights that have arrived on host {socket.gethostname()} are not those that the trainer has "
+                    "sent; test the disks and the memory of both hosts, or give another --update-weight-disk-dir"
+                )
             self._note(_Contents(sent, records, headers))
 
     def chunks(self) -> Iterator[WeightChunk]:

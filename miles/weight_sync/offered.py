@@ -69,7 +69,8 @@ class CopiedWeights:
 
     def __iter__(self) -> Iterator[WeightChunk]:
         if not self._follows():
-            self._copy.adopt(self._weights, self._sent)
+            result = self._weights.offer.result if isinstance(self._weights, OffersDelta) else None
+            self._copy.adopt(self._weights, self._sent, result)
         yield from self._copy.chunks()
 
     def _follows(self) -> bool:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from miles.weight_sync.delta_files import MANIFEST
 from miles.weight_sync.delta_writer import DeltaWriter
 from miles.weight_sync.disk_delta import DiskDeltaTransport
-from miles.weight_sync.local_copy import LocalCopy, chunks_in, copy_folder
+from miles.weight_sync.local_copy import LocalCopy, OtherWeights, chunks_in, copy_folder
 from miles.weight_sync.offered import CopiedWeights, OfferedWeights
 from miles.weight_sync.transport import Delivery
 from miles.weights import WeightChunk, in_chunks, unpack
@@ -201,6 +201,25 @@ def test_a_refusal_counts_as_an_update_of_all_weights_and_is_noted(tmp_path, cap
     metrics = {name: metric.value for name, metric in chunks.metrics(0.5).items()}
     assert metrics["weight_sync/whole"] == 1 and metrics["weight_sync/bytes"] > chunks.offer.whole_bytes
     assert "the engine at http://host-1 gets all weights" in caplog.text and MANIFEST in caplog.text
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_all_weights_after_a_refusal_are_compared_with_those_offered(tmp_path, embedded):
+    """The copy is lost then, so that the next update does not begin with damaged weights."""
+    sync, weights = Sync(tmp_path), bf16_weights()
+    sync.send(sync.export(weights))
+    weights["layer.0"] += 1
+    damaged = {**weights, "layer.3": weights["layer.3"].clone()}
+    damaged["layer.3"][5, 7] += 1
+    sync.export(weights)
+    chunks = OfferedWeights(sync.offer, lambda: in_chunks(damaged.items(), bucket_bytes=600))
+    (Path(sync.offer.folder) / MANIFEST).unlink()
+    with pytest.raises(OtherWeights, match="are not those that the trainer has sent"):
+        if embedded:
+            list(CopiedWeights(LocalCopy(sync.copy(sync.hosts[0])), chunks, "2"))
+        else:
+            sync.send(chunks)
+    assert not contents(sync).exists()
 
 
 def test_a_new_host_and_a_run_that_resumes_get_all_weights(tmp_path):
