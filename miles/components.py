@@ -42,16 +42,29 @@ class TrainBackendSpec:
     checkpoint_json: tuple[str, ...] = ()
 
 
+def stop_pattern(text: str) -> str:
+    """Return the regular expression by which SGLang ends a response at ``text``.
+
+    SGLang searches as many of the last tokens as the longest match has characters, and one more. A character may take
+    as many tokens as it has bytes, so the pattern may go on for that many characters.
+    """
+    more = len(text.encode()) - len(text)
+    return re.escape(text) + (f".{{0,{more}}}" if more else "")
+
+
 @dataclass(frozen=True)
 class StopTextLimits:
-    """How many texts may end a response at most, and how many bytes each may have as an escaped regular expression."""
+    """How many texts may end a response at most, and how many bytes the pattern of each may have."""
 
     number: int
     bytes: int
 
-    def allow(self, text: str) -> bool:
-        """Return whether ``text`` is short enough."""
-        return len(re.escape(text).encode()) <= self.bytes
+    def why_not(self, text: str) -> str | None:
+        """Return why ``text`` is too long, as the end of a sentence that begins with the engine; None if it is not."""
+        length = len(stop_pattern(text).encode())
+        if length <= self.bytes:
+            return None
+        return f"takes a regular expression of at most {self.bytes} bytes, and that of this text has {length}"
 
 
 @dataclass(frozen=True)

@@ -145,9 +145,8 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
     if len(texts) > limits.number:
         errors.refuse("rollout_stop", texts, f"SGLang takes at most {limits.number} texts", f"give fewer, or {ids}")
     for text in texts:
-        if not limits.allow(text):
-            rule = f"SGLang takes at most {limits.bytes} bytes, with a backslash before each special character"
-            errors.refuse("rollout_stop", text, rule, "give a part of the text that occurs nowhere else")
+        if (why := limits.why_not(text)) is not None:
+            errors.refuse("rollout_stop", text, f"SGLang {why}", "give a part of the text that occurs nowhere else")
 
 
 def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:

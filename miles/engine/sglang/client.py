@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
+from miles.components import stop_pattern
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.sglang import fast_json
 from miles.engine.sglang.keys import bearer
@@ -217,7 +217,7 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Return ``sampling`` under SGLang's names. A stop token ends a response and stays in it.
 
     SGLang looks for a text of its ``stop`` in as many last tokens as its tokenizer makes of the text, and one more. A
-    model may write it with more tokens. For a pattern it looks at one token per character.
+    model may write it with more tokens. ``stop_pattern`` has it look at enough.
     """
     return {
         "max_new_tokens": sampling.max_new_tokens,
@@ -226,7 +226,7 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "stop_token_ids": list(sampling.stop_token_ids),
-        **({"stop_regex": [re.escape(text) for text in sampling.stop_texts]} if sampling.stop_texts else {}),
+        **({"stop_regex": [stop_pattern(text) for text in sampling.stop_texts]} if sampling.stop_texts else {}),
         "sampling_seed": seed & 0x7FFFFFFF,  # SGLang's kernels hash 32-bit seeds
     }
 

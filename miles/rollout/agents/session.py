@@ -260,10 +260,9 @@ class Session:
                 param="stop",
             )
         for text in call.stop:
-            if not limits.allow(text):
+            if (why := limits.why_not(text)) is not None:
                 raise ApiError(
-                    f"stop {one_line(text, 40)!r}: the engine takes at most {limits.bytes} bytes, with a backslash "
-                    "before each special character; give a part of the text that occurs nowhere else",
+                    f"stop {one_line(text, 40)!r}: the engine {why}; give a part of the text that occurs nowhere else",
                     param="stop",
                 )
         return texts

@@ -2,12 +2,20 @@
 
 import base64
 import math
+import re
 
 import numpy as np
 import pytest
 
+from miles.engine.base import SamplingParams
 from miles.engine.sglang import fast_json
-from miles.engine.sglang.client import EngineUnavailable, RequestRefused, read_experts, read_generation
+from miles.engine.sglang.client import (
+    EngineUnavailable,
+    RequestRefused,
+    read_experts,
+    read_generation,
+    sampling_params,
+)
 
 
 def answer(tokens, *spans, version="7"):
@@ -37,6 +45,16 @@ def test_each_token_has_the_version_of_its_span(spans, versions):
 def test_spans_that_do_not_match_the_response_are_refused(spans):
     with pytest.raises(EngineUnavailable, match="no generation"):
         read_generation(answer([1, 2], *spans), vocab=9)
+
+
+@pytest.mark.parametrize("text", ["\n\n", "1. a", "答案：", "🛑", "naïve"])
+def test_sglang_looks_at_enough_tokens_for_a_stop_text(text):
+    """It looks at as many as the longest match of the pattern has characters, and a token may be one byte."""
+    (pattern,) = sampling_params(SamplingParams(8, stop_texts=(text,)), seed=0)["stop_regex"]
+    _, longest = re._parser.parse(pattern).getwidth()
+    assert longest == len(text.encode())
+    assert re.search(pattern, f"before{text}") and re.search(pattern, f"{text}after")
+    assert not re.search(pattern, text[:-1])
 
 
 def with_support(tokens, sets, log_probs):
