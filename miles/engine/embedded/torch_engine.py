@@ -93,8 +93,7 @@ class TorchEngine:
         if not self._weights_whole:
             async with self._between_steps:
                 pass  # an update is in progress, or it failed
-        if not self._weights_whole:
-            raise RuntimeError("the last weight update failed halfway: send a complete one before generating")
+        self._check_weights()
         if not request.seeds:
             return []
         stop_ids = self._runner.eos_ids | frozenset(request.sampling.stop_token_ids)
@@ -128,8 +127,8 @@ class TorchEngine:
         """Replace all weights between two steps. Later tokens carry ``version``.
 
         Raises:
-            ValueError: Naming tensors that are missing, unknown or misshapen. The engine is then unhealthy, and refuses
-                to generate until an update succeeds.
+            ValueError: Naming tensors that are missing, unknown or misshapen. The engine is then unhealthy, ends the
+                requests in flight with an error, and refuses to generate until an update succeeds.
         """
         async with self._between_steps:
             self._weights_whole = False
@@ -184,6 +183,7 @@ class TorchEngine:
                 await self._running.wait()
                 async with self._between_steps:
                     if self._running.is_set():
+                        self._check_weights()
                         await self._step()
         except Exception as error:
             for request in self._requests:
@@ -218,6 +218,10 @@ class TorchEngine:
 
     async def _on_thread(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _check_weights(self) -> None:
+        if not self._weights_whole:
+            raise RuntimeError("the last weight update failed halfway: send a complete one before generating")
 
     def _check(self, request: GenerationRequest) -> None:
         request.sampling.check()

@@ -338,6 +338,20 @@ async def test_a_request_during_a_weight_update_waits_for_it(llama_path):
     assert isinstance(error, RuntimeError) and "the last weight update failed" in str(error)
 
 
+async def test_requests_in_flight_end_with_a_weight_update_that_fails(llama_path):
+    """The model has weights of both versions then."""
+    weights = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
+    engine = make_engine(llama_path)
+    running = asyncio.create_task(generate_all(engine, requests(SamplingParams(100))))
+    await tokens_generated(engine, 3)
+    with pytest.raises(ValueError, match="lacks"):
+        await engine.update_weights([WeightChunk({"model.norm.weight": weights["model.norm.weight"]})], 1)
+    with pytest.raises(RuntimeError, match="the last weight update failed"):
+        await asyncio.wait_for(running, 60)
+    await engine.update_weights([WeightChunk(weights)], 2)
+    assert {r.weight_version for group in await generate_all(engine, requests(SamplingParams(2))) for r in group} == {2}
+
+
 async def test_wrong_weight_updates_name_the_fault(llama_path):
     engine = make_engine(llama_path)
     weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
