@@ -203,6 +203,26 @@ def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
     return rule, "choose another model, or --rollout-engine sglang"
 
 
+def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
+    """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that says so.
+
+    With rotary positions of the kind longrope, a model has other frequencies once a sequence of its batch exceeds the
+    length it was pretrained on. Keys that are in the cache by then have the former ones, and so do those of shorter
+    sequences.
+
+    Args:
+        text: The configuration of the model's text part.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    name = "original_max_position_embeddings"
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("longrope", "su"):  # its older name
+        found = rope.get(name, text.get(name))
+        if isinstance(found, int):
+            return found, name
+    longest = text.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None, "max_position_embeddings"
+
+
 def _window(config: dict[str, Any]) -> int | None:
     """Return how many keys a query sees in some layer; None if it sees all before it in all layers."""
     text = config.get("text_config") or config

@@ -11,6 +11,7 @@ from miles.arguments.launch.host_share import PROMPT, text_config
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
 from miles.flags import Errors, changed, flag_name
+from miles.model_families.packing import longest_generated
 
 _CONTEXT = "--context-length"  # SGLang's flag
 _UNKNOWN = sys.maxsize
@@ -70,8 +71,6 @@ def _limit(settings: Settings) -> tuple[int, str]:
         FlagError: The configuration of the model cannot be read.
     """
     config = text_config(settings) or {}
-    longest = config.get("max_position_embeddings")
-    known = longest if isinstance(longest, int) else _UNKNOWN
     if has_servers(settings):
         words = settings.server_flags.server
         given = value_of(words, _CONTEXT)
@@ -81,7 +80,10 @@ def _limit(settings: Settings) -> tuple[int, str]:
             return int(given) if given.isdecimal() else _UNKNOWN, SERVER + _CONTEXT[2:]
         if _is_stretched(config):
             return _UNKNOWN, ""
-    return known, "the model's max_position_embeddings"
+        longest, name = config.get("max_position_embeddings"), "max_position_embeddings"
+    else:
+        longest, name = longest_generated(config)
+    return longest if isinstance(longest, int) else _UNKNOWN, f"the model's {name}"
 
 
 def _is_stretched(config: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
-from miles.model_families.packing import SPARSE, has_recurrent_state, model_type, why_not_generated
+from miles.model_families.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
@@ -56,7 +56,12 @@ class ModelRunner:
         states = LayerStates(config.get_text_config()) if self.is_recurrent or self._is_sparse else None
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self.max_length: int = config.get_text_config().max_position_embeddings
+        text = config.get_text_config()
+        # Some types have the field under another name, which only the attribute hides.
+        named = {"max_position_embeddings": text.max_position_embeddings}
+        longest, self.length_field = longest_generated(named | text.to_dict())
+        assert longest is not None, "every configuration has it"
+        self.max_length: int = longest
         self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
         self._last_positions: torch.Tensor | None = None
         head = self.model.get_output_embeddings()

@@ -238,7 +238,7 @@ class TorchEngine:
         if length + new > self._runner.max_length:
             raise ValueError(
                 f"a prompt of {length} tokens and --rollout-max-response-len {new} make {length + new}, more than the "
-                f"model's max_position_embeddings {self._runner.max_length}: shorten either, or set "
+                f"model's {self._runner.length_field} {self._runner.max_length}: shorten either, or set "
                 "--rollout-max-context-len"
             )
 

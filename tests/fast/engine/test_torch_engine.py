@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Lfm2Config,
     LlamaConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -403,6 +404,18 @@ async def test_requests_that_cannot_be_served_are_refused(llama_path):
         with pytest.raises(ValueError, match=message):
             await responses(engine, requests(SamplingParams(new), (0,), [prompt]))
     assert await engine.generate(GenerationRequest((1,), (), SamplingParams(1))) == []
+
+
+async def test_sequences_after_which_positions_would_change_are_refused(tmp_path):
+    """Frequencies change then for all sequences of the batch, but not for their keys in the cache."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    config = Phi3Config(**SHAPE, original_max_position_embeddings=16, rope_parameters=rope | factors)
+    engine = make_engine(save(config, tmp_path))
+    with pytest.raises(ValueError, match="2 tokens and .* 15 make 17, .* model's original_max_position_embeddings 16"):
+        await responses(engine, requests(SamplingParams(15), (0,), [(1, 2)]))
+    ((found,),) = await generate_all(engine, requests(SamplingParams(14), (0,), [(1, 2)]))
+    assert len(found.token_ids) == 14
 
 
 def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path):
