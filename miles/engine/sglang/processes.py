@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -81,7 +82,8 @@ class ChildProcess:
         Raises:
             ServerFailed: If the process ends first, or after ``seconds``. The message ends with the end of the log.
         """
-        for _ in range(int(seconds / POLL_SECONDS)):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:  # ``serves`` takes time too, above all if the server hangs
             if serves():
                 return
             try:

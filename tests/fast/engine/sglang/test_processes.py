@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,6 +101,20 @@ def test_server_that_never_serves_is_stopped(start):
     with pytest.raises(ServerFailed, match="did not serve within 1 s"):
         child.wait_until(lambda: False, 1)
     assert not psutil.pid_exists(child.pid)
+
+
+def test_a_server_that_is_asked_slowly_has_no_longer_than_that(start):
+    """As one that takes the connection and hangs: each question takes as long as it waits for an answer."""
+    child, asked = start(SERVES), []
+
+    def hangs():
+        asked.append(time.monotonic())
+        time.sleep(1)
+        return False
+
+    with pytest.raises(ServerFailed, match="did not serve within 2 s"):
+        child.wait_until(hangs, 2)
+    assert len(asked) <= 2
 
 
 def test_server_dies_with_its_parent(tmp_path):
