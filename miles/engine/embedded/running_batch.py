@@ -7,6 +7,7 @@ its answers, the fewer rows there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -203,7 +204,13 @@ class RunningBatch:
                 row_of = [number for number, row in enumerate(rows) for _ in row]
                 logits = logits[torch.tensor(row_of, device=logits.device)]
             drawn = sample(logits, sampling, uniforms.to(logits.device))
-        tokens = zip(sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), strict=True)
+        log_probs = drawn.log_probs.tolist()
+        if not math.isfinite(sum(log_probs)):
+            raise FloatingPointError(
+                f"--rollout-engine torch: the model's logits are not numbers, with weights of version {version}; check "
+                "--hf-checkpoint if the run has just begun, else lower --lr and resume from a checkpoint with --load"
+            )
+        tokens = zip(sequences, drawn.tokens.tolist(), log_probs, strict=True)
         for place, (sequence, token, log_prob) in enumerate(tokens):
             sequence.append(token, log_prob, version, drawn.supports.get(place))
         self._divide(first_row)

@@ -353,6 +353,20 @@ async def test_requests_in_flight_end_with_a_weight_update_that_fails(llama_path
     assert {r.weight_version for group in await generate_all(engine, requests(SamplingParams(2))) for r in group} == {2}
 
 
+async def test_logits_that_are_no_numbers_are_named(llama_path):
+    """Every row would draw token 0."""
+    weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
+    engine = make_engine(llama_path)
+    name = "model.norm.weight"
+    await engine.update_weights([WeightChunk({**weights, name: torch.full_like(weights[name], torch.nan)})], 3)
+    with pytest.raises(FloatingPointError, match="not numbers, with weights of version 3"):
+        await responses(engine, requests(SamplingParams(5)))
+    await engine.update_weights([WeightChunk(weights)], 4)
+    assert await responses(engine, requests(SamplingParams(5))) == await responses(
+        make_engine(llama_path), requests(SamplingParams(5))
+    )
+
+
 async def test_wrong_weight_updates_name_the_fault(llama_path):
     engine = make_engine(llama_path)
     weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
