@@ -75,10 +75,15 @@ class BroadcastTransport:
 
             async def broadcast(receiver: WeightReceiver, chunk: WeightChunk = chunk, last: bool = last) -> None:
                 group = self._groups[receiver.url]
-                await _both(
-                    receiver.receive_broadcast(chunk, group.name, version, last),
-                    in_thread(group.broadcast, chunk),
-                )
+                try:
+                    await _both(
+                        receiver.receive_broadcast(chunk, group.name, version, last),
+                        in_thread(group.broadcast, chunk),
+                    )
+                except Exception:
+                    # At once, as the broadcast that nobody takes holds up those to the other engines on this GPU.
+                    self._groups.pop(receiver.url).abandon()
+                    raise
 
             await delivery.each(broadcast)
         await delivery.each(lambda receiver: receiver.end_update())

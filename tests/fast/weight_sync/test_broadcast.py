@@ -84,6 +84,33 @@ async def test_an_engine_that_nobody_knows_to_be_new_fails_once():
     assert not await send(transport, new, value=3.0) and holds(new, 3.0)
 
 
+async def test_the_group_of_an_engine_that_fails_is_left_before_the_others_have_their_weights():
+    """Its broadcast holds up theirs, if they are on one GPU."""
+    left = asyncio.Event()
+
+    class Group:
+        name = "group"
+
+        def broadcast(self, chunk):
+            pass
+
+        def abandon(self):
+            left.set()
+
+    class HeldUp(Receiver):
+        async def receive_broadcast(self, chunk, group, version, last):
+            await asyncio.wait_for(left.wait(), 30)
+
+    transport, failing, other = (
+        BroadcastTransport(torch.device("cpu")),
+        Receiver("http://127.0.0.1:1"),
+        HeldUp("http://127.0.0.1:2"),
+    )
+    transport._groups |= {failing.url: Group(), other.url: Group()}
+    assert (await send(transport, failing, other, value=1.0)).keys() == {failing.url}
+    assert transport._groups.keys() == {other.url}
+
+
 async def test_the_sender_listens_at_the_address_that_its_engine_sees_only(monkeypatch):
     """Store and group are at 127.0.0.3."""
 
