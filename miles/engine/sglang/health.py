@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+from urllib.parse import urlsplit
 
 from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.concurrency import gather_or_cancel
@@ -207,6 +208,7 @@ class Health:
                     await self._repair_router()
                     await self._router.remove(server.client.url)
                 await server.process.stop()
+                await self._end_routed_requests(server)
                 server.enter(ServerState.STARTING)
                 await self._start(server)
                 log.warning("%s serves again", server.name)
@@ -218,6 +220,17 @@ class Health:
                     raise
                 server.lost_because = one_line(str(failure), 300)
         server.enter(ServerState.LOST)
+
+    async def _end_routed_requests(self, server: ManagedServer) -> None:
+        """End the requests that the router has sent to a server that is out of use, if nothing else ends them.
+
+        Those to a process that is gone have ended with it. One that hangs may not be ours to stop, or be on a host that
+        was lost. Then all requests of the router end, and are sent again.
+        """
+        if self._router is None or await refuses_connections(server.client.url, self._timeout):
+            return
+        log.warning("%s keeps its requests; the router is restarted, which sends all requests again", server.name)
+        await self._repair(self._router, ends_requests=True)
 
     async def _start(self, server: ManagedServer) -> None:
         url = await server.process.start()
@@ -234,11 +247,28 @@ class Health:
             self._router_repair = asyncio.create_task(self._repair(self._router))
         await asyncio.shield(self._router_repair)  # cancelling one request must not leave a router without servers
 
-    async def _repair(self, router: Router) -> None:
-        failures = await router.repair(lambda: [s.client.url for s in self._servers.in_use], self._timeout)
+    async def _repair(self, router: Router, ends_requests: bool = False) -> None:
+        def urls() -> list[str]:
+            return [server.client.url for server in self._servers.in_use]
+
+        failures = await router.repair(urls, self._timeout, ends_requests)
         for server in self._servers.in_use:
             if failure := failures.get(server.client.url):
                 server.fail(failure)
+
+
+async def refuses_connections(url: str, seconds: float) -> bool:
+    """Return whether nothing listens at ``url``: the connections of the process that did have ended."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(seconds):
+            _, connection = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    connection.close()
+    return False
 
 
 class UnresponsiveServerMonitor:

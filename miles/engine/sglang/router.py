@@ -100,7 +100,9 @@ class Router:
         except httpx.HTTPError as failure:
             raise EngineUnavailable(f"{self.url}/liveness: {type(failure).__name__} {failure}".rstrip()) from failure
 
-    async def repair(self, servers: Callable[[], Iterable[str]], seconds: float) -> dict[str, Exception]:
+    async def repair(
+        self, servers: Callable[[], Iterable[str]], seconds: float, ends_requests: bool = False
+    ) -> dict[str, Exception]:
         """Start it again at the same address if it does not answer, and register the servers that it lacks.
 
         The requests that a router has end with it.
@@ -108,6 +110,7 @@ class Router:
         Args:
             servers: Returns the URLs that should be registered. It is called when the router is up.
             seconds: How long the router may take to answer.
+            ends_requests: Start it again in any case.
 
         Returns:
             The servers that could not be registered, and why: these have failed too.
@@ -117,7 +120,7 @@ class Router:
         """
         failures: dict[str, Exception] = {}
         async with self._changing:
-            known = await self._registered(seconds)
+            known = None if ends_requests else await self._registered(seconds)
             if known is None:
                 await in_thread(self._process.stop, 0.0)
                 self._process = self._run()

@@ -163,6 +163,26 @@ async def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_pat
             await ask(engine, (1,))
 
 
+async def test_requests_to_a_server_that_hangs_and_is_not_ours_go_to_another(tmp_path):
+    """It keeps its connections, so that the router waits for its answers."""
+    async with started_engine(tmp_path, 2, use_fault_tolerance=True, **QUICK) as (engine, servers):
+        ours = servers[0].stop, servers[0].start
+
+        async def leave():
+            pass
+
+        async def wait():
+            await asyncio.Event().wait()
+
+        servers[0].stop, servers[0].start = leave, wait
+        stop(servers[0])
+        try:
+            given = await asyncio.gather(*(ask(engine, (n, 1)) for n in range(8)))
+        finally:
+            servers[0].stop, servers[0].start = ours
+    assert [answer.token_ids for answer in given] == [[1, n] for n in range(8)]
+
+
 async def test_server_that_fails_to_restart_is_given_up(tmp_path):
     async with started_engine(tmp_path, 1, use_fault_tolerance=True, **QUICK) as (engine, servers):
 
