@@ -58,13 +58,14 @@ def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> d
     Means are over the step's trajectories, or ``per_token`` over its tokens. The sums hold 1 / count already; each is
     weighed by the count again, so that the metrics of several steps add up to the value over all of them.
     ``ess_ratio``, the effective sample size over the sample size (Kong 1992), is made of the two means that it needs,
-    once both are whole. A step without a token has none of them.
+    once both are whole. Trajectories without a loss token are in their count and not in their sum, so each is divided
+    by ``is_ratio_weight``, the mean of ones. A step without a token has no metrics.
     """
     if not batch.num_loss_tokens:
         return {}
     count = batch.num_loss_tokens if per_token else batch.num_trajectories
     metrics = {name: Metric(value * count, float(count)) for name, value in sums.items()}
     if "is_ratio_square" in sums:
-        metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"])
-        del metrics["is_ratio_square"]
+        del metrics["is_ratio_square"], metrics["is_ratio_weight"]
+        metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"] * sums["is_ratio_weight"])
     return metrics

@@ -365,12 +365,12 @@ def weigh(token_weights: Sequence[TokenWeight], loss: LossArguments, ratios: Rat
 def mismatch(loss: LossArguments, ratios: Ratios) -> dict[str, torch.Tensor]:
     """Measure how far the trainer is from the engine, per token [R], on the original masks.
 
-    ``is_ratio`` and ``is_ratio_square`` are always there: ``ess_ratio`` is made of their means. With
+    ``is_ratio``, its square and ``is_ratio_weight`` are always there: ``ess_ratio`` is made of their means. With
     ``--get-mismatch-metrics`` also estimates of KL(engine || trainer) (k1, k3), chi-square, and both log-perplexities.
     """
     log_ratio = ratios.importance
     ratio = log_ratio.clamp(-40.0, 40.0).exp()  # its square is a number too
-    values = {"is_ratio": ratio, "is_ratio_square": ratio.square()}
+    values = {"is_ratio": ratio, "is_ratio_square": ratio.square(), "is_ratio_weight": ratio.new_ones(ratio.shape)}
     if loss.get_mismatch_metrics:
         values |= {
             "mismatch_kl": -log_ratio,

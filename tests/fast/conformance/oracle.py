@@ -207,7 +207,7 @@ def objective(
         "entropy_loss": mean(entropy),
         "train_rollout_logprob_abs_diff": mean([(o - e).abs() for o, e in zip(trainer, engine, strict=True)]),
         "is_ratio": mean(ratios),
-        "ess_ratio": mean(ratios) ** 2 / mean([r**2 for r in ratios]).clamp(min=1e-300),
+        "ess_ratio": _ess_ratio(mean(ratios), mean([r**2 for r in ratios]), mean([torch.ones_like(r) for r in ratios])),
     }
     total = metrics["pg_loss"] - loss.entropy_coef * metrics["entropy_loss"]
     if loss.use_kl_loss:
@@ -217,6 +217,11 @@ def objective(
         metrics["kl_loss"] = mean([w * (d.exp() - 1 - d) for d, w in zip(away, weights, strict=True)])
         total = total + loss.kl_loss_coef * metrics["kl_loss"]
     return metrics | {"loss": total}
+
+
+def _ess_ratio(mean: torch.Tensor, mean_of_squares: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """(sum w)^2 / (n sum w^2); the means count trajectories without a loss token, all but a ``share`` of them."""
+    return (mean / share) ** 2 / (mean_of_squares / share) if share else share
 
 
 def _policy_losses(loss: LossArguments, samples, log_probs, old):

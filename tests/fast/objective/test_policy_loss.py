@@ -14,7 +14,7 @@ from miles.objective.chosen import build_objective
 from miles.objective.kl import approximate_kl, masked_log_ratio
 from miles.objective.loss_types import policy_loss
 from miles.objective.loss_types.sft_loss import sft_loss_function
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, reported
 from miles.objective.policy_losses.ppo_clip import ClipFlags, clipped_losses
 from miles.objective.settings import LossArguments
 
@@ -198,6 +198,23 @@ def test_an_empty_micro_batch_reports_the_same_names_as_a_full_one(micro, make_m
     output.loss.backward()
     assert set(output.metrics) == set(full.metrics)
     assert all(value == 0 for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_answers_that_are_not_trained_on_do_not_lower_the_effective_sample_size(make_micro, per_token):
+    """As --mask-truncated-completions leaves them; a float64 (sum w)^2 / (n sum w^2) over the tokens that count."""
+    log_ratios = [0.5, -1.0, 0.25]
+    engine = torch.tensor([*log_ratios, 9.0, 9.0]).neg()
+    micro = make_micro([[1, 1, 1], [0, 0], []], rollout_log_probs=engine)
+    loss = LossArguments(calculate_per_token_loss=per_token)
+    sums = {
+        name: value.item() for name, value in policy_loss_function(loss, micro, torch.zeros(5), None).metrics.items()
+    }
+    weights = [math.exp(x) for x in log_ratios]
+    wanted = sum(weights) ** 2 / (3 * sum(w * w for w in weights))
+    found = reported(sums, micro, per_token)
+    assert found["ess_ratio"].value == pytest.approx(wanted, rel=1e-6)
+    assert not {"is_ratio_square", "is_ratio_weight"} & set(found)
 
 
 def test_sft_is_the_mean_negative_log_likelihood(micro):
