@@ -25,6 +25,7 @@ from miles.arguments.training import TrainingArguments
 from miles.components import engine_spec
 from miles.flags import collect_errors, refuse
 from miles.objective.explain import AddedLoss
+from miles.objective.registry import Term
 from miles.objective.settings import LossArguments, StepShape
 from miles.parallel.dims import ParallelDims
 from miles.rewards.settings import RewardArguments
@@ -85,7 +86,19 @@ class Settings:
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             steps_per_iteration=self.steps_per_iteration,
             critic_only_iterations=self.critic.num_critic_only_steps,
+            given_advantages=self._given_advantages,
         )
+
+    @property
+    def _given_advantages(self) -> Term | None:
+        """The call of the user's function that makes the advantages of samples, if one of these flags names it."""
+        for path, module in (
+            (self.rollout.custom_convert_samples_to_train_data_path, "miles.rollout.hooks.custom_convert"),
+            (self.reward.custom_reward_post_process_path, "miles.batching.reward_post_process"),
+        ):
+            if path is not None:
+                return Term(f"{path}(...)", module, path)
+        return None
 
     @property
     def added_losses(self) -> tuple[AddedLoss, ...]:

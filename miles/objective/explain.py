@@ -61,17 +61,20 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
         sentences.append(
             f"The KL to the reference model is subtracted from each token's reward, weighted by {loss.kl_coef:g}."
         )
-    if loss.use_kl_loss:
+    computes = objective.loss_type.uses_policy_loss
+    if loss.use_kl_loss and computes:
         sentences.append(
             f"The KL to the reference model ({loss.kl_loss_type}) is added, weighted by {loss.kl_loss_coef:g}."
             if loss.kl_loss_coef
             else f"The KL to the reference model ({loss.kl_loss_type}) is measured, and not part of the loss."
         )
+    elif loss.use_kl_loss:
+        sentences.append("Your loss is given the log-probs of the reference model; a KL in it is its own.")
     if loss.kl_target is not None:
         sentences.append(f"That weight is adapted so that the KL stays near {loss.kl_target:g}.")
     if loss.entropy_target is not None:
         sentences.append(f"Entropy is rewarded while it is {loss.entropy_target:g} or less, with a weight that adapts.")
-    elif loss.entropy_coef:
+    elif loss.entropy_coef and computes:
         verb = "rewarded" if loss.entropy_coef > 0 else "penalized"
         sentences.append(f"Entropy is {verb}, weighted by {abs(loss.entropy_coef):g}.")
     sentences += [f"The model adds {each.words}, weighted by {each.weight:g}." for each in added]

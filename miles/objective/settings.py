@@ -17,6 +17,7 @@ from miles.objective.kl import KlEstimator
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.loss_types.base import LossType
 from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.registry import Term
 from miles.objective.token_weights import ImportanceLevel
 
 
@@ -29,12 +30,15 @@ class StepShape:
         samples_per_prompt: The trajectories of a group.
         steps_per_iteration: Optimizer steps taken from the samples of one iteration.
         critic_only_iterations: Iterations at the start of the run in which only the critic learns.
+        given_advantages: The call of the user's function outside of the objective that makes the advantages of samples
+            in the place of the estimator's first phase; None without one.
     """
 
     num_trajectories: int
     samples_per_prompt: int
     steps_per_iteration: int = 1
     critic_only_iterations: int = 0
+    given_advantages: Optional[Term] = None
 
 
 @dataclass(frozen=True)

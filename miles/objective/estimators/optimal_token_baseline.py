@@ -75,7 +75,7 @@ class OptimalTokenBaseline(Estimator):
         """Return what A, its baseline and the weights are."""
         tail = ", 0 where one response is alone" if flags.otb_zero_tail else ""
         return [
-            Term(f"A_t = G_t - B_t, G_t = Σ_(k>=t) r_k, r_k = [k = T] reward{reward_penalty(flags)}", __name__),
+            Term(f"A_t = G_t - B_t, G_t = Σ_(k>=t) r_k, r_k = [k is last] reward{reward_penalty(flags)}", __name__),
             Term(f"B_t = Σ_group G_t W_t / Σ_group W_t{tail}, W_t = Σ_(j<=t) (1 - 2 p_j + Σ_v p_j(v)²)", __name__),
         ]
 

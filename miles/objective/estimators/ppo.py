@@ -62,7 +62,7 @@ class Ppo(Estimator):
                 __name__,
             ),
             *critic,
-            Term(f"r_t = [t = T] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
+            Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
         ]
 
     def token_advantages(

@@ -33,7 +33,7 @@ class ReinforcePlusPlus(Estimator):
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A and the token rewards are."""
-        text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t = T] reward{reward_penalty(flags)}"
+        text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t is last] reward{reward_penalty(flags)}"
         return [Term(text, __name__)]
 
     def token_advantages(

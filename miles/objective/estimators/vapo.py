@@ -53,11 +53,11 @@ class Vapo(Ppo):
         return [
             Term(
                 f"A_t = Σ_k ({gamma:g} λ)^k δ_(t+k), δ_t = r_t + {gamma:g} V_(t+1) - V_t with V = V_old, "
-                f"λ = max(0, 1 - 1 / ({flags.vapo_alpha:g} T))",
+                f"λ = max(0, 1 - 1 / ({flags.vapo_alpha:g} l)), l = loss tokens of the trajectory",
                 __name__,
             ),
             Term(f"G_t = V_t + Σ_k ({gamma:g} · {critic:g})^k δ_(t+k), the critic's return", __name__),
-            Term(f"r_t = [t = T] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
+            Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
         ]
 
     def critic_lambd(self, flags: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from miles.objective.distillation import distillation_formula
@@ -76,10 +77,10 @@ class LossType(ObjectivePart):
 
 
 def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
-    """Return what A is, and what the critic learns. The index t counts the loss tokens of a trajectory, up to T."""
+    """Return what A is, and what the critic learns. The index t counts the loss tokens of a trajectory."""
     flags = objective.flags
     terms = value_loss_formula(flags, shape) if objective.needs.values else []
-    terms += objective.estimator.formula(flags)
+    terms += _estimate(objective, shape)
     terms += distillation_formula(flags)
     if flags.normalize_advantages:
         text = "A is whitened: (A - mean) / std over the loss tokens of the step"
@@ -87,4 +88,18 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
     path = flags.rollout_data_postprocess_path
     if path is not None:
         terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batching.data_postprocess", path))
+    if flags.drop_zero_std_groups:
+        text = "a step is without the groups whose A are all 0, and its counts too, unless it has no other groups"
+        terms.append(Term(text, "miles.batching.convert"))
     return terms
+
+
+def _estimate(objective: Objective, shape: StepShape) -> list[Term]:
+    """Return the estimator's formula, or what takes the place of its first phase."""
+    estimator, given = objective.estimator, shape.given_advantages
+    if given is None:
+        return estimator.formula(objective.flags)
+    if not estimator.by_token:
+        return [replace(given, text=f"A = {given.text} in the place of --advantage-estimator {estimator.name}")]
+    rewards = replace(given, text=f"reward, or its difference from a mean, is what {given.text} says")
+    return [*estimator.formula(objective.flags), rewards]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from miles.objective.adaptive_kl import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import WHOLE_LOSS, LossInputs
@@ -57,7 +58,8 @@ class CustomLoss(LossType):
         """Return the call of the function, and what it is given."""
         flags = objective.flags
         whole = Term(f"loss = {_path(flags)}(log p, log p_old, A, ...)", __name__, flags.custom_loss_function_path)
-        return [whole, *aggregation_formula("reduce(l)", flags, shape), *advantage_terms(objective, shape)]
+        mean, adaptive = aggregation_formula("reduce(l)", flags, shape), adaptive_kl_formula(flags)
+        return [whole, *mean, *adaptive, *advantage_terms(objective, shape)]
 
     def words(self, objective: Objective) -> str:
         """Name the function."""

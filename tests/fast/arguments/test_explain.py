@@ -76,6 +76,45 @@ def test_terms_of_the_formula(validated):
     assert "KL" not in objective_formula(validated("--use-kl-loss").settings), "only measured"
 
 
+def test_what_is_left_to_your_loss_is_not_said_to_be_added(validated):
+    custom = "--loss-type custom_loss --custom-loss-function-path mine:f"
+    words = objective_in_words(validated(f"{custom} --use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01").settings)
+    assert "is added" not in words and "Entropy is" not in words
+    assert "is given the log-probs of the reference model" in words
+    adapted = validated(f"{custom} --advantage-estimator ppo --kl-coef 0.1 --kl-target 0.2").settings
+    assert "kl_coef <- kl_coef (1 + clip(KL / 0.2" in objective_formula(adapted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "A = mine:f(...) in the place of --advantage-estimator grpo"),
+        ("--advantage-estimator ppo", "reward, or its difference from a mean, is what mine:f(...) says"),
+    ],
+)
+@pytest.mark.parametrize("path", ["--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"])
+def test_advantages_of_a_function_are_not_said_to_be_the_estimators(validated, path, flags, said):
+    lines = objective_formula(validated(f"{path} mine:f {flags}").settings).splitlines()
+    assert said in lines
+    assert not any(line.startswith("A = (reward") for line in lines)
+
+
+def test_groups_that_are_left_out_of_a_step_are_left_out_of_its_counts(validated):
+    [line] = set(objective_formula(validated("--drop-zero-std-groups").settings).splitlines()) - set(
+        objective_formula(validated().settings).splitlines()
+    )
+    assert "without the groups whose A are all 0, and its counts too" in line
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "vapo", "reinforce_plus_plus", "optimal_token_baseline"])
+def test_the_tokens_of_a_trajectory_and_of_the_step_have_different_names(validated, estimator):
+    """T counts the tokens of a step under token_mean, so the last token of a trajectory is not token T."""
+    flags = f"--advantage-estimator {estimator} --normalize-advantages --loss-aggregation token_mean"
+    formula = objective_formula(validated(flags).settings)
+    assert "T = loss tokens of the step" in formula
+    assert "= T]" not in formula and "0.05 T" not in formula
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_token_weights_are_those_of_the_objective(validated, mode):
     """Over the imagined step the weights add up to 1 under the means, to T / (L N) under constant.
