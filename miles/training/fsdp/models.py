@@ -191,11 +191,28 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     """
     for weight in model.parameters():
         weight.data = weight.data.to(model.dtype)
+    _compute_without_noise(model)
     reset_states_between_samples(model)
     choose_keys_within_samples(model)
     if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):
         model.set_experts_implementation("eager")
     return model
+
+
+def _compute_without_noise(model: nn.Module) -> None:
+    """Switch off dropout and the jitter of routers, which some configurations ask for in training (seed_oss: 0.1).
+
+    The loss compares log-probs of this pass with those that the engine, the reference and the policy itself gave
+    without noise, and a token that several samples share is computed once. transformers' layers copy the rates from
+    the configuration when they are built; it stays as it is, for the export. Types whose layers read it later are found
+    by packing_check.py.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
 
 
 ModelReader: TypeAlias = Callable[[str, torch.dtype], PreTrainedModel]

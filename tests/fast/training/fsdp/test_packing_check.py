@@ -103,6 +103,32 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
         assert (layout_log_probs(policy, "", packed=True) - own).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("kind", "noise"),
+    [
+        ("seed_oss", dict(attention_dropout=0.1, residual_dropout=0.1)),
+        ("phi3", dict(resid_pdrop=0.1, embd_pdrop=0.1)),
+        ("mixtral", dict(router_jitter_noise=0.1)),
+    ],
+)
+def test_training_computes_what_scoring_does_and_exports_the_config_as_it_was(tmp_path, kind, noise):
+    policy = make_policy(tmp_path, kind, **noise)
+    policy.train()
+    for packed in (True, False):
+        assert largest_difference(policy, packed) < 1e-4
+    assert policy.language_model.config.to_dict().items() >= noise.items()
+
+
+def test_dropout_that_is_left_is_found(tmp_path):
+    """As of layers that read its rate from the configuration in every pass."""
+    policy = make_policy(tmp_path, "starcoder2")
+    compare_with_transformers(policy, "--hf-checkpoint", PACKED)
+    policy.language_model.model.layers[0].residual_dropout = 0.5
+    policy.language_model.model.layers[0].self_attn.residual_dropout = 0.5
+    with pytest.raises(ValueError, match=r"starcoder2 are others in training than in scoring: .* set its dropout to 0"):
+        compare_with_transformers(policy, "--hf-checkpoint", PACKED)
+
+
 def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):
     policy = make_policy(tmp_path, "qwen3_next")
     for module in policy.language_model.modules():
