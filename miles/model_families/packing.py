@@ -110,6 +110,8 @@ WITHOUT_QUANTIZATION = "give a folder with its weights in bf16, without this ent
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
 
+_LONGROPE = ("longrope", "su")  # the older name
+
 # Kinds of layers that the torch engine runs.
 _GENERATED_LAYERS = frozenset(
     ("full_attention", "sliding_attention", "indexed_attention", "linear_attention", "mlp", "moe")
@@ -203,6 +205,21 @@ def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
     return rule, "choose another model, or --rollout-engine sglang"
 
 
+def longest_trained(text: dict[str, Any]) -> tuple[int, str] | None:
+    """Return how many tokens a sample of the FSDP backend may have, and the field that says so; None without a limit.
+
+    With rotary positions of the kinds longrope and dynamic, a longer one changes the frequencies of all samples of its
+    micro-batch, so that their log-probs would depend on how the step is split.
+
+    Args:
+        text: The configuration of the model's text part.
+    """
+    if _rope_type(text) not in (*_LONGROPE, "dynamic"):
+        return None
+    longest, name = longest_generated(text)
+    return None if longest is None else (longest, name)
+
+
 def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
     """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that says so.
 
@@ -215,12 +232,17 @@ def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
     """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     name = "original_max_position_embeddings"
-    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("longrope", "su"):  # its older name
+    if _rope_type(text) in _LONGROPE:
         found = rope.get(name, text.get(name))
         if isinstance(found, int):
             return found, name
     longest = text.get("max_position_embeddings")
     return longest if isinstance(longest, int) else None, "max_position_embeddings"
+
+
+def _rope_type(text: dict[str, Any]) -> str | None:
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    return rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
 
 
 def _window(config: dict[str, Any]) -> int | None:

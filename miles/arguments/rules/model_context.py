@@ -11,7 +11,7 @@ from miles.arguments.launch.host_share import PROMPT, text_config
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
 from miles.flags import Errors, changed, flag_name
-from miles.model_families.packing import longest_generated
+from miles.model_families.packing import longest_generated, longest_trained
 
 _CONTEXT = "--context-length"  # SGLang's flag
 _UNKNOWN = sys.maxsize
@@ -71,6 +71,14 @@ def _limit(settings: Settings) -> tuple[int, str]:
         FlagError: The configuration of the model cannot be read.
     """
     config = text_config(settings) or {}
+    generated = _limit_of_engine(settings, config)
+    trained = longest_trained(config) if settings.trains and settings.training.train_backend == "fsdp" else None
+    if trained is None or generated[0] <= trained[0]:
+        return generated
+    return trained[0], f"the model's {trained[1]}"
+
+
+def _limit_of_engine(settings: Settings, config: dict[str, Any]) -> tuple[int, str]:
     if has_servers(settings):
         words = settings.server_flags.server
         given = value_of(words, _CONTEXT)

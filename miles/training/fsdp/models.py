@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeAlias, cast
@@ -17,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from miles.model_families.packing import longest_trained
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.replay.routers import Routers
@@ -55,6 +57,28 @@ class ShardedModule(nn.Module, Generic[Scorer]):
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__()
         self.language_model = language_model
+        self._longest = longest_trained(language_model.config.get_text_config().to_dict())
+
+    def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
+        """Return what the decoder makes of the tokens, [T, hidden].
+
+        Raises:
+            ValueError: A sample is so long that it would change the positions of the others.
+        """
+        longest, field = self._longest or (math.inf, "")
+        if max(micro.total_lengths) > longest:
+            raise ValueError(
+                f"a sample has {max(micro.total_lengths)} tokens, and beyond the model's {field} {longest} its rotary "
+                "embedding has other frequencies for all samples of a micro-batch, so --train-backend fsdp does not "
+                f"train it; give --rollout-max-context-len {longest}, or choose another model"
+            )
+        states: torch.Tensor = self.language_model.base_model(
+            input_ids=micro.input_ids.view(micro.rows, -1),
+            position_ids=micro.position_ids.view(micro.rows, -1),
+            use_cache=False,
+            packed=PackedLayout.of(micro),
+        ).last_hidden_state
+        return states.flatten(0, 1)
 
     @property
     def in_fp32(self) -> nn.Module:
@@ -101,7 +125,7 @@ class ValueModel(ShardedModule[ValueScorer]):
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
-        values: torch.Tensor = self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])
+        values: torch.Tensor = self.value_head(self.hidden_states(micro)[micro.logit_index])
         return values[:, 0]
 
 
@@ -141,7 +165,7 @@ class Policy(ShardedModule[PolicyScorer]):
         """
         if self.routers is not None:
             self.routers.replay(micro.experts)
-        hidden = hidden_states(self.language_model, micro)
+        hidden = self.hidden_states(micro)
         head = self.language_model.get_output_embeddings()
         shared = micro.shared_logits
         log_probs, entropy = chunked_log_probs(
@@ -158,17 +182,6 @@ class Policy(ShardedModule[PolicyScorer]):
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)
-
-
-def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """Return what the decoder makes of the tokens, [T, hidden]."""
-    states: torch.Tensor = language_model.base_model(
-        input_ids=micro.input_ids.view(micro.rows, -1),
-        position_ids=micro.position_ids.view(micro.rows, -1),
-        use_cache=False,
-        packed=PackedLayout.of(micro),
-    ).last_hidden_state
-    return states.flatten(0, 1)
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

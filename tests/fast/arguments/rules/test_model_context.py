@@ -18,6 +18,7 @@ REFUSED = (
 )
 PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 GIVEN = "--load-debug-rollout-data {{rollout_id}} --eval-prompt-data a rows --eval-interval 1"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LONG = {"type": "longrope", "original_max_position_embeddings": 32, "short_factor": [1.0], "long_factor": [2.0]}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
@@ -41,7 +42,9 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("--rollout-max-response-len 64 --rollout-engine sglang", PARTIAL, "--rollout-max-response-len 64"),
         ("--rollout-engine torch", LONG, "in the model's original_max_position_embeddings 32"),
         ("--rollout-engine torch --rollout-max-response-len 31", LONG, ""),
-        ("--rollout-engine sglang", LONG, ""),
+        ("--rollout-engine sglang", LONG, "in the model's original_max_position_embeddings 32"),
+        ("--rollout-engine sglang --debug-rollout-only", LONG, ""),
+        ("--rollout-engine sglang --rollout-max-response-len 64", DYNAMIC, "in the model's max_position_embeddings 64"),
         (f"--rollout-max-response-len 64 {GIVEN}", None, "--rollout-max-response-len 64"),
         ("--rollout-engine sglang --sglang-context-length 32", None, "in --sglang-context-length 32"),
         ("--rollout-max-response-len 64 --rollout-engine sglang --sglang-context-length 128", None, ""),

@@ -104,6 +104,46 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (
+            "phi3",
+            dict(
+                original_max_position_embeddings=11,
+                max_position_embeddings=64,
+                rope_parameters=dict(
+                    rope_type="longrope",
+                    rope_theta=10000.0,
+                    short_factor=[1.0] * 4,
+                    long_factor=[4.0, 5.0, 6.0, 7.0],
+                    original_max_position_embeddings=11,
+                ),
+            ),
+        ),
+        (
+            "llama",
+            dict(
+                max_position_embeddings=11,
+                rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+            ),
+        ),
+    ],
+)
+def test_a_sample_that_would_change_the_positions_of_others_is_refused(tmp_path, kind, given):
+    """Of the three samples, of 10, 13 and 5 tokens, the second is too long; with 13 positions none is."""
+    policy = make_policy(tmp_path / "short", kind, **given)
+    for packed in (True, False):
+        with pytest.raises(
+            ValueError, match=r"^a sample has 13 tokens, .*position_embeddings 11 .* give --rollout-max-"
+        ):
+            layout_log_probs(policy, "", packed)
+    policy._longest = None
+    assert largest_difference(policy, packed=True) > 1e-2, "the others' log-probs are not theirs alone"
+    longer = json.loads(json.dumps(given).replace("11", "13"))
+    assert largest_difference(make_policy(tmp_path / "long", kind, **longer), packed=True) < 1e-4
+
+
+@pytest.mark.parametrize(
     ("kind", "noise"),
     [
         ("seed_oss", dict(attention_dropout=0.1, residual_dropout=0.1)),
