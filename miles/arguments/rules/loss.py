@@ -169,5 +169,9 @@ def _check_given_samples(settings: Settings, errors: Errors) -> None:
     errors.refuse_ignored(settings.rollout, ["dynamic_sampling_filter_path"], why, what_to_do)
     errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
     errors.refuse_ignored(settings.rollout, ["custom_convert_samples_to_train_data_path"], why, what_to_do)
+    temperature = settings.rollout.rollout_temperature
+    if temperature != 1 and errors.none_about("rollout_temperature"):
+        rule = f"would divide the logits whose likelihood --loss-type {settings.loss.loss_type} maximizes"
+        errors.refuse("rollout_temperature", temperature, rule, "give 1; evaluation has --eval-temperature")
     if not settings.evaluation.has_sets:
         errors.refuse_ignored(settings.reward, ["rm_type", "custom_rm_path"], f"{why} without evaluation", what_to_do)

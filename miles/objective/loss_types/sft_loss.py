@@ -29,7 +29,7 @@ class SftLoss(LossType):
     loss_mass_is_known = True
     ignores = (
         *("advantage_estimator", "policy_loss", "use_kl_loss", "entropy_coef", "get_mismatch_metrics"),
-        *("kl_target", "entropy_target", "use_rollout_logprobs"),
+        *("kl_target", "entropy_target", "use_rollout_logprobs", "drop_zero_std_groups"),
         *("custom_advantage_function_path", "custom_policy_loss_function_path"),
         *ESTIMATORS.reads,
         *POLICY_LOSSES.reads,

@@ -91,6 +91,16 @@ REFUSED = [
         "--rm-type",
         "--reward-error value: .* reads each reward of --rm-type math:1,format:1 by itself; use --reward-error drop",
     ),
+    (
+        f"--loss-type sft_loss --rollout-temperature 0.7 {LOADS}",
+        "--rm-type",
+        "--rollout-temperature 0.7: would divide the logits .*; give 1; evaluation has --eval-temperature",
+    ),
+    (
+        f"--loss-type sft_loss --drop-zero-std-groups {LOADS}",
+        "--rm-type",
+        "--drop-zero-std-groups: would be ignored by --loss-type sft_loss",
+    ),
     (f"--loss-type sft_loss {LOADS}", "", "--rm-type last_number: would be ignored by --loss-type sft_loss"),
     (f"--loss-type sft_loss --entropy-coef 1 {LOADS}", "--rm-type", "--entropy-coef 1.0: would be ignored"),
 ]
