@@ -2,7 +2,9 @@
 
 The gradient of a whole response is an unbiased estimate whatever the response's length, and its variance grows with the
 length. So a prompt's responses are averaged with the weights of least variance, ``M_r^-α / Σ_j M_j^-α`` with α = 1,
-over the unnormalized sums ``S_r``. With α = 0 this is ``constant``. Between the two, long responses keep more weight.
+over the unnormalized sums ``S_r``. Between α = 1 and α = 0 long responses keep more weight. With α = 0 this is
+``constant``, if groups are equally large and every response has loss tokens: one without any counts in the mean of
+``constant``, and has no weight here.
 """
 
 from collections import defaultdict

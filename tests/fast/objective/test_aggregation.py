@@ -225,6 +225,12 @@ def test_delta_l_without_alpha_is_constant():
     assert step_denominators("delta_l", **EXAMPLE, alpha=0.0) == step_denominators("constant", **EXAMPLE)
 
 
+def test_an_answer_without_loss_tokens_has_a_place_in_constant_and_no_weight_in_delta_l():
+    step = dict(token_counts=[0, 10, 5, 5], trajectory_ids=[0, 1, 2, 3], group_indices=[0, 0, 1, 1], divisor=10.0)
+    assert step_denominators("constant", **step).sample_denoms == [10.0] * 4
+    assert step_denominators("delta_l", **step, alpha=0.0).sample_denoms[1:] == [5.0, 10.0, 10.0]
+
+
 def one_group(lengths, mode, alpha=None):
     """Return the denominators of a step of one prompt."""
     return step_denominators(
