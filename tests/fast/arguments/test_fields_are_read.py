@@ -33,7 +33,7 @@ def names_read(path: Path) -> set[str]:
     """Return the attributes that a file reads, in functions that act; in the objective also by ``getattr``."""
     nodes = list(nodes_that_act(ast.parse(path.read_text(encoding="utf-8"))))
     read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    if "objective" in path.parts:
+    if PACKAGE / "objective" in path.parents:
         read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return read
 
