@@ -48,7 +48,7 @@ from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
-from miles.user_code.calls import in_thread
+from miles.user_code.calls import user_code_in_thread
 from miles.weight_sync.offered import copied
 from miles.weights import WeightChunk
 
@@ -308,7 +308,7 @@ class RolloutActor:
         try:
             async with self.pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, samples = await in_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await user_code_in_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
         summary = collected.summary(samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 
 if TYPE_CHECKING:  # server processes import this module before they start, and torch takes seconds
     import torch

@@ -35,7 +35,8 @@ from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.sample import Sample
 from miles.stacks import RUN_FOLDER, frames, request_stacks
-from miles.user_code.calls import UserCodeTimeout, call_slots, in_thread
+from miles.threads import in_thread
+from miles.user_code.calls import UserCodeTimeout, call_slots
 from miles.user_code.errors import UserCodeError
 
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model

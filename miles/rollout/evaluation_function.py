@@ -19,7 +19,7 @@ from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools
 from miles.rollout.metrics import with_own_metrics
 from miles.sample import SampleStatus
-from miles.user_code.calls import in_thread
+from miles.user_code.calls import user_code_in_thread
 from miles.user_code.loading import load_function
 
 FLAG = "--eval-function-path"
@@ -123,7 +123,7 @@ def _logged_evaluation(
             }
             for eval_set, (_, samples) in zip(eval_sets, per_set, strict=True)
         }
-        return await in_thread(
+        return await user_code_in_thread(
             with_own_metrics, metrics, lambda extra: function(version, args, data, extra), f"{LOG} {path}"
         )
 

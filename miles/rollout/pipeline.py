@@ -59,7 +59,8 @@ from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
+from miles.user_code.calls import user_code_in_thread
 from miles.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class RolloutPipeline:
                 await in_thread(save_rollout, path, start.iteration, scored.groups)
             if self._hooks is not None:  # in a thread, so that the engine continues meanwhile
                 seconds = time.perf_counter() - began
-                scored = await in_thread(self._hooks.apply, start.iteration, scored, seconds)
+                scored = await user_code_in_thread(self._hooks.apply, start.iteration, scored, seconds)
             yield CollectedIteration(scored, prompts_after, load)
 
     async def _collect(self, iteration: int) -> ScoredGroups:

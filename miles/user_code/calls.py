@@ -1,10 +1,9 @@
 """Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 
-A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all such calls share and
-nothing else uses: a blocking call in it delays only them. The few threads of ``asyncio.to_thread`` are left to
-coroutines of the user's, whose calls may hold them for good: what the rollout process itself awaits has a daemon thread
-too (``in_thread``). Whatever a function raises arrives as an ordinary exception: a ``StopIteration`` that reaches a
-future would hang its waiter, and a ``SystemExit`` or ``KeyboardInterrupt`` would end the event loop.
+A call has a daemon thread to itself until it returns (``miles/threads.py``). A coroutine runs on one event loop that
+all such calls share and nothing else uses: a blocking call in it delays only them. Whatever a function raises arrives
+as an ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+``KeyboardInterrupt`` would end the event loop.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from functools import cache
-from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from miles.threads import in_thread, start_in_thread
 from miles.user_code.errors import as_exception, ordinary_errors
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of one kind at a time, as in asyncio.to_thread
-
 
 T = TypeVar("T")
 
@@ -75,7 +73,7 @@ async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> 
     with _while_waiting.get()():
         await slots.acquire()
     try:
-        return await in_thread(function, *args, **named)
+        return await user_code_in_thread(function, *args, **named)
     finally:
         slots.release()
 
@@ -95,54 +93,21 @@ _while_waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = Context
 )
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
+async def user_code_in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
     """Return ``function(*args, **named)`` from a daemon thread, which is there at once, whatever other calls do.
 
-    For what the rollout process itself awaits: its own work that blocks, and the user's hooks on an iteration. A call
-    that is cancelled leaves its thread behind.
+    For what the rollout process itself awaits and what calls user code, such as hooks on an iteration.
 
     Raises:
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
         Exception: Any other exception that it raises.
     """
-    call = UserCall(copy_context().run, (_call, function, args, named))
-    try:
-        result: T = await asyncio.wrap_future(call.outcome)
-        return result
-    finally:
-        call.abandon()
+    return await in_thread(_call, function, args, named)
 
 
 def _call(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, Any]) -> T:
     with ordinary_errors("a function of the user's"):
         return function(*args, **named)
-
-
-class _Threads:
-    """Daemon threads for one call at a time. A thread whose call has returned takes another: to start one costs more.
-
-    A call that never returns keeps its thread, and further calls have others.
-    """
-
-    def __init__(self) -> None:
-        self._idle: list[SimpleQueue[Callable[[], None]]] = []
-
-    def run(self, call: Callable[[], None]) -> None:
-        """Begin ``call``, which must not raise."""
-        try:
-            calls = self._idle.pop()
-        except IndexError:
-            calls = SimpleQueue()
-            threading.Thread(target=self._serve, args=(calls,), name="user-code", daemon=True).start()
-        calls.put(call)
-
-    def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            calls.get()()
-            self._idle.append(calls)
-
-
-_threads = _Threads()
 
 
 class UserCall:
@@ -154,7 +119,7 @@ class UserCall:
         self._args = args
         self._coroutine: Future[Any] | None = None
         self._abandoned = False
-        _threads.run(self._run)
+        start_in_thread(self._run)
 
     def abandon(self) -> None:
         """Cancel a coroutine that is still running."""

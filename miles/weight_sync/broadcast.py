@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, untyped
 
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 from miles.weight_sync.tcp_store import TCPStore, serve_store
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miles.host.disk_faults import naming_disk
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 from miles.weight_sync.delta_files import MAKE_ROOM
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk

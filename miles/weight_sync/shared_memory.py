@@ -9,7 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing as mp
 
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 

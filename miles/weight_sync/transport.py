@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 from miles.weight_sync.local_copy import CopySource
 from miles.weights import WeightChunk
 

@@ -32,7 +32,7 @@ def entered(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"{i} + {i} = ", "label": str(2 * i)}) + "\n" for i in range(4)))
-    script = Path(__file__).with_name("trace_one_step.py")
+    script = Path(__file__).parent / "support" / "trace_one_step.py"
     command = [sys.executable, str(script), str(tiny_model), str(prompts), str(folder / "run")]
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -13,7 +13,9 @@ def check_stop_token_ids(settings: Settings, errors: Errors) -> None:
         return
     with errors.catching():
         size = local_vocab_size(settings.model)
-        beyond = tuple(token for token in settings.rollout.stop_token_ids if size is not None and token >= size)
+        if size is None:
+            return
+        beyond = tuple(token for token in settings.rollout.stop_token_ids if token >= size)
         if beyond:
             rule = f"the model has the token ids 0 to {size - 1}, by the vocab_size of its config.json"
             errors.refuse("rollout_stop_token_ids", beyond, rule, "give ids of its tokenizer's vocabulary")

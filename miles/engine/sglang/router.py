@@ -17,7 +17,7 @@ from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_port
 from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
-from miles.user_code.calls import in_thread
+from miles.threads import in_thread
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300

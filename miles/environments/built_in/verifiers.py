@@ -12,7 +12,7 @@ from miles.environments.base import Environment, EnvironmentKind, EnvironmentMak
 from miles.environments.verifiers_tasks import METADATA, Origin, open_environment
 from miles.one_line import one_line
 from miles.sample import Prompt
-from miles.user_code.calls import in_thread
+from miles.user_code.calls import user_code_in_thread
 
 MODEL = "policy"
 
@@ -69,7 +69,7 @@ class _Served:
 
     async def _serve(self, origin: Origin) -> None:
         try:
-            environment, tasks = await in_thread(open_environment, origin["config"], origin["size"])
+            environment, tasks = await user_code_in_thread(open_environment, origin["config"], origin["size"])
             async with environment.serving():
                 self.ready.set_result((environment, tasks))
                 await self.ends.wait()

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from miles.threads import in_thread
 from miles.user_code import calls
-from miles.user_code.calls import UserCodeTimeout, call_user_code, in_thread, run_blocking, while_waiting
+from miles.user_code.calls import UserCodeTimeout, call_user_code, run_blocking, user_code_in_thread, while_waiting
 from miles.user_code.errors import UserCodeError
 
 
@@ -36,7 +37,7 @@ def test_other_exceptions_become_ordinary_ones(error, kind):
     assert type(error).__name__ in f"{caught.value!r} {caught.value.__cause__!r}"
 
 
-@pytest.mark.parametrize("run", [in_thread, run_blocking])
+@pytest.mark.parametrize("run", [user_code_in_thread, run_blocking])
 @pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), KeyError("missing")])
 async def test_whatever_a_thread_raises_arrives(error, run):
     with pytest.raises(Exception, match="no number|raised SystemExit: 3|raised KeyboardInterrupt|missing") as caught:
@@ -145,7 +146,7 @@ async def test_the_rollout_process_gets_a_thread_whatever_holds_the_others(monke
     monkeypatch.setattr(calls, "MAX_THREADS", 1)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     end = threading.Event()
-    hanging = [asyncio.ensure_future(run(end.wait)) for run in (asyncio.to_thread, run_blocking, in_thread)]
+    hanging = [asyncio.ensure_future(run(end.wait)) for run in (asyncio.to_thread, run_blocking, user_code_in_thread)]
     try:
         assert await asyncio.wait_for(in_thread(int, "3"), 30) == 3
         assert not any(call.done() for call in hanging)

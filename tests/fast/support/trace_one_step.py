@@ -3,7 +3,7 @@
 Direct calls replace Ray between the loop and the actors' methods. Everything else is production code: the loop, the
 actors, the pipeline, the torch engine, the batch, the trainer, FSDP and the weight update.
 
-    python tests/fast/trace_one_step.py MODEL_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
+    python tests/fast/support/trace_one_step.py MODEL_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 """
 
 import asyncio
