@@ -67,6 +67,6 @@ def test_refused(command, flags, message):
 
 def test_explained(command):
     text = explain(validate(parse(f"{command} --advantage-estimator vapo".split())))
-    assert "λ = max(0, 1 - 1 / (0.05 T))" in text and "the critic's return" in text and "estimators/vapo.py" in text
+    assert "λ = max(0, 1 - 1 / (0.05 l))" in text and "the critic's return" in text and "estimators/vapo.py" in text
     text = explain(validate(parse(f"{command} --advantage-estimator ppo --critic-lambd 0.9".split())))
     assert "G_t = V_t + Σ_k (1 · 0.9)^k δ_(t+k)" in text
