@@ -46,7 +46,7 @@ def stop_pattern(text: str) -> str:
     """Return the regular expression by which SGLang ends a response at ``text``.
 
     SGLang searches as many of the last tokens as the longest match has characters, and one more. A character may take
-    as many tokens as it has bytes, so the pattern may go on for that many characters.
+    as many tokens as it has bytes, so the pattern allows that many further characters.
     """
     more = len(text.encode()) - len(text)
     return re.escape(text) + (f".{{0,{more}}}" if more else "")

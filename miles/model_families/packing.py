@@ -206,7 +206,7 @@ def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def longest_trained(text: dict[str, Any]) -> tuple[int, str] | None:
-    """Return how many tokens a sample of the FSDP backend may have, and the field that says so; None without a limit.
+    """Return the length limit of a sample on the FSDP backend, in tokens, and the field that sets it; None without one.
 
     With rotary positions of the kinds longrope and dynamic, a longer one changes the frequencies of all samples of its
     micro-batch, so that their log-probs would depend on how the step is split.

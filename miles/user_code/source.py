@@ -24,13 +24,14 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def missing_name(module: str, name: str, kind: str) -> str | None:
     """Return what is wrong if ``module`` certainly has no ``name``; None if it has one, or in doubt.
 
-    In doubt are a module of which no source is found, and one that may bind the name while it runs: by a star import,
-    ``__getattr__``, ``globals()`` and the like. Of modules of one name in several folders, one with the name is enough.
+    In doubt are a module whose source is not found, and one that may bind the name while it runs: by a star import,
+    ``__getattr__``, ``globals()`` and the like. If several folders have a module of that name, one with the name is
+    enough.
 
     Args:
         module: A module's name, with dots.
         name: The name of the attribute.
-        kind: What it is, for the message: function, class.
+        kind: The kind of object for the message: function, class.
     """
     if hasattr(sys.modules.get(module), name):
         return None

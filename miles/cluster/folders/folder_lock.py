@@ -109,8 +109,7 @@ def is_held(folder: Path) -> bool:
     """Return whether a launcher that is alive writes to ``folder``. The lock is not touched.
 
     The age of its heartbeat is measured with this host's clock. With a heartbeat, a lock without a readable record is
-    held: its owner is writing it, or the file system has failed for a moment. So is one of which nothing can be found
-    out.
+    held: its owner is writing it, or the file system has failed for a moment. A lock that cannot be examined is too.
     """
     path = folder / NAME
     try:

@@ -208,7 +208,7 @@ class RunningBatch:
         if not math.isfinite(sum(log_probs)):
             raise FloatingPointError(
                 f"--rollout-engine torch: the model's logits are not numbers, with weights of version {version}; check "
-                "--hf-checkpoint if the run has just begun, else lower --lr and resume from a checkpoint with --load"
+                "--hf-checkpoint in the first iteration; later, lower --lr and resume from a checkpoint with --load"
             )
         tokens = zip(sequences, drawn.tokens.tolist(), log_probs, strict=True)
         for place, (sequence, token, log_prob) in enumerate(tokens):

@@ -19,7 +19,7 @@ OPTIONS = {"num_cpus": 0, "max_restarts": 0}
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    """A Ray that ends every worker that has begun."""
+    """Start a Ray that ends every worker."""
     limits = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
