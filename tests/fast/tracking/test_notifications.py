@@ -125,7 +125,8 @@ def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsy
             raise error
 
     monkeypatch.setattr("miles.launcher.run.run", run)
-    settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path)])
+    shape = ["--rollout-batch-size", "1", "--global-batch-size", "1"]
+    settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path), *shape])
     with nullcontext() if error is None else pytest.raises(SystemExit):
         train.start(Validated(settings))
     (body,) = server.bodies
