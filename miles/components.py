@@ -26,6 +26,8 @@ class TrainBackendSpec:
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         trains_recurrent_models: Whether it trains models with recurrent layers.
         trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
+        long_samples_change_others: Whether one long sample changes the rotary frequencies of its whole micro-batch, as
+            transformers' layers do with the kinds longrope and dynamic.
         trains_without_ray: Whether it trains in a run that is one process (``miles sweep --one-process``).
         checkpoint_json: The JSON files that it adds to a checkpoint.
         rehearsal: The function that builds it without weights, with the arguments of ``builder``: ``--rehearse``.
@@ -38,6 +40,7 @@ class TrainBackendSpec:
     reads_megatron_flags: bool = False
     trains_recurrent_models: bool = False
     trains_adapters: bool = False
+    long_samples_change_others: bool = False
     trains_without_ray: bool = False
     checkpoint_json: tuple[str, ...] = ()
 
@@ -96,6 +99,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.fsdp.rehearsed:build",
         trains_recurrent_models=True,
         trains_adapters=True,
+        long_samples_change_others=True,
         trains_without_ray=True,
     ),
     "megatron": TrainBackendSpec(

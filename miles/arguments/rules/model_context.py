@@ -10,6 +10,7 @@ from miles.arguments.launch.abilities import has_servers
 from miles.arguments.launch.host_share import PROMPT, text_config
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
+from miles.components import train_backend_spec
 from miles.flags import Errors, changed, flag_name
 from miles.model_families.packing import longest_generated, longest_trained
 
@@ -72,7 +73,8 @@ def _limit(settings: Settings) -> tuple[int, str]:
     """
     config = text_config(settings) or {}
     generated = _limit_of_engine(settings, config)
-    trained = longest_trained(config) if settings.trains and settings.training.train_backend == "fsdp" else None
+    backend = train_backend_spec(settings.training.train_backend)
+    trained = longest_trained(config) if settings.trains and backend.long_samples_change_others else None
     if trained is None or generated[0] <= trained[0]:
         return generated
     return trained[0], f"the model's {trained[1]}"

@@ -161,7 +161,8 @@ copy = lambda: folder.upload(Path(sys.argv[1]), ["a", "b"])
     "ends",
     [
         "threading.Thread(target=copy, daemon=True).start()\nbegun.wait()",
-        "import signal\nmain = threading.main_thread().ident\n"
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # nohup may have had it ignored
+        "main = threading.main_thread().ident\n"
         "threading.Thread(target=lambda: (begun.wait(), signal.pthread_kill(main, signal.SIGINT))).start()\n"
         "try:\n    copy()\nexcept KeyboardInterrupt:\n    pass",
     ],

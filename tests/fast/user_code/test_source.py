@@ -94,12 +94,12 @@ def test_a_name_that_is_nowhere_is_missed(module, text):
 
 
 def test_the_message_is_that_of_the_import_with_a_near_name(module):
-    name = module("def socre(): ...")
+    name = module("def scores(): ...")
     with pytest.raises(InputError) as caught:
         import_function(f"{name}:score", "--flag")
     found = missing_name(name, "score", "function")
-    assert found == f"module {name} has no function score; did you mean socre? define it there or fix the name"
-    assert str(caught.value) == f"--flag {name}:score: {found.replace('did you mean socre? ', '')}"
+    assert found == f"module {name} has no function score; did you mean scores? define it there or fix the name"
+    assert str(caught.value) == f"--flag {name}:score: {found.replace('did you mean scores? ', '')}"
 
 
 def test_a_module_without_a_source_may_have_any_name(module):

@@ -54,7 +54,7 @@ def test_a_column_that_is_not_there_is_refused(refusals, source, flags, fault, h
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        ("--eval-input-key inpt", "--eval-input-key inpt"),
+        ("--eval-input-key inputx", "--eval-input-key inputx"),
         ("--eval-input-key question --eval-label-key answr", "--eval-label-key answr"),
         ("--eval-input-key question --label-key answr", "--label-key answr"),
         ("", "--input-key input"),
