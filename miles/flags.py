@@ -22,6 +22,7 @@ from miles.secret_values import public
 
 LARGEST = 2**63 - 1  # what an integer of torch, numpy and Arrow holds
 LONGEST_VALUE = 200  # characters of a value in a message
+LONGEST_WAIT = 1_000_000  # seconds of a time limit; the system waits for 2**31 milliseconds at most
 LONGEST_MESSAGE = 1500
 
 

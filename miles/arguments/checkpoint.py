@@ -238,9 +238,8 @@ def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
         return "no checkpoint is complete by its manifest; the run checks its files, and stops if none can be loaded"
     if newest is None:
         return "holds no checkpoint, so the run starts at iteration 0"
-    name = checkpoint_name(newest)
-    start = first_iteration(checkpoint)
-    return f"the run starts at iteration {start}, {'with the weights of' if checkpoint.finetune else 'from'} {name}"
+    start, link = (0, "with the weights of") if checkpoint.finetune else (newest, "from")
+    return f"the run starts at iteration {start}, {link} {checkpoint_name(newest)}"
 
 
 def _kept(checkpoint: CheckpointArguments) -> str:

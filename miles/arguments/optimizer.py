@@ -31,6 +31,11 @@ class OptimizerArguments:
         """The field that says how long the warm-up is."""
         return "lr_warmup_iters" if self.lr_warmup_fraction is None else "lr_warmup_fraction"
 
+    @property
+    def given_warmup(self) -> float:
+        """The value of that field: steps, or a share of the decay."""
+        return self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction
+
     def decay_steps(self, total_steps: int) -> int:
         """Return the optimizer steps until ``min_lr`` in a run of ``total_steps``."""
         return total_steps if self.lr_decay_iters is None else self.lr_decay_iters
@@ -78,7 +83,7 @@ def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> N
         rule = f"must be less than --lr-decay-iters {decay}, which includes the warm-up"
         if fraction is not None:
             rule = f"is {count(decay, 'step')}, and {rule}"
-        errors.refuse(field, _given_warmup(optimizer), rule, "give a shorter warm-up or a longer decay")
+        errors.refuse(field, optimizer.given_warmup, rule, "give a shorter warm-up or a longer decay")
 
 
 def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> Iterator[str]:
@@ -88,8 +93,4 @@ def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> It
     """
     if optimizer.warmup_steps(steps) >= steps:
         all_of_run = f"all of the run ({count(steps, 'optimizer step')})"
-        yield f"{flag_name(field)} {_given_warmup(optimizer)}: {all_of_run} is warm-up"
-
-
-def _given_warmup(optimizer: OptimizerArguments) -> float:
-    return optimizer.lr_warmup_iters if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction
+        yield f"{flag_name(field)} {optimizer.given_warmup}: {all_of_run} is warm-up"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.rollout import path_of_iteration
@@ -30,10 +30,8 @@ def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
 
     It is of the same run: ``--finetune`` begins another.
     """
-    if checkpoint.load is None or checkpoint.finetune:
-        return None
-    folder = checkpoint_folder.at(checkpoint.local(checkpoint.load))
-    saved = None if folder is None else checkpoint_folder.read_launcher_state(folder).get(WANDB_RUN)
+    _, state = _continued(checkpoint)
+    saved = state.get(WANDB_RUN)
     return saved if isinstance(saved, str) else None
 
 
@@ -45,17 +43,23 @@ def check_same_steps(checkpoint: CheckpointArguments, steps_per_iteration: int) 
     Raises:
         ValueError: It takes more or fewer.
     """
-    if checkpoint.load is None or checkpoint.finetune:
-        return
-    folder = checkpoint_folder.at(checkpoint.local(checkpoint.load))
-    saved = None if folder is None else checkpoint_folder.read_launcher_state(folder).get(STEPS_PER_ITERATION)
-    if folder is not None and saved not in (None, steps_per_iteration):  # None: of an earlier version
+    name, state = _continued(checkpoint)
+    saved = state.get(STEPS_PER_ITERATION, steps_per_iteration)  # earlier versions did not save it
+    if saved != steps_per_iteration:
         raise ValueError(
-            f"--load {checkpoint.load}: {folder.name} is of a run of {count(saved, 'optimizer step')} per iteration, "
+            f"--load {checkpoint.load}: {name} is of a run of {count(saved, 'optimizer step')} per iteration, "
             f"and this one takes {steps_per_iteration}, so neither its metrics nor its learning rate could continue; "
             "give --rollout-batch-size, --n-samples-per-prompt, --global-batch-size and --ppo-epochs of that run, or "
             "begin a new run from its weights with --finetune"
         )
+
+
+def _continued(checkpoint: CheckpointArguments) -> tuple[str, dict[str, Any]]:
+    """Return the name and the launcher's part of the checkpoint that the run continues; both empty without one."""
+    if checkpoint.load is None or checkpoint.finetune:
+        return "", {}
+    folder = checkpoint_folder.at(checkpoint.local(checkpoint.load))
+    return ("", {}) if folder is None else (folder.name, checkpoint_folder.read_launcher_state(folder))
 
 
 @dataclass

@@ -12,8 +12,7 @@ from pathlib import Path
 from miles.doctor.finding import as_json, as_text, can_train
 from miles.doctor.host import check_host, check_leftovers
 from miles.doctor.packages import check_packages
-
-LONGEST_TIMEOUT = 1_000_000  # seconds; the system waits for 2**31 milliseconds at most
+from miles.flags import LONGEST_WAIT
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest time of an import (default: 120)"
     )
     given = parser.parse_args(argv)
-    if not 0 < given.timeout <= LONGEST_TIMEOUT:
-        rule = f"must be a number above 0, at most {LONGEST_TIMEOUT}"
+    if not 0 < given.timeout <= LONGEST_WAIT:
+        rule = f"must be a number above 0, at most {LONGEST_WAIT}"
         parser.error(f"--timeout {given.timeout:g}: {rule}; give the seconds of an import")
     findings = [
         *check_packages(given.quick, given.timeout),

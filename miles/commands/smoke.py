@@ -20,6 +20,7 @@ from pathlib import Path
 from miles.arguments.parser import main_parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated, validate
+from miles.flags import LONGEST_WAIT
 from miles.hidden_secrets import hide_on_command_line
 from miles.input_error import InputError
 from miles.junit import CheckResult, write_junit
@@ -28,7 +29,6 @@ from miles.smoke.shrink import MODEL, REWARD, RUN, shrink
 from miles.tracking.run_files import RunFiles
 
 PASSED, CHECK_FAILED, RUN_FAILED, TOO_SLOW = 0, 1, 3, 4
-LONGEST_WAIT = 1_000_000  # seconds; the system waits for 2**31 milliseconds at most
 END_SECONDS = 30.0  # for a run that is stopped
 SHOWN_LINES = 40  # of a run that failed
 LOG = "log.txt"

@@ -230,10 +230,9 @@ def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
     Args:
         text: The configuration of the model's text part.
     """
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     name = "original_max_position_embeddings"
     if _rope_type(text) in _LONGROPE:
-        found = rope.get(name, text.get(name))
+        found = _rope(text).get(name, text.get(name))
         if isinstance(found, int):
             return found, name
     longest = text.get("max_position_embeddings")
@@ -241,8 +240,13 @@ def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
 
 
 def _rope_type(text: dict[str, Any]) -> str | None:
+    rope = _rope(text)
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
     rope = text.get("rope_parameters") or text.get("rope_scaling")
-    return rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    return rope if isinstance(rope, dict) else {}
 
 
 def _window(config: dict[str, Any]) -> int | None:

@@ -194,8 +194,8 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
 
     Its module is imported later.
     """
-    for flag, path, kind in _named_functions(settings):
-        if not errors.none_about(flag.split()[0].removeprefix("--")):
+    for field, flag, path, kind in _named_functions(settings):
+        if not errors.none_about(field):
             continue
         module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
         if module.endswith(PICKLED) and name:
@@ -205,12 +205,12 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
             errors.add(f"{flag} {one_line(path, LONGEST_VALUE)}: {fault}")
 
 
-def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Yield each flag that has an import path, the path, and what it names."""
+def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each field that has an import path, the flag as a message shows it, the path, and what it names."""
     for field, hook in HOOKS.items():
         path = getattr(getattr(settings, hook.section), field)
         if path is not None:
-            yield flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
+            yield field, flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
     environment = settings.rollout.environment
     if environment is None:
         return
@@ -219,12 +219,12 @@ def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str]]:
     except ValueError:  # ``check_agents`` reports it
         return
     if choice is None:
-        yield ENVIRONMENT, environment, "class"
+        yield "environment", ENVIRONMENT, environment, "class"
         return
     kind, options = choice
     for option, named in kind.imports.items():
         if options[option]:
-            yield f"{ENVIRONMENT} {kind.name}:{option}", str(options[option]), named
+            yield "environment", f"{ENVIRONMENT} {kind.name}:{option}", str(options[option]), named
 
 
 def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:

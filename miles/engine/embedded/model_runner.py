@@ -57,7 +57,7 @@ class ModelRunner:
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         text = config.get_text_config()
-        # Some types have the field under another name, which only the attribute hides.
+        # Some types call the field otherwise in the dictionary; all have this attribute.
         named = {"max_position_embeddings": text.max_position_embeddings}
         longest, self.length_field = longest_generated(named | text.to_dict())
         assert longest is not None, "every configuration has it"

@@ -142,13 +142,13 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from miles.remote.folder import RemoteFolder
 
-begun = threading.Barrier(3)
+started = threading.Barrier(3)
 
 class Hangs(AsyncFileSystem):
     protocol = "hangs"
 
     async def _put_file(self, here, there, **named):
-        await asyncio.to_thread(begun.wait)
+        await asyncio.to_thread(started.wait)
         await asyncio.Event().wait()
 
 fsspec.register_implementation("hangs", Hangs)
@@ -160,10 +160,10 @@ copy = lambda: folder.upload(Path(sys.argv[1]), ["a", "b"])
 @pytest.mark.parametrize(
     "ends",
     [
-        "threading.Thread(target=copy, daemon=True).start()\nbegun.wait()",
+        "threading.Thread(target=copy, daemon=True).start()\nstarted.wait()",
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # nohup may have had it ignored
         "main = threading.main_thread().ident\n"
-        "threading.Thread(target=lambda: (begun.wait(), signal.pthread_kill(main, signal.SIGINT))).start()\n"
+        "threading.Thread(target=lambda: (started.wait(), signal.pthread_kill(main, signal.SIGINT))).start()\n"
         "try:\n    copy()\nexcept KeyboardInterrupt:\n    pass",
     ],
     ids=["with the uploads of a run", "by Ctrl-C"],
