@@ -154,6 +154,12 @@ def _processor_seconds(call: object) -> float:
     return time.process_time() - started
 
 
+def commit_of() -> str:
+    """Return the commit of the checkout, or "unknown"."""
+    asked = ["git", "-C", str(HISTORY.parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def processor_name() -> str:
     """Return the model of the processor, with its family and model, as virtual machines hide the name."""
     facts: dict[str, str] = {}
@@ -176,10 +182,8 @@ def main() -> int:
     import torch
 
     dtype, ratios = measure(options.turns)
-    asked = ["git", "-C", str(HISTORY.parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    found = Record(today, commit, torch.__version__, processor_name(), dtype, ratios, options.record or "")
+    found = Record(today, commit_of(), torch.__version__, processor_name(), dtype, ratios, options.record or "")
     print(found.row())
     if options.record:
         with HISTORY.open("a", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_history.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_history.py"
 
 
 @pytest.fixture(scope="module")

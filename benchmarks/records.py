@@ -1,0 +1,266 @@
+"""Keep what the scripts beside this one print, and make the tables of docs/performance.md from it.
+
+    python benchmarks/reducers.py | python benchmarks/records.py add reducers "one thread of two quiet cores"
+    python benchmarks/records.py write
+
+``add NAME CONDITIONS`` reads the JSON of a script from standard input and adds a row to records.jsonl, with the date,
+the commit and the processor. ``write`` makes the tables of the page again, each between ``<!-- records: NAME -->`` and
+``<!-- end -->``. A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from step_history import commit_of, processor_name  # benchmarks/step_history.py
+
+RECORDS = Path(__file__).with_name("records.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+BLOCK = re.compile(r"(<!-- records: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Figures = Any  # the JSON of a script
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a script compares.
+
+    Attributes:
+        subject: The first of the two "with" the second.
+        result: Says in words what the figures show.
+    """
+
+    subject: str
+    result: Callable[[Figures], str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of a script.
+
+    Attributes:
+        benchmark: The name of the script, which is also its key in ``COMPARISONS``.
+        figures: What it printed.
+        conditions: The model, the precision, and what else used the machine.
+    """
+
+    benchmark: str
+    date: str
+    commit: str
+    processor: str
+    conditions: str
+    figures: Figures
+
+    @property
+    def measured(self) -> str:
+        """Where and when it was measured, in words."""
+        return f"{self.conditions}; {self.processor}; {self.date}"
+
+
+def times(ratio: float) -> str:
+    """Return a ratio of speeds in words.
+
+    >>> times(2.371), times(12.4)
+    ('2.4 times as fast', '12 times as fast')
+    """
+    return f"{ratio:.2g} times as fast"
+
+
+def _trl(figures: Figures) -> str:
+    median, ratios = figures["median_seconds"], figures["trl_over_miles"]
+    steps = f"{median['miles']['step']:.1f} and {median['trl']['step']:.1f} s per step"
+    parts = ", ".join(f"{part} {ratios[part]:.1f}" for part in ("generate", "train") if part in ratios)
+    return f"{steps}: {times(ratios['step'])} ({parts})"
+
+
+def _torch_engine(figures: Figures) -> str:
+    speeds = figures["tokens_per_second"]
+    work = f"{figures['sequences']} sequences of {figures['new_tokens']} tokens"
+    return f"{speeds['miles']:.0f} and {speeds['transformers']:.0f} tokens/s, {work}: {times(figures['ratio'])}"
+
+
+def _backends(figures: Figures) -> str:
+    ratios = figures["megatron_over_fsdp"]
+    return f"{ratios['step']:.2f} times the seconds of a step, {ratios['cpu']:.2f} times the processor time"
+
+
+def _reducers(figures: Figures) -> str:
+    ratios = [row["ratio"] for row in figures["results"]]
+    longest = [row["longest"] for row in figures["results"]]
+    speeds = f"{min(ratios):.2g} to {max(ratios):.2g} times as fast"
+    return f"{speeds}, with answers of at most {max(longest)} and {min(longest)} tokens"
+
+
+def _dynamic(figures: Figures) -> str:
+    exchanged = figures["exchanged"]
+    share = f"{exchanged['dynamic'] / exchanged['static']:.0%} of the tokens exchanged"
+    return f"{figures['static_over_dynamic']:.2f} times as fast, with {share}"
+
+
+def _async(rows: Figures) -> str:
+    named = {"tiny": "a tiny model", "judge": "a reward that waits", "quickstart": "the quickstart"}
+    return ", ".join(f"{row['gain']:.2f} times as fast with {named[row['case']]}" for row in rows)
+
+
+def _delta(figures: Figures) -> str:
+    rates = {name.removeprefix("lr "): value for name, value in figures.items() if name.startswith("lr ")}
+    return "; ".join(
+        f"after steps at {rate}: {found['bytes_ratio']:.1%} of the bytes, "
+        f"{found['disk_delta_seconds'] / found['disk_seconds']:.1f} times the seconds without transfer"
+        for rate, found in rates.items()
+    )
+
+
+def _neighbors(figures: Figures) -> str:
+    found = figures["default"]
+    speed, seconds = (
+        found[f"{what}, beside a busy process"] / found[f"{what}, alone"]
+        for what in ("tokens per second", "seconds of a pass")
+    )
+    return f"{speed:.2f} of the tokens per second, {seconds:.1f} times the seconds of a pass"
+
+
+COMPARISONS: Mapping[str, Comparison] = {
+    "vs_trl": Comparison("a step of miles with one of TRL 1.16: same model, prompts and batch", _trl),
+    "torch_engine": Comparison("the embedded engine with transformers' `generate`", _torch_engine),
+    "backends": Comparison("Megatron-Core with FSDP2, one rank", _backends),
+    "reducers": Comparison("the loss over a batch with a loop over its samples", _reducers),
+    "dynamic_context_parallel": Comparison("dynamic with static context parallelism", _dynamic),
+    "async_on_cpu": Comparison("asynchronous with synchronous training, two cores", _async),
+    "weight_delta": Comparison("weights sent as a delta with all weights", _delta),
+    "busy_neighbors": Comparison(
+        "engine and trainer beside a process that keeps all cores busy with free cores", _neighbors
+    ),
+}
+
+
+def comparisons(records: Sequence[Record]) -> str:
+    """Return the newest record of each comparison under each of its conditions."""
+    kept = {(r.benchmark, r.processor, r.conditions): r for r in records if r.benchmark in COMPARISONS}
+    order = [*COMPARISONS]
+    rows = [
+        [
+            COMPARISONS[record.benchmark].subject,
+            f"`benchmarks/{record.benchmark}.py`",
+            COMPARISONS[record.benchmark].result(record.figures),
+            record.measured,
+        ]
+        for record in sorted(kept.values(), key=lambda record: order.index(record.benchmark))
+    ]
+    return _table(["compared", "script", "result", "measured"], rows)
+
+
+def start_up(records: Sequence[Record]) -> str:
+    """Return the seconds from the start of a run to its first token, and those of its parts."""
+    record = _newest(records, "start_up")
+    ways = record.figures
+    kinds = _union(found["cpu_by_process"] for found in ways.values())
+    totals = [
+        [way, f"{found['seconds']:.1f}", f"{found['cpu_seconds']:.1f}"]
+        + [f"{found['cpu_by_process'][kind]:.1f}" if kind in found["cpu_by_process"] else "" for kind in kinds]
+        for way, found in ways.items()
+    ]
+    phases = [found["phases"] for found in ways.values()]
+    spans = [
+        [part] + ["{:.1f} to {:.1f}".format(*found[part]) if part in found else "" for found in phases]
+        for part in _union(phases)
+    ]
+    return "\n\n".join(
+        [
+            "Seconds, and processor seconds of all processes and of each kind:",
+            _table(["backend and engine", "seconds", "processor seconds", *kinds], totals),
+            "Begin and end of each part, in seconds after the start of the process:",
+            _table(["part", *ways], spans),
+            f"Measured: {record.measured}.",
+        ]
+    )
+
+
+def schedule_scale(records: Sequence[Record]) -> str:
+    """Return the seconds in which a large step is scheduled, by kind of micro-batches and processor."""
+    newest = {record.processor: record for record in records if record.benchmark == "schedule_scale"}
+    sizes = {"samples", "ranks", "columns_gb"}
+    ways = _union({way: None for way in record.figures if way not in sizes} for record in newest.values())
+    rows = [[way, *(f"{record.figures[way]['seconds']:.1f}" for record in newest.values())] for way in ways]
+    table = _table(["micro-batches", *(f"seconds ({processor})" for processor in newest)], rows)
+    figures = [*newest.values()][-1].figures
+    peak = max(figures[way]["peak_gb"] for way in ways)
+    size = f"{figures['samples']:,} samples over {figures['ranks']:,} ranks, in at most {peak:.2f} GB"
+    return f"{table}\n\n{size}. Measured: {', and '.join(record.measured for record in newest.values())}."
+
+
+def busy_neighbors(records: Sequence[Record]) -> str:
+    """Return what engine and trainer reach alone and beside a busy process, by OpenMP's settings."""
+    record = _newest(records, "busy_neighbors")
+    columns = _union(record.figures.values())
+    rows = [[name, *(f"{found[column]:.3g}" for column in columns)] for name, found in record.figures.items()]
+    return f"{_table(['setting', *columns], rows)}\n\nMeasured: {record.measured}."
+
+
+TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
+    "comparisons": comparisons,
+    "start_up": start_up,
+    "schedule_scale": schedule_scale,
+    "busy_neighbors": busy_neighbors,
+}
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _union(names: Iterable[Iterable[str]]) -> list[str]:
+    return [*dict.fromkeys(name for some in names for name in some)]
+
+
+def _newest(records: Sequence[Record], benchmark: str) -> Record:
+    return [record for record in records if record.benchmark == benchmark][-1]
+
+
+def read_json(text: str) -> Figures:
+    """Return the value of ``text``: one JSON value, or the list of those of its lines."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def read_records(path: Path = RECORDS) -> list[Record]:
+    """Return the rows of the file, oldest first."""
+    return [Record(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def filled(page: str, records: Sequence[Record]) -> str:
+    """Return the page with each of its tables made from the records."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](records)}\n\n{found[3]}", page)
+
+
+def main() -> None:
+    """Add a record, or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    adding = commands.add_parser("add", help="add what a script printed, from standard input")
+    adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - {"comparisons"}))
+    adding.add_argument("conditions", help="model, precision, and what else used the machine")
+    commands.add_parser("write", help="make the tables of docs/performance.md again")
+    given = parser.parse_args()
+    if given.command == "write":
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
+        return
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    figures = read_json(sys.stdin.read())
+    record = Record(given.benchmark, today, commit_of(), processor_name(), given.conditions, figures)
+    with RECORDS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(vars(record)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

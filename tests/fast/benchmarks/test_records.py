@@ -1,0 +1,44 @@
+"""benchmarks/records.py: the tables of docs/performance.md are those of the records."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def records():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("records")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_the_tables_of_the_page_are_those_of_the_records(records):
+    page = records.PAGE.read_text(encoding="utf-8")
+    assert {name for _, name, _ in records.BLOCK.findall(page)} == {*records.TABLES}
+    assert records.filled(page, records.read_records()) == page
+
+
+def test_every_comparison_has_a_script_and_a_record(records):
+    measured = {record.benchmark for record in records.read_records()}
+    for name in {*records.COMPARISONS, *records.TABLES} - {"comparisons"}:
+        assert (FOLDER / f"{name}.py").is_file() and name in measured
+
+
+def test_the_newest_record_under_the_same_conditions_is_shown(records):
+    old = next(record for record in records.read_records() if record.benchmark == "torch_engine")
+    new = replace(old, date="2099-01-01", figures=old.figures | {"ratio": 99.0})
+    other = replace(old, processor="another one")
+    table = records.comparisons([old, other, new])
+    assert table.count("\n") == 3 and "99 times as fast" in table and "another one" in table
+
+
+def test_figures_may_be_one_value_or_one_per_line(records):
+    assert records.read_json('{\n"gain": 1}\n') == {"gain": 1}
+    assert records.read_json('{"gain": 1}\n{"gain": 2}\n') == [{"gain": 1}, {"gain": 2}]
