@@ -211,7 +211,7 @@ class Run:
         import pandas
 
         if step is None:
-            return pandas.DataFrame(jsonl.read(self.folder / SAMPLES))
+            return pandas.DataFrame(jsonl.read(self.folder / SAMPLES, "rollout_id"))
         found = SampleFile(self.folder / SAMPLES).iteration(step)
         return pandas.DataFrame(found.rows if found is not None and found.step == step else [])
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from miles.arguments.data import DataArguments, check_pairs
-from miles.arguments.rollout import RolloutArguments, check_truncation
+from miles.arguments.rollout import RolloutArguments, check_temperature, check_truncation
 from miles.flags import Errors, flag
 
 OF_SETS = ("eval_prompt_data", "eval_config", "eval_function_path")  # any of them asks for an evaluation
@@ -83,5 +83,5 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
         errors.refuse_ignored(evaluation, ["custom_eval_rollout_log_function_path"], why, "return them there")
     errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
     errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
-    errors.at_least(evaluation, 0, "eval_temperature")
+    check_temperature(evaluation, "eval_temperature", errors)
     check_truncation(evaluation, "eval_top_p", "eval_top_k", "eval_min_p", errors)

@@ -16,6 +16,8 @@ from miles.flags import Errors, changed, count, flag, flag_name
 from miles.objective.settings import LossArguments
 from miles.one_line import one_line
 
+LEAST_TEMPERATURE = 1e-6  # except 0
+
 
 @dataclass(frozen=True)
 class RolloutArguments:
@@ -264,7 +266,8 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         "num_rollout",
         "num_epoch",
     )
-    errors.at_least(rollout, 0, "rollout_temperature", "async_steps")
+    errors.at_least(rollout, 0, "async_steps")
+    check_temperature(rollout, "rollout_temperature", errors)
     errors.above(rollout, 0, "max_prompt_pass_rate")
     errors.within(rollout, 0, 1, "max_prompt_pass_rate")
     if rollout.max_prompt_pass_rate is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
@@ -287,6 +290,15 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         if token < 0:
             what_to_do = "give ids of the tokenizer's vocabulary"
             errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
+
+
+def check_temperature(section: Any, name: str, errors: Errors) -> None:
+    """Check that the field is 0, which is greedy, or so large that SGLang samples at it."""
+    errors.at_least(section, 0, name)
+    temperature = getattr(section, name)
+    if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+        rule = f"SGLang samples greedily below {LEAST_TEMPERATURE:g}, the other engine and the trainer do not"
+        errors.refuse(name, temperature, rule, f"give 0, or {LEAST_TEMPERATURE:g} or more")
 
 
 def check_truncation(section: Any, top_p: str, top_k: str, min_p: str, errors: Errors) -> None:

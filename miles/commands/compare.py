@@ -28,10 +28,13 @@ def main(argv: Sequence[str]) -> int:
         help="relative difference up to which two values are equal (default: 0, any difference counts)",
     )
     given = parser.parse_args(argv)
+    if not 0 <= given.tolerance < float("inf"):
+        parser.error(f"--tolerance {given.tolerance:g}: must be finite and at least 0; give 0 or more")
     try:
         comparison = Comparison(given.runs, given.tolerance)
         print(comparison.text())
         if given.out is not None:
+            given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_bytes(comparison.page())
             print(f"\npage: {given.out}")
     except BrokenPipeError:

@@ -32,9 +32,12 @@ def main(argv: Sequence[str]) -> int:
         "--samples", type=int, default=4, help="with --static: answers per iteration in the file (default: 4)"
     )
     given = parser.parse_args(argv)
+    if given.samples < 0:
+        parser.error(f"--samples {given.samples}: must be at least 0; give 0 for none")
     try:
         RunHeader.load(given.run)
         if given.static is not None:
+            given.static.parent.mkdir(parents=True, exist_ok=True)
             print(write_report(given.run, given.samples, given.static))
             return 0
         server = _serve(given.run, given.port)

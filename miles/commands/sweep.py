@@ -21,11 +21,11 @@ from miles.commands.train import in_one_process
 from miles.flags import FlagError, count
 from miles.secret_values import public_words
 from miles.sweep.child_process import Forks, Starter, start_process
-from miles.sweep.definition import Definition, read_definition
+from miles.sweep.definition import TABLE_CSV, TABLE_JSON, Definition, read_definition
 from miles.sweep.page import text_table, write_page
 from miles.sweep.plan import PlannedRun, plan
 from miles.sweep.progress import SweepProgress, summary
-from miles.sweep.results import TABLE_CSV, TABLE_JSON, Results, write_tables
+from miles.sweep.results import Results, write_tables
 from miles.sweep.run_queue import Ended, RunQueue
 from miles.sweep.slots import Machine, Slot, slots
 from miles.sweep.swept_run import TRAIN, Start, SweptRun

@@ -53,7 +53,7 @@ class ForeseenMemory:
             said, _ = self._process.communicate()
             found: dict[str, Any] = {"error": "the rehearsal failed"}
             if self._process.returncode == 0:
-                found = json.loads(said)
+                found = json.loads(said.splitlines()[-1])  # user code may have printed before
             self._gib = found.get("gib")
             measured = row[MEASURED].value if MEASURED in row else None
             print(f"note: {_note(measured, self._gib, found.get('error'))}", file=sys.stderr)

@@ -15,7 +15,12 @@ from miles.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Se
 WORKSPACE = 3 << 30  # bytes of an engine's CUDA graphs, activations and libraries
 MEMORY_SHARE = 0.9  # of a device of its own that an engine takes for weights, KV cache and workspace
 SHARED_SHARE = 0.8  # the same beside a trainer that is in host memory
-MEM_FRACTION = "--mem-fraction-static"  # SGLang's flag: the share of a device for weights and KV cache alone
+
+# SGLang's flags.
+MEM_FRACTION = "--mem-fraction-static"  # the share of a device for weights and KV cache alone
+MAX_RUNNING = "--max-running-requests"
+CACHE_DTYPE = "--kv-cache-dtype"
+_CACHE_ITEMSIZES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "bf16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,16 @@ def foresee_generation(
     gpus = settings.sglang.rollout_num_gpus_per_engine if settings.num_engines else 1
     itemsize = 2 if settings.training.bf16 else 4
     weights = itemsize * parameters // gpus
-    per_token = kv_bytes_per_token(config, gpus, itemsize)
+    words = settings.server_flags.server
+    per_token = kv_bytes_per_token(config, gpus, _CACHE_ITEMSIZES.get(value_of(words, CACHE_DTYPE) or "", itemsize))
     prompt, response = prompt_length(settings), response_length(settings)
     total = settings.trajectories_per_iteration
     in_flight = max(1, -(-total // max(1, engines)))
     if settings.num_engines:
         in_flight = min(in_flight, settings.sglang.sglang_server_concurrency)
+    most = value_of(words, MAX_RUNNING)
+    if most is not None:
+        in_flight = min(in_flight, int(most))
     room = max(0, int(memory_for_tensors(settings, memory)) - weights)
     length = prompt + response
     running = min(in_flight, room // max(1, per_token * length)) if engines else 0

@@ -26,6 +26,7 @@ LARGEST_FILE = 200_000  # characters
 MOST_RUNS = 10_000
 LONGEST_NAME = 150  # characters of a variant, which names a folder
 SEED_OFFSET = "seed_offset"
+TABLE_JSON, TABLE_CSV, PAGE = "table.json", "table.csv", "sweep.html"  # beside the folders of the variants
 KEYS = ("config", "flags", "grid", "variants", "seeds", "baseline", "metrics", "last", "output")
 OF_THE_SWEEP = ("seed", "rollout_seed", "output_dir")  # fields that the sweep sets for each run
 
@@ -159,6 +160,8 @@ class _Values:
             if not _NAME.fullmatch(str(name)) or len(str(name)) > LONGEST_NAME:
                 rule = f"must be letters, digits and . , = + - _, at most {LONGEST_NAME}, as it names a folder"
                 self.refuse(f"{where}: {rule}; give another name")
+            elif name in (TABLE_JSON, TABLE_CSV, PAGE):
+                self.refuse(f"{where}: is the name of a file that the sweep writes; give another name")
             fields = self._fields(where, {} if flags is None else flags)
             offset = self._whole(f"{where}: {SEED_OFFSET}", fields.pop(SEED_OFFSET, "0"), 0)
             found.append(Variant(str(name), fields, offset or 0))

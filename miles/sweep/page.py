@@ -14,11 +14,11 @@ from miles.flags import count
 from miles.report.figures import charts, number
 from miles.report.metrics_file import MetricsFile
 from miles.report.page import single_file
+from miles.sweep.definition import PAGE
 from miles.sweep.results import AREA, FINAL, MEAN_OF_LAST, Results, Row
 from miles.sweep.statistics import Interval, band
 from miles.sweep.swept_run import Start, SweptRun
 
-PAGE = "sweep.html"
 MOST_POINTS = 300  # of a curve
 _SEPARATOR = "\n"  # between variant, bound and metric
 

@@ -15,13 +15,12 @@ from miles.report.figures import evaluation_names
 from miles.report.metrics_file import MetricsFile
 from miles.rollout.intervals import CONFIDENCE
 from miles.sweep import statistics
-from miles.sweep.definition import Definition
+from miles.sweep.definition import TABLE_CSV, TABLE_JSON, Definition
 from miles.sweep.statistics import Interval
 from miles.sweep.swept_run import Start, SweptRun
 from miles.tracking.run_files import METRICS
 from miles.tracking.run_header import RunHeader
 
-TABLE_JSON, TABLE_CSV = "table.json", "table.csv"
 USUAL = (
     "rollout/reward",
     "rollout/response_length",

@@ -15,14 +15,24 @@ _ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becom
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; both become null."""
+    """JSON has no NaN and no infinity; both become null, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def dump_line(row: Mapping[str, Any], ascii_only: bool = False) -> str:
-    """``row`` as one line of strict JSON, if need be of ASCII. What JSON cannot hold is written as its ``str``."""
-    finite = {name: _finite(value) for name, value in row.items()}
-    return json.dumps(finite, ensure_ascii=ascii_only, default=str) + "\n"
+    r"""``row`` as one line of strict JSON, if need be of ASCII. What JSON cannot hold is written as its ``str``.
+
+    >>> dump_line({"reward": 0.5, "log_probs": [-1.0, float("nan")]})
+    '{"reward": 0.5, "log_probs": [-1.0, null]}\n'
+    """
+    try:
+        return json.dumps(dict(row), ensure_ascii=ascii_only, default=str, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=ascii_only, default=str) + "\n"
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -34,15 +44,19 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(dump_line(row) for row in rows)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path, key: str) -> list[dict[str, Any]]:
     """All rows; none when there is no file. A last line without its newline is still being written and is left out.
 
-    Raises ``ValueError`` naming file and line when another line is not a JSON object.
+    Raises ``ValueError`` naming file and line when another line is not a JSON object with a whole number as ``key``.
     """
     if not path.is_file():
         return []
     complete = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    return [parse_line(line, path, number) for number, line in enumerate(complete, 1)]
+    rows = [parse_line(line, path, number) for number, line in enumerate(complete, 1)]
+    for number, row in enumerate(rows, 1):
+        if type(row.get(key)) is not int:
+            raise ValueError(f"{path}:{number}: has no whole number as {key!r}; remove the line or the file")
+    return rows
 
 
 def parse_line(line: str, path: Path, number: int | str) -> dict[str, Any]:
@@ -65,9 +79,7 @@ def drop_from(path: Path, key: str, limit: int) -> int:
     """
     if not path.is_file():
         return 0
-    rows = read(path)
-    if any(type(row.get(key)) is not int for row in rows):
-        raise ValueError(f"{path}: a line has no whole number as {key!r}; remove the line or the file")
+    rows = read(path, key)
     kept = [row for row in rows if row[key] < limit]
     replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
     with naming_disk(path, replacement):

@@ -117,9 +117,13 @@ class RunFiles:
         jsonl.append(self._samples, (sample.row(step) for sample in samples))
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Return one row per step, in order of steps; a null reads as NaN."""
+        """Return one row per step, in order of steps; a null reads as NaN.
+
+        Raises:
+            ValueError: A line is damaged; the message names it or its file.
+        """
         by_step: dict[int, dict[str, float]] = {}
-        for row in jsonl.read(self._metrics):
+        for row in jsonl.read(self._metrics, "step"):
             numbers = {name: math.nan if value is None else value for name, value in row.items()}
             by_step.setdefault(row["step"], {}).update(numbers)
         return [by_step[step] for step in sorted(by_step)]
@@ -128,7 +132,7 @@ class RunFiles:
         """Return all stored answers by step. ``SampleFile`` reads one iteration of a large file."""
         by_rollout: dict[int, list[SampleRecord]] = {}
         known = {field.name for field in dataclasses.fields(SampleRecord)}
-        for row in jsonl.read(self._samples):
+        for row in jsonl.read(self._samples, "rollout_id"):
             record = SampleRecord(**{name: value for name, value in row.items() if name in known})
             by_rollout.setdefault(row["rollout_id"], []).append(record)
         return by_rollout

@@ -112,7 +112,7 @@ def compare_with_transformers(policy: Policy, name: str, parallel: ParallelArgum
             rule = f"{name}: log-probs of a {kind} depend on the samples that are packed before"
             _check_difference(padded, packed, allowed, rule, _how_to_pad(parallel))
         model.train()
-        rule = f"{name}: log-probs of a {kind} are others in training than in scoring"
+        rule = f"{name}: log-probs of a {kind} differ between training and scoring"
         trained = layout_log_probs(policy, name, packed=False)
         _check_difference(padded, trained, allowed, rule, "set its dropout to 0 in its config.json")
     model.train(was_training)

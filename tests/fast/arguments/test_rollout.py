@@ -40,6 +40,7 @@ SAMPLING = [
     ("--n-samples-per-prompt 0", "", "at least 1"),
     ("--rollout-temperature=-1", "", "--rollout-temperature -1.0: must be a finite number of at least 0"),
     ("--rollout-temperature nan", "", "--rollout-temperature nan"),
+    ("--rollout-temperature 1e-7", "", "--rollout-temperature 1e-07: SGLang samples greedily below 1e-06"),
     ("--rollout-top-p 0", "", "above 0"),
     ("--rollout-top-p nan", "", "above 0"),
     ("--rollout-top-p 1.5", "", r"\[0, 1\]"),

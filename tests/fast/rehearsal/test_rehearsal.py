@@ -334,6 +334,19 @@ def test_an_engine_has_the_precision_of_the_run(tmp_path):
     assert [(f.weight_bytes, f.kv_bytes_per_token) for f in found] == [(4000, 2048), (2000, 1024)]
 
 
+def test_an_engine_has_the_cache_and_the_requests_of_its_flags(tmp_path):
+    settings = FSDP["fsdp, 1 rank"].settings(tmp_path)
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
+    found = {}
+    for words in ((), ("--kv-cache-dtype", "fp8_e4m3"), ("--kv-cache-dtype=auto",), ("--max-running-requests", "1")):
+        given = replace(settings, server_flags=ServerFlags(server=words))
+        engine = foresee_generation(given, config, 1000, 1000, KNOWN["h100"], 80 * 2**30)
+        found[" ".join(words)] = (engine.kv_bytes_per_token, engine.sequences)
+    everything = found[""][1]
+    assert everything > 1
+    assert list(found.values()) == [(2048, everything), (512, everything), (2048, everything), (2048, 1)]
+
+
 def test_an_engine_has_the_share_of_memory_that_its_flag_says(tmp_path):
     settings = FSDP["fsdp, 1 rank"].settings(tmp_path)
     settings = replace(settings, training=replace(settings.training, fp32=False, bf16=True))

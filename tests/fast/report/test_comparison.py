@@ -49,7 +49,7 @@ def test_a_difference_within_the_tolerance_is_none(tmp_path: Path) -> None:
 
 def test_the_command_prints_and_writes_a_page_of_all_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", lr=1e-6, change_from=7)]
-    page = tmp_path / "page.html"
+    page = tmp_path / "new" / "page.html"
     assert compare.main([*map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "optimizer.lr" in printed and "first difference: step 7" in printed
@@ -67,6 +67,15 @@ def test_one_run_and_a_folder_without_one_are_refused(tmp_path: Path, capsys: py
     with pytest.raises(SystemExit, match="2"):
         compare.main([str(tmp_path / "a"), str(tmp_path)])
     assert "run.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
+def test_a_tolerance_is_finite_and_not_negative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tolerance: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(tmp_path), str(tmp_path), f"--tolerance={tolerance}"])
+    assert f"--tolerance {tolerance}: must be finite and at least 0" in capsys.readouterr().err
 
 
 def test_runs_of_one_name_are_distinguished_by_their_paths(tmp_path: Path) -> None:

@@ -145,9 +145,16 @@ def test_a_folder_of_an_earlier_version_has_a_report(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, steps=2)
-    assert report.main([str(tmp_path), "--static", str(tmp_path / "x.html")]) == 0
-    assert (tmp_path / "x.html").stat().st_size > 50_000
+    page = tmp_path / "new" / "x.html"
+    assert report.main([str(tmp_path), "--static", str(page)]) == 0
+    assert page.stat().st_size > 50_000
     assert "x.html" in capsys.readouterr().out
+
+
+def test_a_negative_number_of_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path), "--samples", "-1"])
+    assert "--samples -1: must be at least 0; give 0 for none" in capsys.readouterr().err
 
 
 def test_the_sink_writes_the_report_once_the_run_has_rows(tmp_path: Path) -> None:

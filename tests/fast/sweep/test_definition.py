@@ -90,6 +90,7 @@ def test_named_variants_keep_their_order_flags_and_offset(tmp_path: Path) -> Non
         ("flags: {lr: 1, lr: 2}", "sweep.yaml:1: lr is set twice; correct the line"),
         ("variants: {a/b: {}}", "variants: a/b: must be letters"),
         ("variants: {..: {}}", "variants: ..: must be letters"),
+        ("variants: {table.json: {}}", "variants: table.json: is the name of a file that the sweep writes"),
         ("variants: [a, b]", "variants: must map names to flags"),
         ("variants: {a: {seed_offset: -1}}", "seed_offset: -1: must be a whole number of at least 0"),
         ("grid: {lr: [1 2, 1/2, 1*2]}", "grid: 3 combinations have the name lr=1-2"),

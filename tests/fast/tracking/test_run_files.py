@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.tracking.jsonl import dump_line
 from miles.tracking.run_files import METRICS, RunFiles, SampleRecord
 
 names = st.text(min_size=1, max_size=12).filter(lambda name: name != "step")
@@ -49,6 +50,12 @@ def test_samples_round_trip(samples: list[SampleRecord]) -> None:
         files = RunFiles(Path(folder))
         files.append_samples(7, samples)
         assert files.read_samples() == {7: samples}
+
+
+def test_a_line_is_strict_json_at_any_depth() -> None:
+    row = {"reward_parts": {"format": math.inf}, "log_probs": [-1.0, math.nan], "loss": math.nan, "text": "NaN"}
+    read = json.loads(dump_line(row), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert read == {"reward_parts": {"format": None}, "log_probs": [-1.0, None], "loss": None, "text": "NaN"}
 
 
 @settings(max_examples=30)
@@ -101,9 +108,10 @@ def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
 
 
 @pytest.mark.parametrize("step", ["null", '"1"', "1.5", "true"])
-def test_a_run_does_not_resume_beside_a_row_without_a_step(tmp_path: Path, step: str) -> None:
+def test_a_row_without_a_step_is_named_and_a_run_does_not_resume_beside_it(tmp_path: Path, step: str) -> None:
     whole = f'{{"step": 0}}\n{{"step": {step}}}\n'
     (tmp_path / METRICS).write_text(whole)
-    with pytest.raises(ValueError, match=f"{METRICS}: a line has no whole number as 'step'; remove the line"):
-        RunFiles(tmp_path).drop_from(1)
+    for use in (RunFiles(tmp_path).read_metrics, lambda: RunFiles(tmp_path).drop_from(1)):
+        with pytest.raises(ValueError, match=f"{METRICS}:2: has no whole number as 'step'; remove the line"):
+            use()
     assert (tmp_path / METRICS).read_text() == whole

@@ -165,7 +165,7 @@ def test_dropout_that_is_left_is_found(tmp_path):
     compare_with_transformers(policy, "--hf-checkpoint", PACKED)
     policy.language_model.model.layers[0].residual_dropout = 0.5
     policy.language_model.model.layers[0].self_attn.residual_dropout = 0.5
-    with pytest.raises(ValueError, match=r"starcoder2 are others in training than in scoring: .* set its dropout to 0"):
+    with pytest.raises(ValueError, match=r"starcoder2 differ between training and scoring: .* set its dropout to 0"):
         compare_with_transformers(policy, "--hf-checkpoint", PACKED)
 
 
