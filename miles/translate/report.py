@@ -31,7 +31,7 @@ def report(launcher: Launcher, translation: Translation, objective: Objective) -
         ("Has no counterpart, or no effect", _entries(translation.missing)),
         ("Computed when the file is run, not read here", _settings(translation.expressions())),
         ("Not in the table of this translation: check these by hand", _settings(translation.unknown)),
-        ("Objective", _objective(objective)),
+        ("Objective", _objective(objective, [setting.key for setting in translation.expressions()])),
         ("Objective in numbers", _numbers(objective)),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines)
@@ -70,8 +70,10 @@ def _elsewhere(settings: Iterable[Setting]) -> list[str]:
     return [f"{setting.key} {setting.value}{_place(setting.line)}" for setting in settings]
 
 
-def _objective(objective: Objective) -> list[str]:
-    lines = [
+def _objective(objective: Objective, computed: Sequence[str]) -> list[str]:
+    unknown = objective.setting.split()[0] in computed
+    lines = ["the setting is computed when the file is run: this is its default"] if unknown else []
+    lines += [
         f"there: {objective.setting}: {objective.formula}   [{objective.source}]",
         f"here:  {' '.join(objective.words)}: {objective.our_formula}",
         "the same, whatever the batch" if objective.exact else f"not the same: it depends on {objective.depends}",

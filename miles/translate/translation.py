@@ -82,6 +82,13 @@ class Translation:
             self.fail(key, "must be a whole number of 1 or more; correct the value")
         return int(number)
 
+    def pair(self, key: str, default: list[Any] | None = None) -> list[Any] | None:
+        """Take a list of two numbers; the default if it is absent, null or an expression."""
+        value = self.raw(key, default)
+        if value is not None and (not isinstance(value, list) or len(value) != 2):
+            self.fail(key, "must be a list of two numbers; correct it")
+        return value
+
     def fail(self, key: str, rule: str) -> NoReturn:
         """Raise ``InputError`` about the value of ``key``."""
         setting = self.document.settings[key]
@@ -90,12 +97,14 @@ class Translation:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def carry(self, key: str, *words: object) -> None:
-        """Record that ``key`` means what ``words`` mean."""
-        self.carried.append(self._entry(key, words, ""))
+        """Record that ``key`` means what ``words`` mean. A key with an expression becomes no words."""
+        if not self._is_computed(key):
+            self.carried.append(self._entry(key, words, ""))
 
     def differ(self, key: str, why: str, *words: object) -> None:
-        """Record that ``key`` became ``words``, or none, and what differs."""
-        self.differing.append(self._entry(key, words, why))
+        """Record that ``key`` became ``words``, or none, and what differs; not with an expression."""
+        if not self._is_computed(key):
+            self.differing.append(self._entry(key, words, why))
 
     def miss(self, key: str, why: str) -> None:
         """Record that ``key`` has no counterpart."""
@@ -109,6 +118,11 @@ class Translation:
     def take(self, keys: Iterable[str]) -> None:
         """Mark settings as read."""
         self._taken.update(keys)
+
+    def _is_computed(self, key: str) -> bool:
+        self._taken.add(key)
+        setting = self.document.settings.get(key)
+        return setting is not None and isinstance(setting.value, Expression)
 
     def _entry(self, key: str, words: tuple[object, ...], why: str) -> Entry:
         self._taken.add(key)

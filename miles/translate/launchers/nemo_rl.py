@@ -94,14 +94,14 @@ class NemoRl(Launcher):
             translation.carry(key, "--disable-grpo-std-normalization")
         elif translation.has(key):
             translation.carry(key)
-        if translation.has(OPTIMIZER + "betas"):
-            betas = translation.raw(OPTIMIZER + "betas")
-            if not isinstance(betas, list) or len(betas) != 2:
-                translation.fail(OPTIMIZER + "betas", "must be a list of two numbers; correct it")
+        if betas := translation.pair(OPTIMIZER + "betas"):
             translation.carry(OPTIMIZER + "betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
         if translation.has("policy.precision"):
-            is_bf16 = translation.text("policy.precision") == "bfloat16"
-            translation.carry("policy.precision", "--bf16" if is_bf16 else "--fp32")
+            precisions = {"bfloat16": "--bf16", "float32": "--fp32"}
+            if flag := precisions.get(translation.text("policy.precision")):
+                translation.carry("policy.precision", flag)
+            else:
+                translation.miss("policy.precision", "this version computes in bf16 or fp32")
         _lengths(translation)
         _kl(translation)
         _correction(translation)

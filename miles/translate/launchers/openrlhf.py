@@ -118,10 +118,8 @@ class OpenRlhf(Launcher):
         _kl(translation, named)
         _optimizer(translation, named)
         _engines(translation, named)
-        if translation.has(key := named("--actor.eps_clip_low_high")):
-            bounds = translation.raw(key)
-            if not isinstance(bounds, list) or len(bounds) != 2:
-                translation.fail(key, "must be two numbers; correct it")
+        key = named("--actor.eps_clip_low_high")
+        if bounds := translation.pair(key):
             translation.carry(key, "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
         if translation.has(key := named("--actor.policy_loss_type")):
             name = translation.text(key)
@@ -175,10 +173,8 @@ def _kl(translation: Translation, named: Callable[[str], str]) -> None:
 
 def _optimizer(translation: Translation, named: Callable[[str], str]) -> None:
     key = named("--actor.adam.betas")
-    betas = translation.raw(key, [0.9, 0.95])
-    if not isinstance(betas, list) or len(betas) != 2:
-        translation.fail(key, "must be two numbers; correct it")
-    translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
+    if betas := translation.pair(key, [0.9, 0.95]):
+        translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
     key = named("--actor.lr_scheduler")
     name = translation.text(key, "cosine_with_min_lr")
     least = named("--actor.min_lr_ratio")

@@ -166,7 +166,7 @@ class Verl(Launcher):
         if translation.has("data.train_files"):
             why = "prompts are chat messages, and the answer is a part of a column; its default reward is none of ours"
             words = ["--apply-chat-template", "--label-key", "reward_model.ground_truth"]
-            translation.differ("data.train_files", why, *words)
+            translation.differ("the columns of data.train_files", why, *words)
         _batch(translation)
         _estimator(translation)
         _policy(translation)
@@ -216,10 +216,7 @@ def _batch(translation: Translation) -> None:
         translation.carry("trainer.total_epochs", "--num-epoch", translation.count("trainer.total_epochs", 30))
     elif translation.has("trainer.total_epochs"):
         translation.miss("trainer.total_epochs", "total_training_steps takes precedence")
-    if translation.has(ACTOR + "optim.betas"):
-        betas = translation.raw(ACTOR + "optim.betas")
-        if not isinstance(betas, list) or len(betas) != 2:
-            translation.fail(ACTOR + "optim.betas", "must be a list of two numbers; correct it")
+    if betas := translation.pair(ACTOR + "optim.betas"):
         translation.carry(ACTOR + "optim.betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
     style = translation.text(ACTOR + "optim.lr_scheduler_type", "constant")
     if style in ("constant", "cosine"):
@@ -290,7 +287,8 @@ def _kl(translation: Translation) -> None:
     coefficient = translation.number(ACTOR + "kl_loss_coef", 0.001)
     kind = translation.text(kind_key, "low_var_kl")
     if translation.has(key) and translation.switch(key):
-        translation.differ(key, FOLLOWS, "--use-kl-loss", "--kl-loss-coef", coefficient)
+        translation.differ(key, FOLLOWS, "--use-kl-loss")
+        translation.carry(ACTOR + "kl_loss_coef", "--kl-loss-coef", coefficient)
         if kind in KL_TYPES:
             translation.carry(kind_key, "--kl-loss-type", KL_TYPES[kind])
         else:

@@ -9,7 +9,7 @@ from miles.translate.settings import Document, Expression, Setting, by_key, fail
 
 CALLS = ("GRPOConfig",)
 TRAINERS = ("GRPOTrainer",)
-OF_THE_TRAINER = ("model", "reward_funcs", "train_dataset", "eval_dataset")
+OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # in its order
 
 
 def read_python(path: str, text: str) -> Document:
@@ -36,9 +36,10 @@ def read_python(path: str, text: str) -> Document:
         settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _name(node.func) in TRAINERS:
-            for keyword in node.keywords:
-                if keyword.arg in OF_THE_TRAINER:
-                    settings.append(Setting(keyword.arg, _value(keyword.value, constants), keyword.value.lineno))
+            given = [*zip(OF_THE_TRAINER, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
+            for argument, value in given:
+                if argument in OF_THE_TRAINER and argument != "args":  # those are the configuration
+                    settings.append(Setting(argument, _value(value, constants), value.lineno))
     return Document(path, "python", by_key(settings))
 
 
@@ -59,6 +60,7 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
                 if isinstance(target, ast.Name):
                     assigned[target.id].append(statement.value)
     stored = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    stored += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]  # of a function, which may hide it
     return {name: values[0] for name, values in assigned.items() if len(values) == 1 and stored.count(name) == 1}
 
 

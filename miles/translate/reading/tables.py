@@ -84,7 +84,8 @@ def _leaves(path: str, node: yaml.Node, prefix: str, depth: int) -> list[Setting
 
 def _plain(path: str, node: yaml.Node, line: int) -> Any:
     if isinstance(node, yaml.SequenceNode):
-        return [item.value if isinstance(item, yaml.ScalarNode) else "{…}" for item in node.value]
+        items = [item.value if isinstance(item, yaml.ScalarNode) else "{…}" for item in node.value]
+        return Expression(f"[{', '.join(items)}]") if any("${" in item for item in items) else items
     if isinstance(node, yaml.MappingNode):
         return {}
     try:

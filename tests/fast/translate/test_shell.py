@@ -87,3 +87,46 @@ def test_a_sourced_file_that_cannot_be_read_or_sources_itself_ends_nothing(tmp_p
 def test_an_expansion_is_a_value_only_where_one_fits(tmp_path, words, group, elsewhere):
     translation = translated(tmp_path, f"python3 slime/train.py {words}\n")
     assert group in translation.groups and [*translation.document.elsewhere] == elsewhere
+
+
+COMMAND = "python3 slime/train.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{COMMAND} \\\n --wandb-group ${{MODEL##*/}} \\\n --lr 1e-6\n", "--lr 1e-6"),
+        (f"{COMMAND} --input-key text#1 --lr 1e-6 # --seed 3\n", "--input-key text#1 --lr 1e-6"),
+        (f"{COMMAND} --wandb-group run-$(date +%s) --lr 1e-6\n", "--lr 1e-6"),
+        (f"{COMMAND} --num-rollout $((3 * 4)) --lr 1e-6\n", "--lr 1e-6"),
+        (f"{COMMAND} --save `date +%s` --lr 1e-6\n", "--lr 1e-6"),
+        (f"A=(\n --lr 1e-6\n # it's --clip-grad 1 \\\n --seed 3\n)\n{COMMAND} ${{A[@]}}\n", "--lr 1e-6 --seed 3"),
+        (f'A="--lr 1e-6"\nA+=" --seed 3"\n{COMMAND} $A --bf16\n', "--lr 1e-6 --seed 3 --bf16"),
+        (f"{COMMAND} --rollout-stop '<|im_end|>' \"</s>\" --lr 1 2>&1\n", "--rollout-stop <|im_end|> </s> --lr 1"),
+        (f"A=(--rollout-stop '<eos>')\n{COMMAND} ${{A[@]}} &>log\n", "--rollout-stop <eos>"),
+        (f"{COMMAND} --rollout-stop ';' --lr 1e-6\n", "--rollout-stop ; --lr 1e-6"),
+        (f'{COMMAND} --train-env-vars "{{\\"A\\": \\\n2}}" --lr 1\\\ne-6\n', '--train-env-vars {"A": 2} --lr 1e-6'),
+        (f"LR=1e-6\nif [ $SMALL ]; then\n LR=1e-5\nfi\n{COMMAND} --lr $LR --seed 3\n", "--seed 3"),
+        (f"LR=1e-6\n[ $SMALL ] && LR=1e-5\n{COMMAND} --lr $LR --seed 3\n", "--seed 3"),
+        (f"cat >a.py <<'E F'\nfor x in y: print('it\\'s')\nE F\nLR=1e-6\n{COMMAND} --lr $LR\n", "--lr 1e-6"),
+        (f"cat << EOF >run.sh\n{COMMAND} --lr 1e-6\nEOF\nbash run.sh\n", "--lr 1e-6"),
+        (f"if a; then LR=1e-5; fi\nLR=1e-6\n{COMMAND} --lr $LR\n", "--lr 1e-6"),
+    ],
+)
+def test_no_word_of_the_command_is_lost(tmp_path, text, words):
+    assert " ".join(translated(tmp_path, text).words) == words
+
+
+def test_flags_of_a_branch_are_listed(tmp_path):
+    text = f"A=(--lr 1e-6)\nif [ $SMALL ]; then\n A+=(--colocate)\nfi\n{COMMAND} ${{A[@]}} --seed 3\n"
+    translation = translated(tmp_path, text)
+    assert translation.words[:4] == ["--lr", "1e-6", "--seed", "3"]
+    assert "is set in a branch" in translation.document.elsewhere["${A[@]}"].value
+
+
+@pytest.mark.parametrize("text", ["echo\necho $(date\n", 'echo\necho "${A\n', "echo\necho `date\n", "echo\n" + '"$(' * 2000])
+def test_a_bracket_that_is_not_closed_has_its_line(tmp_path, capsys, text):
+    (tmp_path / "run.sh").write_text(text)
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
+    shown = capsys.readouterr().err
+    assert "run.sh, line 2: " in shown and ("is not closed" in shown or "nested too deep" in shown)

@@ -479,3 +479,54 @@ def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsy
     assert cli.main(["translate", str(path)]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and f"{path}: none of its 2 settings, such as --base_model = model, is one of" in shown.err
+
+
+def test_a_precision_that_is_not_ours_becomes_no_flag(tmp_path):
+    for precision, flag in (("bfloat16", "--bf16"), ("float32", "--fp32"), ("float16", None)):
+        text = f"grpo: {{seed: 1}}\npolicy: {{precision: {precision}}}\n"
+        _, translation, _ = translated(tmp_path, "nemo.yaml", text)
+        assert {"--bf16", "--fp32"} & {*translation.words} == ({flag} if flag else set())
+    assert [entry.shown for entry in translation.missing] == ["policy.precision = float16"]
+
+
+COMPUTED = {
+    "trl.py": "GRPOConfig(beta=args.b, scale_rewards=args.s, num_train_epochs=args.e, lr_scheduler_type=args.l)",
+    "openrlhf.sh": "python3 -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef $K --algo.advantage.estimator $E "
+    "--actor.adam.betas $A 0.9 --actor.loss_agg_mode $M\n",
+    "verl.sh": "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$E actor_rollout_ref.actor.kl_loss_coef=$K "
+    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.optim.betas=[0.9,$B] trainer.total_epochs=$N "
+    "actor_rollout_ref.actor.loss_agg_mode=$M\n",
+    "nemo.yaml": "loss_fn: {token_level_loss: '${a.b}', reference_policy_kl_penalty: '${a.c}'}\n"
+    "policy: {optimizer: {kwargs: {betas: [0.9, '${a.d}']}}}\n",
+    "verl.yaml": "algorithm: {adv_estimator: grpo}\ndata: {train_files: ['${a.b}/rows.parquet']}\n",
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_value_that_is_computed_becomes_no_flag(tmp_path, name):
+    """Neither does the default that the other trainer has instead of it."""
+    _, translation, _ = translated(tmp_path, name, COMPUTED[name])
+    flags = {"--kl-coef", "--kl-loss-coef", "--advantage-estimator", "--num-epoch", "--lr-decay-style", "--adam-beta1"}
+    flags |= {"--loss-aggregation", "--prompt-data"}
+    left = {"openrlhf.sh": {"--lr-decay-style"}, "verl.sh": {"--lr-decay-style"}}.get(name, set())
+    if name == "trl.py":
+        left = {"--loss-aggregation"}
+    if name == "verl.yaml":
+        left = {"--loss-aggregation", "--lr-decay-style", "--num-epoch", "--advantage-estimator"}
+    assert flags & {*translation.words} == left
+    assert not any("$" in word or "args" in word for word in translation.words)
+    computed = {setting.key for setting in translation.expressions()}
+    assert len(computed) == COMPUTED[name].count("$") + COMPUTED[name].count("args.")
+
+
+def test_the_objective_of_a_computed_setting_is_said_to_be_a_default(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(COMPUTED["verl.sh"])
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0
+    assert "the setting is computed when the file is run: this is its default" in capsys.readouterr().out
+
+
+def test_arguments_by_position_are_read_and_those_of_a_function_are_not_constants(tmp_path):
+    text = "lr = 1e-6\ndef main(lr):\n a = GRPOConfig(learning_rate=lr, seed=3)\n GRPOTrainer('model', f, a, rows)\n"
+    _, translation, _ = translated(tmp_path, "trl.py", text)
+    assert "--hf-checkpoint model" in " ".join(translation.words) and "--lr" not in translation.words
+    assert [setting.key for setting in translation.expressions()] == ["learning_rate", "reward_funcs", "train_dataset"]
