@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,9 +53,12 @@ class OneProcessRollout:
         """Wait for an iteration, while later ones are generated as the rule allows; None if no prompts are left."""
         for start in self._planner.start_until(iteration):
             self._started[start.iteration] = self._begin(self._worker.generate(start))
-        if self._update is not None and self._update.done():
-            self._settle_update()  # raises what it failed with, which the iteration may wait for
-        summary, *shards = self._started.pop(iteration).result()
+        started = self._started.pop(iteration)
+        if self._update is not None:  # if it fails, which settling it raises, the iteration may wait for it forever
+            wait([started, self._update], return_when=FIRST_COMPLETED)
+            if self._update.done():
+                self._settle_update()
+        summary, *shards = started.result()
         return None if summary is None else GeneratedIteration(summary, shards)
 
     def evaluate(self) -> dict[str, Metric]:

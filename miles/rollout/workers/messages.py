@@ -162,8 +162,18 @@ def encode(content: Any, what: str = "") -> bytes:
 
 
 def decode(sent: bytes) -> Any:
-    """Return what was sent."""
-    return pickle.loads(sent)
+    """Return what was sent.
+
+    Raises:
+        ValueError: It holds something that this process cannot make, such as an object of a class that is not here.
+    """
+    try:
+        return pickle.loads(sent)
+    except Exception as error:  # whatever the class of somebody else's object does
+        raise ValueError(
+            "--num-rollout-workers: what another process has sent cannot be read "
+            f"({type(error).__name__}: {error}); keep plain data in groups, or drop --num-rollout-workers"
+        ) from error
 
 
 def encode_error(error: Exception, where: str) -> bytes:

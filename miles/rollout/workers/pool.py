@@ -319,23 +319,23 @@ class WorkerPool:
     # Losses
 
     async def _guarded(self, number: int, worker: _Worker, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of one direction until the worker is lost."""
+        """Do the work of one direction until the worker is lost, or the work fails."""
         try:
             await work
-        except WorkerLost as lost:
+        except Exception as error:  # the worker is lost, or a prompt cannot be sent, for instance
             if not worker.lost and not self._closed:
                 worker.lost = True
-                self._keep(self._after_loss(number, worker, lost))
-        except Exception as error:  # a prompt that cannot be sent, for instance
-            if not self._closed:
-                self._fail(error)
+                self._keep(self._after_loss(number, worker, error))
 
-    async def _after_loss(self, number: int, worker: _Worker, lost: WorkerLost) -> None:
+    async def _after_loss(self, number: int, worker: _Worker, lost: Exception) -> None:
         del self._workers[number]
         worker.process.kill()
         for task in worker.tasks:
             task.cancel()
         orders = worker.end()
+        if not isinstance(lost, WorkerLost):  # it cannot be talked to any more: nobody may wait for it
+            self._fail(lost, orders)
+            return
         if not self._replaces:
             self._fail(RuntimeError(f"{worker.name} {lost}; {INSTEAD}"), orders)
             return

@@ -237,14 +237,14 @@ class GenerationWorker:
             engine=self._interruptible if kind.interruptible else self._tools.engine,
             teacher=self._teacher if kind.taught else None,
         )
-        metadata = drawn.prompt.metadata
-        before = pickle.dumps(metadata) if metadata else b""
+        metadata, what = drawn.prompt.metadata, f"group {drawn.group_index} ({drawn.prompt.source})"
         try:
+            before = encode(metadata, what)
             produced = await produce_group(drawn, tools, spec)
             with span("pack a group"):
-                changed = bool(metadata) and pickle.dumps(metadata) != before
+                changed = encode(metadata, what) != before
                 made = Made(pack(produced, drawn.prompt), bool(shown), metadata if changed else None)
-                message: Any = Produced(ticket, encode(made, f"group {drawn.group_index} ({drawn.prompt.source})"))
+                message: Any = Produced(ticket, encode(made, what))
         except Exception as error:  # whatever user code raises
             message = Failed(ticket, encode_error(error, self._name))
         finally:

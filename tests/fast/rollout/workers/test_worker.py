@@ -4,6 +4,7 @@ import asyncio
 import json
 import shlex
 import sys
+import threading
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -58,6 +59,16 @@ class Twice(Environment):
 
 async def cancels(trajectory):
     raise asyncio.CancelledError
+
+
+async def forgets(trajectory):
+    trajectory.sample.prompt.metadata.clear()
+    await trajectory.generate()
+
+
+async def keeps_a_lock(trajectory):
+    trajectory.sample.prompt.metadata["lock"] = threading.Lock()
+    await trajectory.generate()
 
 
 class OwnProcess:
@@ -150,6 +161,19 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure(settings_of, wo
     path = f"{__name__}:cancels"
     settings = settings_of(workers, "--custom-generate-function-path", path, "--rm-type", "length")
     with pytest.raises(UserCodeError, match=f"^--custom-generate-function-path {path}: raised CancelledError"):
+        await asyncio.wait_for(groups_of(settings), 60)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_metadata_that_a_function_empties_are_empty(settings_of, workers):
+    settings = settings_of(workers, "--custom-generate-function-path", f"{__name__}:forgets", "--rm-type", "length")
+    assert [group.prompt.metadata for group in await groups_of(settings)] == [{}, {}, {}]
+
+
+async def test_metadata_that_cannot_be_sent_are_an_error_that_names_the_flag(settings_of):
+    path = f"{__name__}:keeps_a_lock"
+    settings = settings_of(2, "--custom-generate-function-path", path, "--rm-type", "length")
+    with pytest.raises(ValueError, match=r"^--num-rollout-workers: group \d \(.*sums.jsonl:\d\) holds something"):
         await asyncio.wait_for(groups_of(settings), 60)
 
 
