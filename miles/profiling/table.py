@@ -94,7 +94,7 @@ def table(loop: ProcessTrace, processes: Sequence[ProcessTrace], iteration: int)
             lines += ["", f"{process.name}, kernels", *_rows(_kinds(gpus), wall)]
         lines += ["", f"{process.name}, spans", *_rows(_spans(process), wall)]
         if process.dropped:
-            lines.append(f"  {process.dropped:,} of the shortest events are left out")
+            lines.append(f"  {process.dropped:,} events and waits are left out, as there were too many")
     return "\n".join(lines) + "\n"
 
 

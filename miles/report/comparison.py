@@ -138,7 +138,12 @@ class Comparison:
             place = {step: i for i, step in enumerate(answer["steps"])}
             for name, column in answer["values"].items():
                 values[f"{run}{_SEPARATOR}{name}"] = [column[place[s]] if s in place else None for s in steps]
-        return {"steps": steps, "values": values, "exact": all(answer["exact"] for answer in answers)}
+        last = {
+            f"{run}{_SEPARATOR}{name}": value
+            for run, answer in enumerate(answers)
+            for name, value in answer.get("last", {}).items()
+        }
+        return {"steps": steps, "values": values, "exact": all(answer["exact"] for answer in answers), "last": last}
 
     def _tables(self) -> list[dict[str, Any]]:
         differences = [[d.metric, str(d.step), *map(number, d.values)] for d in self.differences()]

@@ -118,7 +118,8 @@ class MetricsFile:
         """Return ``{"steps": [...], "values": {name: [...]}}`` of a range of steps; None where nothing was measured.
 
         If the range has more than ``limit`` steps, it is cut into ``limit / 2`` parts, and each part gives the
-        smallest and the largest value of each metric, in the order in which they occur: no spike is lost.
+        smallest and the largest value of each metric, in the order in which they occur: no spike is lost. Steps are
+        near those of the values then (``"exact"`` is False), and ``"last"`` has the last value of each metric.
         """
         rows = self.rows_between(first, last)
         if len(rows) <= limit:
@@ -129,7 +130,8 @@ class MetricsFile:
         bounds = [rows.start + len(rows) * part // count for part in range(count + 1)]
         steps = [self._steps[i] for a, b in zip(bounds, bounds[1:], strict=False) for i in (a, (a + b) // 2)]
         values = {name: _extremes(self.column(name), bounds) for name in names}
-        return {"steps": steps, "values": values, "exact": False}
+        last = {name: _or_none(_last(self.column(name)[rows.start : rows.stop])) for name in names}
+        return {"steps": steps, "values": values, "exact": False, "last": last}
 
 
 def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | None]:
@@ -144,6 +146,11 @@ def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | No
         pair = (low, high) if part.index(low) <= part.index(high) else (high, low)
         found += map(_or_none, pair)
     return found
+
+
+def _last(column: Sequence[float]) -> float:
+    """Return the last value that was measured; NaN if there is none."""
+    return next((value for value in reversed(column) if value == value), math.nan)
 
 
 def _or_none(value: float) -> float | None:

@@ -17,6 +17,13 @@ function colour(name) {
   return found;
 }
 
+/* The label of a tick, with digits enough to tell it from the next one. */
+function tickLabel(tick, step) {
+  const digits = Math.min(15, Math.max(4, Math.ceil(Math.log10(Math.abs(tick) / step)) + 2));
+  const value = Number(tick.toPrecision(digits));
+  return Math.abs(value) >= 10000 ? value.toLocaleString('en', { maximumFractionDigits: 6 }) : String(value);
+}
+
 /* A colour that lets others behind it be seen. */
 function transparent(rgb) {
   return rgb.replace(/^rgb\((.*)\)$/, 'rgba($1, 0.18)');
@@ -45,11 +52,12 @@ class Chart {
     this.visible = false;
     this.stale = true;
     this.plot = null;
-    new IntersectionObserver(seen => {
+    this.observers = [new IntersectionObserver(seen => {
       this.visible = seen[seen.length - 1].isIntersecting;
-      if (this.visible && this.stale) this.draw();
-    }, { rootMargin: '200px' }).observe(figure);
-    new ResizeObserver(() => this.resize()).observe(this.area);
+      if (this.visible && this.stale) this.draw().catch(showError);
+    }, { rootMargin: '200px' }), new ResizeObserver(() => this.resize())];
+    this.observers[0].observe(figure);
+    this.observers[1].observe(this.area);
     this.area.onkeydown = event => this.move(event);
     view.charts.push(this);
   }
@@ -57,14 +65,29 @@ class Chart {
   /* Draw again, now if it can be seen, else when it can. */
   refresh() {
     this.stale = true;
-    if (this.visible) this.draw();
+    if (this.visible) this.draw().catch(showError);
+  }
+
+  /* Free what would outlive the figure: uPlot keeps every plot that shares its cursor. */
+  close() {
+    this.asked = Infinity; // an answer on its way is dropped
+    this.observers.forEach(observer => observer.disconnect());
+    this.plot?.destroy();
   }
 
   async draw() {
     this.stale = false;
     const asked = this.asked = (this.asked || 0) + 1;
     const drawn = await this.load();
-    if (asked !== this.asked || !drawn) return;
+    if (asked !== this.asked) return;
+    if (!drawn) {
+      this.plot?.destroy();
+      this.plot = this.shape = null;
+      this.figure.dataset.points = 0;
+      this.caption.textContent = '';
+      this.readout.replaceChildren('\u00a0');
+      return;
+    }
     const { data, series, bands = [] } = drawn;
     const shape = series.map(s => s.label + s.stroke).join('|');
     if (this.plot && this.shape === shape) {
@@ -80,7 +103,7 @@ class Chart {
 
   options(series, bands) {
     const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--edge'), width: 1 }, ticks: { show: false }, font: '11px system-ui', size: 24 };
-    const values = (plot, ticks) => ticks.map(tick => tick === null ? '' : shown(tick));
+    const values = (plot, ticks, axis, space, step) => ticks.map(tick => tick === null ? '' : tickLabel(tick, step));
     return {
       width: Math.max(this.area.clientWidth, 120), height: HEIGHT, legend: { show: false },
       cursor: { sync: { key: 'run' }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
@@ -134,6 +157,8 @@ class Curves extends Chart {
     const answer = await page.source.metrics(this.keys.flatMap(s => s.low ? [s.key, s.low, s.high] : [s.key]), view.from, view.to, 1500);
     this.values = this.keys.map(s => answer.values[s.key]);
     this.steps = answer.steps;
+    this.exact = answer.exact;
+    this.newest = this.keys.map((s, i) => this.last(i) === null ? null : answer.last?.[s.key] ?? this.values[i][this.last(i)]);
     const measured = Math.max(...this.values.map(column => column.filter(v => v !== null).length));
     const smoothing = measured >= SMOOTHED_FROM ? view.smoothing : 0;
     const series = [], data = [answer.steps], bands = [];
@@ -164,13 +189,13 @@ class Curves extends Chart {
 
   idle() {
     const single = this.keys.length === 1;
-    this.caption.textContent = single && this.last(0) !== null ? shown(this.values[0][this.last(0)]) : '';
-    this.readout.replaceChildren(...(single ? ['\u00a0'] : this.keys.map((key, i) => this.entry(key, i, this.last(i) === null ? null : this.values[i][this.last(i)]))));
+    this.caption.textContent = single && this.newest[0] !== null ? shown(this.newest[0]) : '';
+    this.readout.replaceChildren(...(single ? ['\u00a0'] : this.keys.map((key, i) => this.entry(key, i, this.newest[i]))));
   }
 
   show(index) {
     const values = this.keys.map((key, i) => this.entry(this.keys.length > 1 ? key : null, i, this.values[i][index]));
-    this.readout.replaceChildren(make('span', {}, `step ${this.steps[index]}`), ...values);
+    this.readout.replaceChildren(make('span', {}, `${this.exact ? 'step' : 'near step'} ${this.steps[index]}`), ...values);
   }
 
   entry(key, i, value) {

@@ -70,6 +70,7 @@ function renderCharts(charts) {
   const keys = JSON.stringify(charts.map(chart => chart.series.map(series => series.key)));
   if (keys !== page.chartKeys) {
     page.chartKeys = keys;
+    view.charts.forEach(chart => chart instanceof Bars || chart.close());
     view.charts = view.charts.filter(chart => chart instanceof Bars);
     document.querySelectorAll('.charts:not(#charts-time)').forEach(grid => grid.replaceChildren());
     for (const spec of charts) {

@@ -15,13 +15,14 @@ const FILTERS = {
 const ORDERS = {
   order: { label: 'in order', by: null },
   lowest: { label: 'lowest reward first', by: group => meanReward(group) },
-  highest: { label: 'highest reward first', by: group => -meanReward(group) },
+  highest: { label: 'highest reward first', by: group => meanReward(group) === null ? null : -meanReward(group) },
   longest: { label: 'longest first', by: group => -Math.max(...group.samples.map(s => s.length ?? s.response.length)) },
 };
 
+/* The mean of those of a group's rewards that are there; null if none is. */
 function meanReward(group) {
   const rewards = group.samples.map(s => s.reward).filter(r => r !== null);
-  return rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : 0;
+  return rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
 }
 
 /* Which part of its trajectory a sample is, in words; null if it is the whole one. */
@@ -47,7 +48,7 @@ class SampleBrowser {
     this.status = make('p', { class: 'status', 'aria-live': 'polite' });
     this.list = make('div', { class: 'groups' });
     this.hits = make('div', { class: 'hits' });
-    const form = make('form', { role: 'search', onsubmit: event => { event.preventDefault(); this.search(); } }, this.field, make('button', {}, 'search'));
+    const form = make('form', { role: 'search', onsubmit: event => { event.preventDefault(); this.search().catch(showError); } }, this.field, make('button', {}, 'search'));
     section.append(
       make('div', { class: 'controls' }, make('label', {}, 'step ', this.step), this.slider, this.before, this.after, this.newest, this.filter, this.order),
       form, this.hits, this.status, this.list);
@@ -59,19 +60,21 @@ class SampleBrowser {
   }
 
   /* Show the iteration `step`, or the newest (null). */
-  async go(step) {
+  go(step) { return this.load(step).catch(showError); }
+
+  async load(step) {
     if (step === undefined) return;
     const asked = this.asked = (this.asked || 0) + 1;
     const found = await page.source.samples(step);
     if (asked !== this.asked) return;
-    this.follow = step === null;
+    this.follow = step === null || !found.groups;
+    if (found.step !== this.current?.step) this.shownGroups = GROUPS_AT_ONCE;
     this.current = found.groups ? found : null;
-    this.shownGroups = GROUPS_AT_ONCE;
     this.draw();
   }
 
   async refresh() {
-    if (this.follow) return this.go(null);
+    if (this.follow) return this.load(null);
     const newest = await page.source.samples(this.current.step);
     Object.assign(this.current, { last: newest.last, next: newest.next });
     this.drawControls();
@@ -94,7 +97,7 @@ class SampleBrowser {
     this.drawControls();
     const by = ORDERS[this.order.value].by;
     const kept = this.current.groups.filter(FILTERS[this.filter.value].keep);
-    if (by) kept.sort((a, b) => by(a) - by(b));
+    if (by) kept.sort((a, b) => (by(a) ?? Infinity) - (by(b) ?? Infinity) || 0); // those without a reward last
     const answers = kept.reduce((sum, group) => sum + group.samples.length, 0);
     this.status.textContent = `Step ${this.current.step}: ${kept.length} of ${this.current.groups.length} groups, ${answers} answers.`;
     const drawn = kept.slice(0, this.shownGroups).map(group => this.group(group));
@@ -131,7 +134,7 @@ class SampleBrowser {
     if (asked !== this.searching) return undefined;
     const hits = [...found, ...page_.hits];
     const done = page_.cursor === null;
-    const more = () => this.search(page_.cursor, hits);
+    const more = () => this.search(page_.cursor, hits).catch(showError);
     const summary = make('p', { class: 'status' }, `${hits.length} answers with “${text}”${done ? '' : `, ${Math.round(page_.searched * 100)} % searched`} `,
       done ? null : make('button', { onclick: more }, 'search on'), make('button', { onclick: () => { this.field.value = ''; this.hits.replaceChildren(); } }, 'clear'));
     this.hits.replaceChildren(summary, make('div', { class: 'answers' }, ...hits.map(hit => {

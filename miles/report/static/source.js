@@ -30,15 +30,17 @@ class FileSource {
   async overview() { return this.data.overview; }
 
   async metrics(names, from, to) {
-    const { steps, values, exact } = this.data.metrics;
+    const { steps, values, exact, last } = this.data.metrics;
     const inside = steps.map((step, i) => i).filter(i => (from === null || steps[i] >= from) && (to === null || steps[i] <= to));
     const cut = Object.fromEntries(names.map(name => [name, inside.map(i => (values[name] || [])[i] ?? null)]));
-    return { steps: inside.map(i => steps[i]), values: cut, exact };
+    const hasEnd = to === null || to >= steps[steps.length - 1];
+    return { steps: inside.map(i => steps[i]), values: cut, exact, last: hasEnd ? last : undefined };
   }
 
   async phases(from, to) {
     const { steps, phases, per_bar } = this.data.phases;
-    const inside = steps.map((step, i) => i).filter(i => (from === null || steps[i] >= from) && (to === null || steps[i] <= to));
+    // A bar has the steps after the bar before it, up to its own.
+    const inside = steps.map((step, i) => i).filter(i => (from === null || steps[i] >= from) && (to === null || i === 0 || steps[i - 1] < to));
     const cut = Object.fromEntries(Object.entries(phases).map(([name, values]) => [name, inside.map(i => values[i])]));
     return { steps: inside.map(i => steps[i]), phases: cut, per_bar };
   }

@@ -56,7 +56,10 @@ function segments(sample) {
 
 /* The calls of tools in a turn, `name(argument: value)`: those between <tool_call> and </tool_call>. */
 function toolCalls(text) {
-  return [...text.matchAll(/<tool_call>(.*?)<\/tool_call>/gs)].map(([, call]) => {
+  // Cut, not matched: for every call that is not closed, a pattern would read on to the end.
+  const closed = text.split('</tool_call>').slice(0, -1).filter(part => part.includes('<tool_call>'));
+  return closed.map(part => {
+    const call = part.slice(part.indexOf('<tool_call>') + '<tool_call>'.length);
     try {
       const { name, arguments: given } = JSON.parse(call);
       const values = typeof given === 'string' ? JSON.parse(given) : given;
@@ -136,11 +139,16 @@ class SampleDialog {
     document.body.append(this.dialog);
   }
 
-  async open(step, index, others) {
-    this.others = others;
-    this.step = step;
-    this.index = index;
-    this.sample = await page.source.sample(step, index);
+  open(step, index, others) {
+    this.wanted = index;
+    return this.load(step, index, others).catch(error => { this.wanted = this.index; showError(error); });
+  }
+
+  async load(step, index, others) {
+    const asked = this.asked = (this.asked || 0) + 1;
+    const sample = await page.source.sample(step, index);
+    if (asked !== this.asked) return; // another one was asked for meanwhile
+    Object.assign(this, { others, step, index, sample });
     this.render();
     if (!this.dialog.open) this.dialog.showModal();
     this.dialog.scrollTop = 0;
@@ -149,7 +157,7 @@ class SampleDialog {
   key(event) {
     if (event.key === ',' || event.key === '.') return this.moveToken(event.key === '.' ? 1 : -1);
     if (!['ArrowLeft', 'ArrowRight'].includes(event.key) || event.target.tagName === 'SELECT') return;
-    const at = this.others.indexOf(this.index) + (event.key === 'ArrowLeft' ? -1 : 1);
+    const at = this.others.indexOf(this.wanted) + (event.key === 'ArrowLeft' ? -1 : 1);
     if (at >= 0 && at < this.others.length) this.open(this.step, this.others[at], this.others);
   }
 

@@ -343,6 +343,104 @@ def test_curves_are_zoomed_smoothed_hovered_and_filtered(tmp_path: Path, open_pa
     assert page.locator("#curves figure:visible").count() == 1
 
 
+def test_bars_of_several_iterations_are_found_by_any_of_their_steps(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(write_report(write_run(tmp_path, steps=450), 1).as_uri())
+    bars = page.locator("#time figure")
+    bars.scroll_into_view_if_needed()
+    page.wait_for_selector("#time figure[data-points='150']")
+    for first, last, points, words in (
+        (200, 200, 1, "mean of 3 iterations up to step 201"),
+        (199, 202, 2, "mean of 3 iterations up to step 204"),
+        (900, 901, 0, "\u00a0"),
+    ):
+        page.evaluate("([first, last]) => zoom(first, last)", [first, last])
+        page.wait_for_selector(f"#time figure[data-points='{points}']")
+        assert bars.locator(".readout").inner_text().startswith(words)
+
+
+def test_a_long_curve_shows_its_last_value(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    write_header(tmp_path, total_steps=2100)
+    write_rows(tmp_path, ((step, {"rollout/reward": step % 2 * 0.5}) for step in range(1, 2100)))
+    write_rows(tmp_path, [(2100, {"rollout/reward": 0.25})])
+    for url in (serve(tmp_path), write_report(tmp_path, 0).as_uri()):
+        page = open_page(url)
+        reward = page.locator("#curves figure[data-title=Reward]")
+        reward.locator("canvas").wait_for()
+        assert reward.locator("figcaption b").inner_text() == "0.25"
+        reward.locator(".u-over").hover(position={"x": 100, "y": 50})
+        assert reward.locator(".readout").inner_text().startswith("near step ")
+        page.evaluate("zoom(1, 100)")
+        page.wait_for_selector("#curves figure[data-title=Reward]:not([data-points='1500']):not([data-points='2000'])")
+        assert reward.locator("figcaption b").inner_text() == "0"
+
+
+def test_ticks_that_are_close_together_have_different_labels(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    page = open_page(serve(write_run(tmp_path, steps=2)))
+    for ticks, step, labels in (
+        ([0.99998, 1, 1.00002], 0.00002, ["0.99998", "1", "1.00002"]),
+        ([-10000.25, -10000], 0.25, ["-10,000.25", "-10,000"]),
+        ([0, 5e-7], 5e-7, ["0", "5e-7"]),
+        ([0, 100000], 1e5, ["0", "100,000"]),
+    ):
+        assert page.evaluate("([ticks, step]) => ticks.map(tick => tickLabel(tick, step))", [ticks, step]) == labels
+
+
+def test_charts_that_are_replaced_are_freed(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    page = open_page(serve(write_run(tmp_path, steps=5)))
+    page.locator("#curves figure[data-title=Reward] canvas").wait_for()
+    write_rows(tmp_path, [(6, healthy_row(6, 6) | {"train/something_new": 1.0})])
+    page.locator("figure", has_text="train/something_new").wait_for()
+    page.locator("#curves figure[data-title=Reward] canvas").wait_for()
+    assert page.evaluate("uPlot.sync('run').plots.every(plot => document.body.contains(plot.root))")
+
+
+def test_a_step_asked_for_before_there_are_answers_is_followed_by_the_newest(
+    tmp_path: Path, open_page: Any, serve: Any
+) -> None:
+    write_header(tmp_path)
+    write_rows(tmp_path, [(1, {"rollout/reward": 0.5})])
+    page = open_page(serve(tmp_path))
+    page.get_by_text("No answers are stored yet.").wait_for()
+    page.get_by_label("iteration, by its last step").fill("1")
+    page.keyboard.press("Enter")
+    write_rows(tmp_path, [(2, {"rollout/reward": 0.5})])
+    RunFiles(tmp_path).append_samples(2, [sample(0, 0, reward=None), sample(0, 1, reward=None), sample(1, 2)])
+    page.get_by_text("Step 2:").wait_for()
+    assert "mean reward –" in page.locator("#samples .group h3").first.inner_text()
+    page.get_by_label("order of groups").select_option("lowest")
+    assert "group 1" in page.locator("#samples .group h3").first.inner_text()
+
+
+def test_a_late_answer_does_not_replace_the_sample_that_was_asked_for_last(
+    tmp_path: Path, open_page: Any, serve: Any
+) -> None:
+    page = open_page(serve(write_varied_run(tmp_path, 2)))
+    page.locator("#samples .answer").first.wait_for()
+    shown = page.evaluate("""async () => {
+      const given = {}, dialog = page.samples.dialog, ask = page.source.sample.bind(page.source);
+      page.source.sample = (step, index) => new Promise(answer => {
+        given[index] = async () => answer(await ask(step, index));
+      });
+      const both = [dialog.open(2, 2, [2, 3]), dialog.open(2, 3, [2, 3])];
+      await given[3]();
+      await given[2]();
+      await Promise.all(both);
+      return dialog.dialog.textContent;
+    }""")
+    assert "Answer 2 of 2" in shown and "group 1" in shown
+
+
+def test_calls_that_are_never_closed_take_no_time(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    page = open_page(serve(write_run(tmp_path, steps=2)))
+    seconds = page.evaluate("""() => {
+      const began = performance.now();
+      toolCalls('<tool_call>'.repeat(30000));
+      return (performance.now() - began) / 1000;
+    }""")
+    assert seconds < 1
+    assert page.evaluate("toolCalls('</tool_call><tool_call><tool_call>x</tool_call>y</tool_call>').length") == 1
+
+
 def test_dark_mode_follows_the_system_and_the_key(tmp_path: Path, open_page: Any, serve: Any) -> None:
     url = serve(write_run(tmp_path, steps=30))
     page = open_page(url, color_scheme="dark")
