@@ -53,9 +53,6 @@ ROWS = {
     "--actor.num_nodes": Row("--actor-num-nodes", kind="number"),
     "--actor.num_gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
     "--actor.gradient_checkpointing_enable": Row("--gradient-checkpointing", kind="switch"),
-    "--critic.value_clip": Row("--value-clip", kind="number"),
-    "--algo.advantage.gamma": Row("--gamma", kind="number"),
-    "--algo.advantage.lambd": Row("--lambd", kind="number"),
     "--vllm.tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
     "--vllm.gpu_memory_utilization": Row("", ENGINE),
     "--vllm.enable_prefix_caching": Row("", ENGINE),
@@ -73,6 +70,14 @@ ROWS = {
     "--logger.wandb.project": Row("--wandb-project", needs="--use-wandb"),
     "--reward.model_name_or_path": Row("", "rewards are functions here: --rm-type or --custom-rm-path"),
     "--reward.remote_url": Row("", "rewards are functions here; yours can call a server (--custom-rm-path)"),
+}
+
+# What some estimators read alone: the flag, those estimators, and why others do not
+OF_ESTIMATORS = {
+    "--algo.advantage.gamma": ("--gamma", ("gae", "reinforce"), "it is 1 with this estimator"),
+    "--algo.advantage.lambd": ("--lambd", ("gae",), "this estimator does not read it"),
+    "--critic.adam.lr": ("--critic-lr", ("gae",), "there is no critic with this estimator"),
+    "--critic.value_clip": ("--value-clip", ("gae",), "there is no critic with this estimator"),
 }
 
 ESTIMATORS = {
@@ -149,11 +154,13 @@ def _estimator(translation: Translation, named: Callable[[str], str]) -> None:
         whitens = "--normalize-advantages" in ESTIMATORS.get(name, ())
         why = "whitening always divides by the std here" if whitens else f"{name} does not read it"
         translation.miss(plain, why)
-    if translation.has(rate := named("--critic.adam.lr")):
-        if name == "gae":
-            translation.carry(rate, "--critic-lr", translation.number(rate, 0))
+    for key, (flag, readers, why) in OF_ESTIMATORS.items():
+        if not translation.has(key := named(key)):
+            continue
+        if name in readers:
+            translation.carry(key, flag, translation.number(key, 0))
         else:
-            translation.miss(rate, "there is no critic with this estimator")
+            translation.miss(key, why)
 
 
 def _kl(translation: Translation, named: Callable[[str], str]) -> None:

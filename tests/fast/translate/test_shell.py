@@ -124,9 +124,9 @@ def test_flags_of_a_branch_are_listed(tmp_path):
     assert "is set in a branch" in translation.document.elsewhere["${A[@]}"].value
 
 
-@pytest.mark.parametrize("text", ["echo\necho $(date\n", 'echo\necho "${A\n', "echo\necho `date\n", "echo\n" + '"$(' * 2000])
+@pytest.mark.parametrize("text", ["echo $(date\n", 'echo "${A\n', "echo `date\n", '"$(' * 2000])
 def test_a_bracket_that_is_not_closed_has_its_line(tmp_path, capsys, text):
-    (tmp_path / "run.sh").write_text(text)
+    (tmp_path / "run.sh").write_text(f"echo\n{text}")
     assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
     shown = capsys.readouterr().err
     assert "run.sh, line 2: " in shown and ("is not closed" in shown or "nested too deep" in shown)

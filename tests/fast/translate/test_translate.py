@@ -530,3 +530,12 @@ def test_arguments_by_position_are_read_and_those_of_a_function_are_not_constant
     _, translation, _ = translated(tmp_path, "trl.py", text)
     assert "--hf-checkpoint model" in " ".join(translation.words) and "--lr" not in translation.words
     assert [setting.key for setting in translation.expressions()] == ["learning_rate", "reward_funcs", "train_dataset"]
+
+
+@pytest.mark.parametrize(("estimator", "flags"), [("gae", 3), ("reinforce", 1), ("group_norm", 0)])
+def test_openrlhf_gives_an_estimator_only_what_it_reads(tmp_path, estimator, flags):
+    values = "--algo.advantage.gamma 0.9 --algo.advantage.lambd 0.95 --critic.value_clip 0.3"
+    text = f"python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator {estimator} {values}\n"
+    _, translation, _ = translated(tmp_path, "openrlhf.sh", text)
+    assert len({"--gamma", "--lambd", "--value-clip"} & {*translation.words}) == flags
+    assert len(translation.missing) == 3 - flags
