@@ -428,9 +428,9 @@ class WorkerPool:
         """End the workers. No call may follow."""
         self._closed = True
         workers, self._workers = list(self._workers.values()), {}
-        for worker in workers:
-            for order in worker.end():
-                order.result.cancel()
+        waiting, self._waiting = self._waiting, []
+        for order in [*waiting, *(order for worker in workers for order in worker.end())]:
+            order.result.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

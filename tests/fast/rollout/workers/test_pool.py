@@ -8,7 +8,7 @@ import pytest
 
 from miles.engine.base import SamplingParams
 from miles.rollout.groups import GroupSpec, GroupTools, response_seed
-from miles.rollout.workers.pool import WorkerPool
+from miles.rollout.workers.pool import WorkerLost, WorkerPool
 from miles.sample import Prompt, PromptGroup
 
 SPEC = GroupSpec(SamplingParams(4), 1, partial(response_seed, 0))
@@ -66,3 +66,34 @@ async def test_nobody_waits_for_a_worker_that_cannot_be_talked_to(fault, replace
     assert await asyncio.wait_for(pool.in_flight(), SECONDS) == 0
     assert process.is_ended
     await pool.close()
+
+
+class Dies(Process):
+    """A worker that is lost with its first groups."""
+
+    async def deliver(self, sent):
+        raise WorkerLost("died")
+
+    async def collect(self):
+        await asyncio.Event().wait()
+
+
+class NeverReady(Process):
+    """A worker that is being built."""
+
+    async def prepare(self):
+        await asyncio.Event().wait()
+
+
+async def test_a_group_that_waits_for_a_worker_is_cancelled_when_the_pool_closes():
+    processes = [Dies(), NeverReady()]
+    starts = iter(processes)
+    pool = WorkerPool(lambda number, _: next(starts), 1, Servers(), replaces=True)
+    await pool.start()
+    producing = asyncio.ensure_future(pool.produce(PromptGroup(0, Prompt("1+1=", (1,))), TOOLS, SPEC))
+    while not pool._waiting:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(pool.close(), SECONDS)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(producing, SECONDS)
+    assert all(process.is_ended for process in processes)
