@@ -55,7 +55,8 @@ class OneProcessRollout:
             self._started[start.iteration] = self._begin(self._worker.generate(start))
         started = self._started.pop(iteration)
         if self._update is not None:  # if it fails, which settling it raises, the iteration may wait for it forever
-            wait([started, self._update], return_when=FIRST_COMPLETED)
+            either: list[Future[Any]] = [started, self._update]
+            wait(either, return_when=FIRST_COMPLETED)
             if self._update.done():
                 self._settle_update()
         summary, *shards = started.result()

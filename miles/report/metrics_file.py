@@ -130,8 +130,8 @@ class MetricsFile:
         bounds = [rows.start + len(rows) * part // count for part in range(count + 1)]
         steps = [self._steps[i] for a, b in zip(bounds, bounds[1:], strict=False) for i in (a, (a + b) // 2)]
         values = {name: _extremes(self.column(name), bounds) for name in names}
-        last = {name: _or_none(_last(self.column(name)[rows.start : rows.stop])) for name in names}
-        return {"steps": steps, "values": values, "exact": False, "last": last}
+        newest = {name: _or_none(_last(self.column(name)[rows.start : rows.stop])) for name in names}
+        return {"steps": steps, "values": values, "exact": False, "last": newest}
 
 
 def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | None]:
