@@ -4,6 +4,8 @@
 ``miles train`` and samples every process of the run after each ``--every`` iterations. It writes ``held.csv``, a row
 per sample and kind of process, and prints each kind's growth between the samples after ``--settled`` iterations: the
 median of the first tenth and of the last tenth. Further flags after ``--`` go to ``miles train``.
+
+``python benchmarks/long_run.py --output outputs/long_run --draw curve.svg`` draws ``held.csv`` of an earlier run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from pathlib import Path
 
 import psutil
 
+from miles.stacks import RUN_FOLDER
+from miles.tracking.run_files import METRICS, SAMPLES
+
 HIDDEN, HEADS = 64, 4
 MODEL = {
     "model_type": "llama",
@@ -39,7 +44,10 @@ REWARD = """
 def spread(samples):
     return [sum(sample.response_ids) % 7 / 7 for sample in samples]
 """
+MORE_BOUND = 1  # open files or threads of a kind
 COLUMNS = ("iteration", "kind", "processes", "memory", "files", "threads")
+LASTING = (METRICS, SAMPLES, "tensorboard", "iter_")  # what a run is there to write: how its names begin
+NO_PROCESSES = ("shared memory", "temporary files", "other files of the run")
 
 
 def parse() -> argparse.Namespace:
@@ -48,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="iterations between samples")
     parser.add_argument("--settled", type=int, default=50, help="iterations before growth counts")
     parser.add_argument("--output", type=Path, default=Path("outputs/long_run"))
+    parser.add_argument("--draw", type=Path, help="draw the held.csv in --output to this picture, and run nothing")
     parser.add_argument("flags", nargs="*", help="further flags of miles train, after --")
     return parser.parse_args()
 
@@ -69,28 +78,37 @@ def kind_of(process: psutil.Process) -> str:
     return Path(scripts[0] if "python" in Path(words[0]).name and scripts else words[0]).name if words else "?"
 
 
-def sample(root: psutil.Process, iteration: int) -> Iterator[dict[str, object]]:
-    """Yield a row per kind of process of the tree, and one for shared memory and disk."""
+def sample(root: psutil.Process, iteration: int, output: Path) -> Iterator[dict[str, object]]:
+    """Yield a row per kind of process of the tree, and one for shared memory and each kind of files."""
     kinds = defaultdict[str, list[tuple[int, int, int]]](list)
+    temporary: set[str] = set()
     for process in [root, *root.children(recursive=True)]:
         try:
             with process.oneshot():
                 kinds[kind_of(process)].append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+            temporary |= {process.environ().get(RUN_FOLDER, "")} - {""}
         except psutil.NoSuchProcess:
             continue
     for kind, held in sorted(kinds.items()):
         memory, files, threads = map(sum, zip(*held, strict=True))
         yield dict(zip(COLUMNS, (iteration, kind, len(held), memory, files, threads), strict=True))
-    yield dict(zip(COLUMNS, (iteration, "shared memory", 0, size_of(Path("/dev/shm")), 0, 0), strict=True))
+    sizes = (
+        size_of(Path("/dev/shm")),
+        sum(size_of(Path(folder)) for folder in temporary),
+        size_of(output, without=LASTING),
+    )
+    for kind, size in zip(NO_PROCESSES, sizes, strict=True):
+        yield dict(zip(COLUMNS, (iteration, kind, 0, size, 0, 0), strict=True))
 
 
-def size_of(folder: Path) -> int:
-    """Return the bytes of the files of a folder; some may vanish meanwhile."""
+def size_of(folder: Path, without: tuple[str, ...] = ()) -> int:
+    """Return the bytes of the files of a folder, but for what begins so in it; some may vanish meanwhile."""
     total = 0
-    for where, _, names in os.walk(folder):
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(without)]
         for name in names:
             try:
-                total += (Path(where) / name).lstat().st_size
+                total += 0 if name.startswith(without) else (Path(where) / name).lstat().st_size
             except FileNotFoundError:
                 continue
     return total
@@ -103,7 +121,7 @@ def iterations_of(log: Path) -> int:
 
 
 def growth(rows: list[dict[str, object]], settled: int) -> Iterator[str]:
-    """Yield a line per kind of process: its use at first and at last, and whether memory stays in its bound."""
+    """Yield a line per kind of process: its use at first and at last, and whether it stays in its bounds."""
     after = [row for row in rows if int(str(row["iteration"])) >= settled]
     for kind in dict.fromkeys(str(row["kind"]) for row in after):
         own = [row for row in after if row["kind"] == kind]
@@ -113,14 +131,36 @@ def growth(rows: list[dict[str, object]], settled: int) -> Iterator[str]:
             for part in (own[:tenth], own[-tenth:])
         )
         grown = last["memory"] - first["memory"]
-        verdict = "ok" if grown <= max(MEMORY_BOUND, FRACTION_BOUND * first["memory"]) else "GROWS"
+        is_bounded = grown <= max(MEMORY_BOUND, FRACTION_BOUND * first["memory"])
+        is_flat = all(last[name] - first[name] <= MORE_BOUND for name in ("files", "threads"))
+        verdict = "ok" if is_bounded and is_flat else "GROWS"
         memory = " -> ".join(f"{held['memory'] / 2**20:8.1f}" for held in (first, last))
         others = (f"{name} {first[name]:g} -> {last[name]:g}" for name in ("files", "threads"))
         yield f"{kind:24} {memory} MiB  {'  '.join(others)}  {verdict}"
 
 
+def draw(rows: list[dict[str, str]], picture: Path) -> None:
+    """Draw the resident memory of each kind of process over the iterations."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"] not in NO_PROCESSES):
+        own = [row for row in rows if row["kind"] == kind]
+        axes.plot([int(row["iteration"]) for row in own], [int(row["memory"]) / 2**20 for row in own], label=kind)
+    axes.set(xlabel="iteration", ylabel="resident memory, MiB", ylim=(0, None))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    figure.savefig(picture)
+
+
 def main() -> None:
     args = parse()
+    if args.draw is not None:
+        with (args.output / "held.csv").open(newline="") as file:
+            draw(list(csv.DictReader(file)), args.draw)
+        return
     from miles.tiny_models.write import character_tokenizer, write_model
 
     args.output.mkdir(parents=True, exist_ok=True)
@@ -137,7 +177,7 @@ def main() -> None:
             done = iterations_of(log)
             if done >= sampled + args.every:
                 sampled = done
-                new = list(sample(root, done))
+                new = list(sample(root, done, args.output / "run"))
                 table.writerows(new)
                 file.flush()
                 rows += new

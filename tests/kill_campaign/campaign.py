@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -221,7 +222,7 @@ def sentence_problems(trial: Trial, status: int, last: str) -> list[str]:
     if status == 0:
         return []
     blamed = TARGETS[trial.target][1]
-    if status != 1 or not last.startswith("train.py: the run stopped: ") or blamed not in last:
+    if status != 1 or not last.startswith("train.py: the run stopped: ") or not re.search(blamed, last):
         return [f"status {status}, and the last line does not blame {blamed}: {last}"]
     return []
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
-SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-num-gpus", "1", "--rollout-health-check-interval", "2"]
+SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-health-check-interval", "2", "--rollout-num-gpus", "1"]
+TWO_SGLANG = [*SGLANG[:-1], "2"]  # with a router in front of them
 ASYNC = ["--async-steps", "1", "--use-tis"]
 MEGATRON = ["--train-backend", "megatron"]
 SETUPS: dict[str, list[str]] = {
@@ -19,21 +20,26 @@ SETUPS: dict[str, list[str]] = {
     "megatron, torch, sync": MEGATRON,
     "megatron, torch, async": [*MEGATRON, *ASYNC],
     "megatron, sglang, sync": [*MEGATRON, *SGLANG],
+    "megatron, sglang, async": [*MEGATRON, *SGLANG, *ASYNC],
+    "fsdp, two sglang, sync": TWO_SGLANG,
 }
 STRATIFIED = "fsdp, torch, sync"  # every target, signal and moment once; the other set-ups are drawn at random
 
-# By target: how its processes are found (a part of the name or the command line), and what the last line may blame.
+# By target: how its processes are found (a part of the name or the command line), and the pattern of what the last line
+# blames.
 TARGETS: dict[str, tuple[str, str]] = {
     "launcher": ("train.py", "stopped by"),
     "gcs": ("gcs_server", "Ray's GCS"),
     "raylet": ("raylet", "Ray's raylet"),
     "rollout actor": ("ray::RolloutActor", "rollout worker"),
     "trainer rank": ("ray::TrainActor", "trainer rank 0"),
-    "engine": ("sglang_on_cpu", "engine 0"),
-    "scheduler": ("sglang::scheduler", "engine 0"),
-    "engine actor": ("ray::EngineActor", "engine 0"),
+    "engine": ("sglang_on_cpu", r"engine \d"),
+    "scheduler": ("sglang::scheduler", r"engine \d"),
+    "engine actor": ("ray::EngineActor", r"engine \d"),
+    "router": ("sglang::router", "the router"),
 }
 OF_SGLANG = ("engine", "scheduler", "engine actor")
+OF_TWO = ("router",)
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}
 MOMENTS = ("load", "generate", "train", "sync_weights", "eval", "save")
 
@@ -62,7 +68,8 @@ class Trial:
 
 
 def targets_of(setup: str) -> list[str]:
-    return [target for target in TARGETS if target not in OF_SGLANG or "sglang" in setup]
+    missing = (() if "sglang" in setup else OF_SGLANG) + (() if "two sglang" in setup else OF_TWO)
+    return [target for target in TARGETS if target not in missing]
 
 
 def trials(seed: int) -> Iterator[Trial]:

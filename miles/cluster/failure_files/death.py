@@ -1,7 +1,8 @@
 """Say how a worker process died: by a signal that it could still log, or by one that leaves no trace.
 
 Ray does not report the signal. Its processes write ``*** SIGILL received …`` to their own log before they end by a
-fault of native code. SIGKILL, which the system sends when memory runs out, cannot be logged.
+fault of native code. SIGKILL, which the system sends when memory runs out, cannot be logged, and a function of the
+user's that calls ``os._exit`` leaves no trace either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ END_BYTES = 100_000  # of a log; the stacks follow the line
 _PID = re.compile(r"\bpid: (\d+)")  # in Ray's message about the death of an actor
 _SIGNAL = re.compile(rb"\*\*\* (SIG[A-Z]+) received")
 _BY_RAY = "Ray has ended it, as the memory of its host was nearly used up (RAY_memory_usage_threshold)"
-_NO_TRACE = "out of memory, or killed from outside"
+_NO_TRACE = "out of memory, killed from outside, or ended by code of yours, as os._exit does"
 _WHAT_IT_MEANS = {
     "SIGILL": "SIGILL: a library used an instruction that this CPU, or this virtual machine, does not execute; set "
     "ONEDNN_MAX_CPU_ISA=AVX2 in the environment and start again",

@@ -37,6 +37,9 @@ class Sleeper:
         time.sleep(seconds)
         return seconds
 
+    def leave(self):
+        os._exit(7)
+
     def fail(self, error):
         raise error  # a comment with timeout, which the traceback shows
 
@@ -122,10 +125,16 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     waits = second.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match=r"worker 0 died \(out of memory, or killed from outside\)") as lost:
+    with pytest.raises(WorkerLost, match=r"worker 0 died \(out of memory, killed from outside, or ended by") as lost:
         workers.result(waits)
     assert lost.value.worker is first
     assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
+
+
+def test_a_worker_that_code_in_it_has_ended_is_not_blamed_on_memory_alone(crew):
+    workers, (first, _), _ = crew
+    with pytest.raises(WorkerLost, match=r"worker 0 died \(.*, or ended by code of yours, as os\._exit does\)"):
+        workers.result(first.leave.remote())
 
 
 def test_a_fault_of_native_code_is_named_and_an_instruction_that_is_missing_has_a_remedy(crew):

@@ -114,8 +114,9 @@ def test_a_folder_that_is_locked_or_not_of_a_run_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_only_segments_that_the_server_has_open_are_removed(tmp_path):
-    mine, other = (f"{SEGMENTS}test_{os.getpid()}_{name}.shm" for name in ("mine", "other"))
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_only_segments_that_the_server_has_open_are_removed(tmp_path, segments):
+    mine, other = (f"{segments}test_{os.getpid()}_{name}" for name in ("mine", "other"))
     hold = f"import sys; file = open({mine!r}, 'w'); print(flush=True); input()"
     open(other, "w").close()
     try:

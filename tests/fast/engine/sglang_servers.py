@@ -21,8 +21,8 @@ KEYS = keys_of(ServerFlags(), external=False)
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
-def server_of(model, log, seed=0, reads_text=False):
-    spec = ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
+def server_of(model, log, seed=0, reads_text=False, devices=1):
+    spec = ServerSpec(model, "float32", "cpu", devices, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
     return SglangServer(spec, LogFile(log), HOST)
 
 

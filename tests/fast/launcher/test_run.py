@@ -1,6 +1,7 @@
 """A run before anything is started; and around a run with URLs: lock, resume, upload, say how to resume."""
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,6 +75,25 @@ def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_pat
     assert sorted(path.name for path in bucket.iterdir()) == ["iter_0000006"]
     out = capsys.readouterr().out
     assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
+
+
+@pytest.mark.parametrize("shared", ["--save", "--output-dir"])
+def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeypatch, capsys, shared):
+    def start(name, run):
+        folders = {flag: tmp_path / name / flag.strip("-") for flag in ("--save", "--output-dir")}
+        folders[shared] = tmp_path / "shared"
+        monkeypatch.setattr(launcher, "run", run)
+        words = minimal(" ".join(f"{flag} {folder}" for flag, folder in folders.items()))
+        launcher.launch(validate(parse(words)), exit_with_message)
+
+    def first(settings, context):
+        with pytest.raises(SystemExit, match="1"):
+            start("second", lambda settings, context: pytest.fail("it has started"))
+
+    start("first", first)
+    (line,) = capsys.readouterr().err.splitlines()
+    owner = f"another run is writing to this folder (process {os.getpid()} on "
+    assert line.startswith(f"train.py: error: {shared} {tmp_path}/shared: {owner}")
 
 
 def test_a_run_whose_folder_was_taken_over_ends(launch, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The store by which ranks find each other listens at one address only."""
 
+import socket
 from datetime import timedelta
 
 import psutil
@@ -15,7 +16,17 @@ def addresses_of(port):
     return [address.ip for address in found if address.port == port]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+@pytest.fixture(params=["127.0.0.1", "127.0.0.2", "::1"])
+def host(request):
+    """Return an address of the loopback interface."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        with socket.create_server((request.param, 0), family=family):
+            return request.param
+    except OSError as error:
+        pytest.skip(f"this machine has no {request.param} ({error})")
+
+
 def test_a_store_listens_at_its_address_only(host):
     store = serve_store(host, SHORT)
     assert addresses_of(store.port) == [host]

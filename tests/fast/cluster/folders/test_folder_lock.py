@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles.cluster.folders import folder_lock
-from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, is_held, locked_folders
+from miles.cluster.folders.folder_lock import HEARTBEAT_SECONDS, NAME, STALE_SECONDS, is_held, locked_folders
 
 REPO = Path(__file__).resolve().parents[4]
 HOLD = """
@@ -76,6 +76,10 @@ def lock_of_another_host(tmp_path):
 def test_a_launcher_on_another_host_is_seen_by_its_heartbeat(tmp_path, lock_of_another_host):
     with pytest.raises(ValueError, match="process 17 on elsewhere, since 2026-01-01"), lock(tmp_path):
         pass
+
+
+def test_a_lock_is_alive_until_several_heartbeats_are_missing():
+    assert STALE_SECONDS == 60 >= 3 * HEARTBEAT_SECONDS
 
 
 def test_a_lock_without_heartbeat_is_taken_over(tmp_path, lock_of_another_host):

@@ -11,11 +11,20 @@ import pytest
 
 from miles.cluster.local_access import private_session_root
 from miles.stacks import RUN_FOLDER
+from tests.fast.cluster.runs.launches import REPO
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 END_SECONDS = 60
 KILLED_SECONDS = 5
+IN_TERMINAL = f"""
+import os, pty, sys
+child, terminal = pty.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, {str(REPO / "train.py")!r}, *sys.argv[1:]])
+while os.read(terminal, 1 << 16):
+    pass
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +113,18 @@ def test_a_signal_to_all_processes_of_a_run_is_not_blamed_on_ray(launch, workpla
     assert "GCS" not in run.err and "raylet" not in run.err and "restarting" not in run.err
     assert not list(run.output.glob("failure-*"))
     assert run.left() == [] and not files.exists()
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_leaves_nothing(launch, workplace):
+    before, checkpoints, program = files_of_runs(), workplace / "terminal_ckpt", workplace / "in_terminal.py"
+    program.write_text(IN_TERMINAL)
+    run = launch("terminal", "--num-rollout", "1000", "--save", str(checkpoints), program=program)
+    run.wait_until(run.has_rows)
+    run.process.kill()  # the terminal closes with it, and the kernel sends SIGHUP
+    assert run.none_left(END_SECONDS), run.left()
+    assert files_of_runs() <= before
+    (saved,) = checkpoints.glob("iter_*")
+    assert max(run.rows()) == 2 * int(saved.name.removeprefix("iter_"))
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):

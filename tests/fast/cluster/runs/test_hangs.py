@@ -45,7 +45,7 @@ def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
     assert run.kill_worker("TrainActor")
     assert run.wait() == 1
     last = run.err.splitlines()[-1]
-    assert last.startswith("train.py: the run stopped: trainer rank 0 died (out of memory, or killed from outside);")
+    assert last.startswith("train.py: the run stopped: trainer rank 0 died (out of memory, killed from outside, or ")
     assert f"--load {workplace / 'dead_trainer_ckpt'} continues from the last checkpoint" in last
     assert run.none_left(), run.left()
 

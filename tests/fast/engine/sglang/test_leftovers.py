@@ -10,19 +10,22 @@ from miles.stacks import RUN_FOLDER
 from tests.fast.engine.sglang_servers import server_of
 
 pytest.importorskip("sglang")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tmp_path, monkeypatch, devices):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv(RUN_FOLDER, str(folder))
-    server = server_of(tiny_model, tmp_path / "server.log")
+    server = server_of(tiny_model, tmp_path / "server.log", devices=devices)
     server.start()
     try:
         (noted,) = folder.rglob(NOTED)
         segments = json.loads(noted.read_text())
-        assert segments and all(name.startswith(SEGMENTS) and Path(name).exists() for name in segments)
+        assert all(Path(name).exists() for name in segments)
+        kinds = {prefix for prefix in SEGMENTS if any(name.startswith(prefix) for name in segments)}
+        assert kinds == set(SEGMENTS[:devices]), "ranks of tensor parallelism have a queue"
         assert any(path.is_socket() for path in folder.rglob("*")), "its sockets are elsewhere"
     finally:
         server.stop()
