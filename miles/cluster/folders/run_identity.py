@@ -50,6 +50,9 @@ class RunIdentity:
 def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     """Check that ``--load`` names checkpoints of one run; return notes for the user.
 
+    Those of an earlier version, which say nothing, may be older than those of a run: it has continued them, as no other
+    run could have saved into their folder.
+
     Raises:
         ValueError: If the folder holds checkpoints of several runs: the newest may be another run's.
     """
@@ -61,12 +64,17 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
         return []
     if start != local:  # a folder of checkpoints
         last = _last_of_each_run(local)
+        newest = max(last, key=lambda run: checkpoint_folder.iterations_of(last[run]) or 0, default=None)
+        unnamed = last.pop(None, None) if newest is not None else None
         if len(last) > 1:
             runs = "; ".join(f"{_shown(run)} up to {folder.name}" for run, folder in last.items())
             raise ValueError(
                 f"--load {checkpoint.load}: holds checkpoints of {len(last)} runs ({runs}), and the newest may not be "
                 f"the one you mean; name one, for example --load {checkpoint.inside(checkpoint.load, start.name)}"
             )
+        if unnamed is not None:
+            which = f"checkpoints up to {unnamed.name} do not say which run wrote them (an earlier version of miles)"
+            return [f"--load {checkpoint.load}: {which}"]
     if _has_state(start) and _run_of(start) is None:
         return [f"--load {checkpoint.load}: {start.name} does not say which run wrote it (an earlier version of miles)"]
     return []

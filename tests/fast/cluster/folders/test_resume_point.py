@@ -1,5 +1,6 @@
 """The newest complete checkpoint is resumed, damaged ones are named, and the launcher ends with one sentence."""
 
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_the_newest_checkpoint_is_loaded_and_its_cost_is_noted(root):
     assert point.checkpoint.load == str(root / "iter_0000006") and point.damaged == ()
     (note,) = point.notes
     assert note.startswith(f"--load {root}: iter_0000006 is complete (4 files, ") and note.endswith(" s)")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_note(root):
+    newest = root / "iter_0000006"
+    (newest / "manifest.json").unlink()
+    state = json.loads((newest / "state.json").read_text())
+    del state["manifest"]
+    (newest / "state.json").write_text(json.dumps(state))
+    point = resume_point(CheckpointArguments(load=str(root)))
+    assert point.checkpoint.load == str(newest)
+    note = f"--load {root}: iter_0000006 has no manifest (an earlier version of miles), so its files are not verified"
+    assert point.notes == (note,)
 
 
 def test_a_run_of_other_steps_per_iteration_does_not_continue(tmp_path):

@@ -105,5 +105,18 @@ def test_checkpoints_of_earlier_versions_load_with_a_note(saved):
     assert "iter_0000060 does not say which run wrote it" in note
 
 
+def test_a_run_that_has_continued_checkpoints_of_an_earlier_version_is_resumed_with_a_note(saved):
+    saved(20, None)
+    saved(40, NEW)
+    (note,) = check_load_folder(CheckpointArguments(load=saved(60, NEW)))
+    assert "checkpoints up to iter_0000020 do not say which run wrote them" in note
+
+
+def test_an_earlier_version_that_has_saved_more_than_a_run_is_another_run(saved):
+    saved(40, NEW)
+    with pytest.raises(ValueError, match=r"2 runs \(run new .* up to iter_0000040; an earlier run up to iter_"):
+        check_load_folder(CheckpointArguments(load=saved(60, None)))
+
+
 def test_without_a_checkpoint_nothing_is_checked(tmp_path):
     assert check_load_folder(CheckpointArguments()) == check_load_folder(CheckpointArguments(load=str(tmp_path))) == []
