@@ -48,7 +48,7 @@ class CheckpointArguments:
     )
     no_load_fallback: bool = flag(False, "stop if the newest checkpoint in --load is damaged, and take no earlier one")
     no_load_optim: bool = flag(
-        False, "do not load the optimizer's state; the learning rate's schedule starts anew", args=["--no-load-optim"]
+        False, "do not load the optimizer's state; the learning rate's schedule starts again", args=["--no-load-optim"]
     )
     no_load_rng: bool = flag(False, "do not load the random state", args=["--no-load-rng"])
     finetune: bool = flag(False, "load only the weights, and start at iteration 0")
