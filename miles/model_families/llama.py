@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles.model_families.base import Config, ConvertedFamily, Shape
-from miles.model_families.parameters import EMBEDDING, HEAD, Binding, ParameterNames
+from miles.model_families.parameters import EMBEDDING, EMBEDDING_HF, HEAD, HEAD_HF, Binding, ParameterNames
 from miles.model_families.tensor_layouts import GateUp, QueryKeyValue, Replicated, Split, Vocabulary
 
 
@@ -44,8 +44,8 @@ class Llama(ConvertedFamily):
         tied = bool(config.get("tie_word_embeddings"))
         vocabulary = Vocabulary(config["vocab_size"])
         outside = {
-            EMBEDDING: Binding(vocabulary, ("model.embed_tokens.weight",)),
-            HEAD: Binding(vocabulary, ("model.embed_tokens.weight" if tied else "lm_head.weight",)),
+            EMBEDDING: Binding(vocabulary, (EMBEDDING_HF,)),
+            HEAD: Binding(vocabulary, (EMBEDDING_HF if tied else HEAD_HF,)),
             "decoder.final_layernorm.weight": Binding(Replicated(), ("model.norm.weight",)),
         }
         return ParameterNames(outside, self.layer(shape), tied)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from miles.model_families.tensor_layouts import Replicated, SwappedColumns, TensorLayout
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING_HF, HEAD_HF = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS_HF, MTP_HF = "model.layers.", "model.mtp_layers."
 
 

@@ -65,7 +65,7 @@ class MegatronBackend:
         self.ranks = initialize_process_groups(settings.dims, settings.training.seed)
         self.hf_config = read_config(settings.model.hf_checkpoint)
         # Read now: the hub may not be there when the run ends.
-        self.hf_weights = self._weights_at(settings.model.hf_checkpoint)
+        self.hf_weights = self._weights_at("--hf-checkpoint", settings.model.hf_checkpoint)
         self.generation_config = self.hf_weights.generation_config()
         self.converter = build_converter(
             settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
@@ -127,7 +127,7 @@ class MegatronBackend:
         folder = checkpoint_folder.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
         if path is not None and folder is None:
-            hf_config, weights = read_config(path), self._weights_at(path)
+            hf_config, weights = read_config(path), self._weights_at(flag, path)
             check_same_shape(
                 flag,
                 path,
@@ -176,8 +176,8 @@ class MegatronBackend:
 
     # What reads weights: a rehearsal has none (rehearsed.py).
 
-    def _weights_at(self, path: str) -> HuggingFaceWeights:
-        return HuggingFaceWeights(path)
+    def _weights_at(self, flag: str, path: str) -> HuggingFaceWeights:
+        return HuggingFaceWeights(path, flag)
 
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         self.converter.load(policy, weights)
@@ -260,8 +260,8 @@ class MegatronBackend:
 
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
-        self._save_adapter(folder)
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
+        self._save_adapter(folder)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ class RehearsedMegatron(MegatronBackend):
         policy.config.finalize_model_grads_func = finalized
         return models
 
-    def _weights_at(self, path: str) -> HuggingFaceWeights:
+    def _weights_at(self, flag: str, path: str) -> HuggingFaceWeights:
         return _NoWeights(path)
 
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:

@@ -53,6 +53,8 @@ class BridgeConverter:
 
         Raises ``ValueError`` for a parameter that would not be filled, and for a tensor that would not be read.
         """
+        if self._config.tie_word_embeddings:
+            weights.check_head_is_embedding()
         bridge, tasks = self._tasks(model, weights)
         self._check_complete(bridge, model, tasks, weights)
         tensors = _Tensors(weights)

@@ -42,7 +42,7 @@ class WeightConverter(Protocol):
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Fill the parameters of ``model``, in their dtype. Every rank of the layout calls it.
 
-        Raises ``ValueError`` naming a tensor that the checkpoint does not have.
+        Raises ``ValueError`` naming a tensor that the checkpoint does not have, or has in another shape.
         """
         ...
 
@@ -105,6 +105,8 @@ class RawConverter:
     @torch.no_grad()
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Fill the parameters of ``model``, in their dtype. Not collective: every rank reads what it needs."""
+        if self.names.tied:
+            weights.check_head_is_embedding()
         for name, parameter in self._local(model).items():
             binding = self.names.binding(name)
             group = self._tensor_group(binding)
@@ -112,6 +114,12 @@ class RawConverter:
                 parameter.copy_(self._drawn(binding, parameter, group))
                 continue
             whole = [weights.tensor(hf_name) for hf_name in binding.hf_names]
+            for hf_name, tensor, shape in zip(binding.hf_names, whole, _shapes(binding, parameter, group), strict=True):
+                if tensor.shape != shape:  # a layout would cut it, fill it up or repeat it
+                    raise ValueError(
+                        f"{weights.given}: its {hf_name} has the shape {tuple(tensor.shape)}, and its config asks for "
+                        f"{tuple(shape)}; correct config.json, or copy the folder again"
+                    )
             parameter.copy_(binding.layout.from_hf(whole, group.rank(), group.size()))
 
     def _drawn(self, binding: Binding, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -121,9 +129,8 @@ class RawConverter:
         """
         if like.dim() == 1 and not binding.hf_names[0].endswith("bias"):
             return torch.ones_like(like)
-        shapes = [t.shape for t in binding.layout.to_hf([like.to("meta", torch.float32)] * group.size())]
         whole = []
-        for hf_name, shape in zip(binding.hf_names, shapes, strict=True):
+        for hf_name, shape in zip(binding.hf_names, _shapes(binding, like, group), strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(hf_name.encode()))
             deviation = 0.0 if hf_name.endswith("bias") else self._spread
             whole.append(deviation * torch.randn(shape, generator=generator))
@@ -132,7 +139,7 @@ class RawConverter:
     def export(
         self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors by Hugging Face name, in the order of the layers, on every rank; a tied head once.
+        """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once.
 
         ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
         Buffers (the biases of experts) are exported as they are.
@@ -193,8 +200,6 @@ class RawConverter:
         """Return the whole tensors on every rank: gathered over tensor parallelism on their stage, then broadcast."""
         group = self._tensor_group(binding)
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
-        like = torch.empty(location.shape, dtype=dtype, device="meta")
-        shapes = [tensor.shape for tensor in binding.layout.to_hf([like] * group.size())]
         if shard is not None:
             shards = [shard]
             if group.size() > 1:
@@ -202,7 +207,8 @@ class RawConverter:
                 dist.all_gather(shards, shard, group=group)
             tensors = [tensor.contiguous() for tensor in binding.layout.to_hf(shards)]
         else:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            like = torch.empty(location.shape, device="meta")
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in _shapes(binding, like, group)]
         if binding.is_expert and self.ranks.pp.rank() == location.pp_rank:
             _send_to_all(tensors, self.ranks.ep, location.ep_rank)
         _send_to_all(tensors, self.ranks.pp, location.pp_rank)
@@ -210,6 +216,11 @@ class RawConverter:
 
     def _tensor_group(self, binding: Binding) -> dist.ProcessGroup:
         return self.ranks.expert_tp if binding.is_expert else self.ranks.tp
+
+
+def _shapes(binding: Binding, part: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Size]:
+    """Return the shapes of the whole Hugging Face tensors, if every rank of ``group`` holds a tensor like ``part``."""
+    return [tensor.shape for tensor in binding.layout.to_hf([part.to("meta")] * group.size())]
 
 
 def _global_name(name: str, first_layer: int, first_expert: int) -> str:

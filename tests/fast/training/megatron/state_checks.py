@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from cases import ANYWHERE, BATCHES, Case, loss_of, without_loss_tokens
 from compare import samples_of, wanted
 from layouts import CPU, SIGMOID, TEMPERATURE, RankProcess, make_backend, models_of, plain_model, shard_of, weights
 from oracle import token_scores
+from safetensors.torch import load_file, save_file
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
@@ -232,6 +234,29 @@ def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
         assert not backend.policy._kept, "what is kept goes with its iteration"
 
 
+def other_tensors_than_the_config_says_are_refused(process: RankProcess) -> None:
+    """Each is named: an embedding with fewer rows, a matrix that would be repeated, a head that is not the embedding."""
+    embedding, head, query = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"
+    for model, name, change in (
+        ("untied", embedding, lambda tensor: tensor[:-6]),
+        ("untied", embedding, lambda tensor: torch.cat([tensor, tensor])),
+        ("untied", query, lambda tensor: tensor[:, :1]),
+        ("tied", head, lambda tensor: tensor + 0.01),
+    ):
+        tensors = load_file(process.folder / model / "model.safetensors")
+        tensors[name] = change(tensors[embedding if name == head else name]).contiguous()
+        changed = f"{model} with another {name}"
+        shutil.rmtree(process.folder / changed, ignore_errors=True)
+        shutil.copytree(process.folder / model, process.folder / changed)
+        save_file(tensors, process.folder / changed / "model.safetensors", {"format": "pt"})
+        message = ""
+        try:
+            make_backend(process, changed, PLAIN)
+        except ValueError as error:
+            message = str(error)
+        assert message.startswith(f"--hf-checkpoint {process.model(changed)}: ") and name in message, message
+
+
 CHECKS = (
     log_probs_equal_transformers,
     weights_come_back_exactly,
@@ -242,7 +267,7 @@ CHECKS = (
 )
 CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
 OF_LAYOUT = {
-    "one": (*CHECKS, reference_is_rotated_by_its_own_config),
+    "one": (*CHECKS, reference_is_rotated_by_its_own_config, other_tensors_than_the_config_says_are_refused),
     "dp2, distributed optimizer": CHECKS,
     "tp2": CHECKS,
     "tp2 with sp": CONVERSION,
