@@ -123,20 +123,20 @@ def save_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def load_errors(folder: Path) -> Iterator[None]:
-    """Raise ``ValueError`` that names the checkpoint and the reason if a rank cannot read ``folder``."""
+def load_errors(folder: Path, flag: str) -> Iterator[None]:
+    """Raise ``ValueError`` that names ``flag``, the checkpoint and the reason if a rank cannot read ``folder``."""
     try:
         yield
     except CheckpointException as error:
         rank, failure = _first(error)
         raise ValueError(
-            f"the checkpoint {folder} does not hold this model (rank {rank}: {type(failure).__name__}: "
-            f"{in_one_line(failure)}); give one that was saved with the same model and heads to --load or --ref-load"
+            f"{flag}: the checkpoint {folder} does not hold this model (rank {rank}: {type(failure).__name__}: "
+            f"{in_one_line(failure)}); give one that was saved with the same model and heads"
         ) from error
     except (OSError, UnpicklingError, AttributeError) as error:  # the last is Megatron's without its common.pt
         raise ValueError(
-            f"the checkpoint {folder} cannot be read ({type(error).__name__}: {in_one_line(error)}); give another one "
-            "to --load or --ref-load"
+            f"{flag}: the checkpoint {folder} cannot be read ({type(error).__name__}: {in_one_line(error)}); give "
+            "another one"
         ) from error
 
 

@@ -88,7 +88,7 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
     tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:
         tensors["optimizer"] = _optimizer_state(model, optimizer)
-    with load_errors(folder), restricted_loading():
+    with load_errors(folder, "--load"), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
     if with_optimizer:
@@ -128,7 +128,7 @@ def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
     tensors = {"model": _trained_state(model)}
-    with load_errors(folder), restricted_loading():
+    with load_errors(folder, flag), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
 
@@ -146,7 +146,7 @@ def load_reference(within: Path, model: PreTrainedModel) -> None:
     """Read what ``save_reference`` wrote into ``within``."""
     read_run_state(within, "fsdp", "--load")
     tensors = {"model": get_model_state_dict(model)}
-    with load_errors(within), restricted_loading():
+    with load_errors(within, "--load"), restricted_loading():
         dcp.load(tensors, checkpoint_id=within)
     set_model_state_dict(model, tensors["model"])
 

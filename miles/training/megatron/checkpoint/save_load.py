@@ -7,7 +7,7 @@ time to the CPU, loading reads ``BUCKET_BYTES`` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,9 +20,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from miles.training.checkpoint_files import in_one_line
+from miles.model_families.parameters import EMBEDDING
+from miles.training.checkpoint_files import DamagedFile, in_one_line
 from miles.training.checkpoint_folder import read_run_state, write_run_state
 from miles.training.checkpoint_io import StagedFiles, load_errors, save_errors
 from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState, Piece
@@ -33,10 +35,11 @@ from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
 from miles.training.random_state import restore_random_state, write_random_state
-from miles.training.restricted_pickle import restricted_loading
+from miles.training.restricted_pickle import read_index, restricted_loading
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 KINDS = (MASTER, *MOMENTS)
+OF_OPTIMIZER = "optimizer.state."  # where names of the moments begin
 BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a larger tensor is read by itself
 
 
@@ -72,7 +75,7 @@ def save(
     """Write everything that a resumed run needs into ``folder``, which is empty. Collective.
 
     Tensors go into ``staged`` if it is given. The caller makes the folder visible when it is complete. Raises
-    ``OSError`` on all ranks if one cannot write.
+    ``OSError`` on all ranks if one cannot write its tensors.
     """
     adam = AdamState(optimizer.adam)
     sharded = _sharded(policy, ranks)
@@ -94,7 +97,7 @@ def load(
     steps = state["schedule"]["steps_done"] if with_optimizer else 0
     adam = AdamState(optimizer.adam)
     kinds = KINDS if with_optimizer else (MASTER,)
-    for parameter, whole in _read(folder, policy, ranks, kinds):
+    for parameter, whole in _read(folder, policy, ranks, kinds, "--load"):
         adam.restore(parameter, whole, steps)
     optimizer.steps_done = steps
     if rng:
@@ -120,7 +123,7 @@ def read_weights(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each weight of ``policy`` with what ``folder`` has for it, whole and fp32 on CPU. Collective."""
     read_run_state(folder, "megatron", flag)
-    yield from ((parameter, whole[MASTER]) for parameter, whole in _read(folder, policy, ranks, (MASTER,)))
+    yield from ((parameter, whole[MASTER]) for parameter, whole in _read(folder, policy, ranks, (MASTER,), flag))
 
 
 def save_weights(
@@ -148,18 +151,21 @@ def save_weights(
 
 
 def _read(
-    folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
+    folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...], flag: str
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Yield each parameter with its whole fp32 tensors, on CPU. Collective: all ranks read equally often."""
     sharded = _sharded(policy, ranks)
     buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
-    turns: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(turns, len(buckets))
     try:
-        save_preprocess(_empty(sharded, kinds, "meta"))  # checks all parts of every tensor, which a bucket may lack
+        # Checks all parts of every tensor, which a bucket may lack.
+        parts, _ = save_preprocess(_empty(sharded, kinds, "meta"))
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (len(buckets), {part.key for part in nested_values(parts)}))
+        turns, names = zip(*of_ranks, strict=True)
+        _check_holds_only(folder, policy, set().union(*names), flag)
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}
-            with load_errors(folder), restricted_loading():
+            with load_errors(folder, flag), restricted_loading():
                 found = dist_checkpointing.load(
                     _empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False
                 )
@@ -167,9 +173,38 @@ def _read(
                 yield described.data, found.pop(name)  # frees the bucket before the next one is read
     except CheckpointingException as error:
         raise ValueError(
-            f"the checkpoint {folder} does not hold this model ({in_one_line(error)}); give one that was saved with "
-            "the same model and heads, and by no later megatron-core, to --load or --ref-load"
+            f"{flag}: the checkpoint {folder} does not hold this model ({in_one_line(error)}); give one that was saved "
+            "with the same model and heads, and by no later megatron-core"
         ) from error
+
+
+def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: str) -> None:
+    """Check what Megatron accepts: weights besides those called ``names``, and a vocabulary of another size.
+
+    Heads of multi-token prediction may be there, because a reference has none.
+
+    Raises:
+        ValueError: The checkpoint ``folder`` is that of another model.
+    """
+    try:
+        index = read_index(folder)
+    except DamagedFile as fault:
+        raise ValueError(f"{flag}: the checkpoint {folder} is damaged: {fault}") from None
+    sizes = {
+        name: found.size
+        for name, found in index.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata) and not name.startswith((OF_OPTIMIZER, "mtp."))
+    }
+    reason = f"it also has {min(sizes.keys() - names)}" if sizes.keys() - names else None
+    tokens, heads = policy.tokens_in_vocabulary, policy.config.num_attention_heads
+    padded = {-(-tokens // tp) * tp for tp in range(1, heads + 1) if heads % tp == 0}
+    if EMBEDDING in sizes and sizes[EMBEDDING][0] not in padded:
+        reason = f"its vocabulary has {sizes[EMBEDDING][0]} rows, and the model's {tokens}"
+    if reason is not None:
+        raise ValueError(
+            f"{flag}: the checkpoint {folder} does not hold this model ({reason}); give one that was saved with the "
+            "same model"
+        )
 
 
 def _buckets(sharded: Iterable[tuple[str, Sharded]], element_bytes: int) -> Iterator[dict[str, Sharded]]:
@@ -244,7 +279,7 @@ def _refusal(reason: str) -> ValueError:
 
 def _holding(sharded: Sharded, kind: str, tensor: torch.Tensor) -> Sharded:
     """Return the description of the same part of the tensor of ``kind``, holding ``tensor``."""
-    key = sharded.key if kind == MASTER else f"optimizer.state.{kind}.{sharded.key}"
+    key = sharded.key if kind == MASTER else f"{OF_OPTIMIZER}{kind}.{sharded.key}"
     if isinstance(sharded, ShardedTensorFactory):
         return replace(sharded, key=key, data=tensor)
     return replace(sharded, key=key, data=tensor, dtype=tensor.dtype)

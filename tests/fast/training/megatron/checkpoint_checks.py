@@ -57,6 +57,8 @@ LAYOUTS |= {
 # The vocabulary does not divide by the tensor-parallel ranks, so the embedding is padded.
 MODELS["odd"] = copy.deepcopy(MODELS["untied"])
 MODELS["odd"].vocab_size = 65
+MODELS["wide"] = copy.deepcopy(MODELS["untied"])
+MODELS["wide"].vocab_size = 80
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,27 @@ def checkpoint_of_another_backend_is_refused(process: RankProcess) -> None:
         return
 
 
+def checkpoint_of_another_model_is_refused(process: RankProcess) -> None:
+    """More layers, a head of its own, and another vocabulary, which Megatron accepts."""
+    for saved, read, words in (
+        ("three_layers", "untied", "it also has decoder.layers.2."),
+        ("untied", "tied", "it also has output_layer.weight"),
+        ("wide", "untied", "its vocabulary has 80 rows, and the model's 66"),
+        ("untied", "wide", "its vocabulary has 66 rows, and the model's 80"),
+    ):
+        folder = process.folder / f"{saved} as {read} under {process.name}"
+        if process.rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        _backend(process, saved).save(folder, LAUNCHER)
+        message = ""
+        try:
+            _backend(process, read).load(folder)
+        except ValueError as error:
+            message = str(error)
+        assert message.startswith(f"--load: the checkpoint {folder} ") and words in message, message
+
+
 def what_cannot_be_written_is_refused_at_the_start(process: RankProcess) -> None:
     """Refused: a parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
     backend = _backend(process, "untied")
@@ -360,6 +383,7 @@ FURTHER = (
     without_optimizer_it_starts_from_zero,
     reference_comes_from_a_checkpoint,
     checkpoint_of_another_backend_is_refused,
+    checkpoint_of_another_model_is_refused,
     what_cannot_be_written_is_refused_at_the_start,
 )
 SAVING = {change.before: (saves,) for change in CHANGES}
