@@ -71,12 +71,11 @@ class HuggingFaceWeights:
         Raises:
             ValueError: It has.
         """
-        if HEAD_HF in self.names and EMBEDDING_HF in self.names:
-            if not torch.equal(self.tensor(HEAD_HF), self.tensor(EMBEDDING_HF)):
-                raise ValueError(
-                    f"{self.given}: its config has tie_word_embeddings true, and its {HEAD_HF} differs from "
-                    f"{EMBEDDING_HF}; set tie_word_embeddings to false in its config.json, or remove {HEAD_HF}"
-                )
+        if HEAD_HF in self.names and not torch.equal(self.tensor(HEAD_HF), self.tensor(EMBEDDING_HF)):
+            raise ValueError(
+                f"{self.given}: its config has tie_word_embeddings true, and its {HEAD_HF} differs from "
+                f"{EMBEDDING_HF}; set tie_word_embeddings to false in its config.json, or remove {HEAD_HF}"
+            )
 
     def generation_config(self) -> str | None:
         """Return the text of generation_config.json, or None if there is none."""

@@ -235,7 +235,7 @@ def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
 
 
 def other_tensors_than_the_config_says_are_refused(process: RankProcess) -> None:
-    """Each is named: an embedding with fewer rows, a matrix that would be repeated, a head that is not the embedding."""
+    """Each is named: an embedding of another size, a matrix that would be repeated, a head beside a tied embedding."""
     embedding, head, query = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"
     for model, name, change in (
         ("untied", embedding, lambda tensor: tensor[:-6]),

@@ -65,7 +65,7 @@ def test_a_head_beside_a_tied_embedding_must_equal_it(tmp_path: Path, difference
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_rank_that_writes_holds_more_than_a_tensor(tmp_path: Path, monkeypatch: MonkeyPatch, rank: int) -> None:
+def test_ranks_that_do_not_write_hold_nothing(tmp_path: Path, monkeypatch: MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "barrier", lambda: None)
     held: list[int] = []
