@@ -223,14 +223,15 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         gradient.zero_()
         return mass if self.ranks.token_group.rank() == self._owner(canary) else nothing
 
-    def _owner(self, canary: torch.nn.Parameter) -> int:
+    def _owner(self, canary: Any) -> int:
         *_, distributed = self.distributed
         if not distributed.ddp_config.use_distributed_optimizer:
             return 0
         for buffer in distributed.buffers:
             for bucket in buffer.buckets:
                 if canary in bucket.params:
-                    start, _end = bucket.param_to_index[canary]
+                    # Not bucket.param_to_index, which leaves out the padding between parameters.
+                    start = canary.main_grad.storage_offset() - bucket.grad_data.storage_offset()
                     owner: int = start // (bucket.grad_data.numel() // self.ranks.token_group.size())
                     return owner
         raise AssertionError("every parameter has a bucket")

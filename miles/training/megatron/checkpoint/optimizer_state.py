@@ -38,7 +38,9 @@ class AdamState:
     def __init__(self, adam: Any) -> None:
         parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
         self._optimizers = parts
-        self._sharded = {p: part for part in parts if isinstance(part, DistributedOptimizer) for p in _tracked(part)}
+        sharded = [part for part in parts if isinstance(part, DistributedOptimizer)]
+        self._sharded = {p: part for part in sharded for p in _tracked(part)}
+        self._held = {p: held for part in sharded for p, held in _held(part)}
         self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
 
     def piece(self, parameter: torch.Tensor) -> Piece:
@@ -89,8 +91,7 @@ class AdamState:
         if parameter not in part.model_param_gbuf_map:
             return None, slice(0, 0), part.optimizer
         place = part._get_model_param_range_map(parameter)["param"]
-        group, order = part.model_param_group_index_map[parameter]
-        held, adam = _groups(part)[group]["params"][order], part.optimizer
+        held, adam = self._held[parameter], part.optimizer
         if isinstance(adam, HybridDeviceOptimizer):
             held = adam.param_to_inner_param[held]  # fp32, and in host memory if it is offloaded
             adam = _optimizer_of(held, adam.sub_optimizers)
@@ -104,6 +105,17 @@ def _optimizer_of(held: torch.Tensor, optimizers: list[Any]) -> Any:
 
 def _groups(part: Any) -> list[dict[str, Any]]:
     return [] if part.optimizer is None else part.optimizer.param_groups
+
+
+def _held(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield each parameter that this rank has a part of, and the tensor of the optimizer with that part.
+
+    Megatron's own order of both, ``model_param_group_index_map``, is another one where a group has parameters of two
+    dtypes in several gradient buffers: the fp32 ones come first among the tensors (optimizer/distrib_optimizer.py,
+    ``_build_model_and_main_param_groups``).
+    """
+    for in_fp32, in_bf16, group in zip(part.model_fp32_groups, part.model_float16_groups, _groups(part), strict=True):
+        yield from zip((*in_fp32, *in_bf16), group["params"], strict=True)
 
 
 def _tracked(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:

@@ -46,6 +46,7 @@ from miles.training.checkpoint_folder import at, newest, publish, staging
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint import save_load as checkpoint
+from miles.training.megatron.checkpoint.optimizer_state import MASTER, AdamState
 from miles.training.megatron.checkpoint.save_load import check_can_save
 from miles.training.megatron.moe.router import expert_biases
 
@@ -316,6 +317,19 @@ def checkpoint_of_another_model_is_refused(process: RankProcess) -> None:
         assert message.startswith(f"--load: the checkpoint {folder} ") and words in message, message
 
 
+def states_belong_to_their_parameters(process: RankProcess) -> None:
+    """Test bf16 weights beside fp32 ones (the canary, the critic's head), in the parts of an interleaved pipeline."""
+    loss = replace(PLAIN, advantage_estimator="ppo")
+    plain = make_backend(process, "six_layers", loss, auxiliary={"use_distributed_optimizer": True}).settings
+    backend = MegatronBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, 10)
+    for model in (backend.policy, backend.critic):
+        assert model is not None
+        adam = AdamState(model.optimizer.adam)
+        for name, parameter in ((n, p) for chunk in model.stage.chunks for n, p in chunk.named_parameters()):
+            found = adam.piece(parameter).tensors[MASTER]  # whole: there is one data-parallel rank
+            assert torch.equal(found.view_as(parameter).to(parameter.dtype), parameter), name
+
+
 def what_cannot_be_written_is_refused_at_the_start(process: RankProcess) -> None:
     """Refused: a parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
     backend = _backend(process, "untied")
@@ -388,7 +402,9 @@ FURTHER = (
 )
 SAVING = {change.before: (saves,) for change in CHANGES}
 RESUMING = {
-    name: (next_step_is_the_same,) + (FURTHER if name in ("one", "tp2", "bf16, dp2, distributed optimizer") else ())
+    name: (next_step_is_the_same,)
+    + (FURTHER if name in ("one", "tp2", "bf16, dp2, distributed optimizer") else ())
+    + ((states_belong_to_their_parameters,) if name == "pp3, interleaved" else ())
     for change in CHANGES
     for name in change.after
 }

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
+from miles.arguments.lora import LoraArguments
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.metrics import values
 from miles.objective.settings import LossArguments
@@ -234,6 +235,13 @@ def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
         assert not backend.policy._kept, "what is kept goes with its iteration"
 
 
+def canary_is_found_among_small_parameters(process: RankProcess) -> None:
+    """An adapter of rank 1 has parameters whose places in the gradient buffer are padded."""
+    plain = make_backend(process, "untied", PLAIN)
+    backend = MegatronBackend(replace(plain.settings, lora=LoraArguments(lora_rank=1)), CPU, 10)
+    _train(backend, batch_of(CASE))
+
+
 def other_tensors_than_the_config_says_are_refused(process: RankProcess) -> None:
     """Each is named: an embedding of another size, a matrix that would be repeated, a head beside a tied embedding."""
     embedding, head, query = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -268,7 +276,7 @@ CHECKS = (
 CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
 OF_LAYOUT = {
     "one": (*CHECKS, reference_is_rotated_by_its_own_config, other_tensors_than_the_config_says_are_refused),
-    "dp2, distributed optimizer": CHECKS,
+    "dp2, distributed optimizer": (*CHECKS, canary_is_found_among_small_parameters),
     "tp2": CHECKS,
     "tp2 with sp": CONVERSION,
     "pp2": CHECKS,
