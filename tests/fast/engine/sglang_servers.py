@@ -21,9 +21,9 @@ KEYS = keys_of(ServerFlags(), external=False)
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
-def server_of(model, log, seed=0, reads_text=False, devices=1):
+def server_of(model, log, seed=0, reads_text=False, devices=1, host=HOST):
     spec = ServerSpec(model, "float32", "cpu", devices, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
-    return SglangServer(spec, LogFile(log), HOST)
+    return SglangServer(spec, LogFile(log), host)
 
 
 class LocalServer:

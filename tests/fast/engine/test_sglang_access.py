@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from miles.engine.sglang.keys import bearer
-from tests.fast.engine.sglang_servers import KEYS
+from tests.fast.engine.sglang_servers import KEYS, server_of
 
 # The first test of the suite that needs the server starts it.
 pytestmark = pytest.mark.timeout(900)
@@ -95,6 +95,21 @@ def test_it_listens_on_the_loopback_interface_only(processes, sglang_address):
     assert {address.ip for address in found} == {"127.0.0.1"}
     own = [c.laddr for c in processes[0].net_connections("inet") if not c.raddr]
     assert [f"{address.ip}:{address.port}" for address in own] == [sglang_address]
+
+
+@pytest.mark.slow
+def test_with_the_address_of_a_node_it_listens_there_and_not_on_all_interfaces(tiny_model, tmp_path):
+    server = server_of(tiny_model, tmp_path / "server.log", host="127.0.0.2")
+    try:
+        url = server.start()
+        leader = psutil.Process(server.pid)
+        family = [leader, *leader.children(recursive=True)]
+        found = {c.laddr for process in family for c in process.net_connections("inet") if c.status == "LISTEN"}
+    finally:
+        server.stop()
+    assert url.startswith("http://127.0.0.2:")
+    assert {address.ip for address in found} <= {"127.0.0.1", "127.0.0.2"}
+    assert [address.ip for address in found if url.endswith(f":{address.port}")] == ["127.0.0.2"]
 
 
 def test_its_other_sockets_belong_to_its_user(processes):
