@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
@@ -30,7 +31,7 @@ from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
-from miles.cluster.run_guard import RunGuard
+from miles.cluster.run_guard import END_SECONDS, RunGuard
 from miles.cluster.stop_requests import stops_later
 from miles.flags import count
 from miles.host.disk_faults import WriteFailed
@@ -342,6 +343,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
             return
         except Exception as error:  # Ray raises no type of its own here
             ray.shutdown()
+            _end_failed_start(guard)
             if "timed out during startup" not in str(error):
                 raise
             if attempt == START_TRIES:
@@ -350,6 +352,22 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
                     "when fewer processes compete for the cores, or start Ray yourself and give --ray-address"
                 ) from None
             print(f"Ray did not start within its 30 s; trying again ({attempt} of {START_TRIES - 1})", file=sys.stderr)
+
+
+def _end_failed_start(guard: RunGuard) -> None:
+    """End the processes of a Ray that did not start, which Ray ends with the launcher only (2.60 _private/node.py).
+
+    They would take the cores from the next try.
+    """
+    ended: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.pid != guard.pid and any(str(guard.folder) in word for word in child.cmdline()):
+                ended += [child, *child.children(recursive=True)]
+    for process in ended:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(ended, END_SECONDS)
 
 
 def resolve_device(cluster: ClusterArguments) -> str:

@@ -196,3 +196,31 @@ def test_ray_that_never_starts_in_time_is_one_sentence(
     with pytest.raises(ValueError, match=rule), ray_session(ClusterArguments(device="cpu")):
         pass
     assert capsys.readouterr().err.count("trying again") == 2
+
+
+SLOW_START = """
+import psutil, ray
+from miles.arguments.cluster import ClusterArguments
+from miles.cluster.session import ray_session
+
+found = ray._private.services.get_node
+starts = []
+
+def get_node(*given):
+    starts.append([child.pid for child in psutil.Process().children()])
+    if len(starts) == 1:
+        raise Exception("The current node timed out during startup.")
+    return found(*given)
+
+ray._private.services.get_node = get_node
+with ray_session(ClusterArguments(device="cpu")):
+    first, second = map(set, starts[:2])
+    print(len(first), len(second), len(first & second))
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_a_start_that_took_too_long_is_left_beside_the_next_one() -> None:
+    ended = subprocess.run([sys.executable, "-c", SLOW_START], capture_output=True, text=True)
+    first, second, in_both = map(int, ended.stdout.split())
+    assert first == second > 3 and in_both == 1, "only the guard of the run is in both"
