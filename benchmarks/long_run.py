@@ -147,7 +147,9 @@ def draw(rows: list[dict[str, str]], picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for kind in dict.fromkeys(row["kind"] for row in rows if row["kind"] not in NO_PROCESSES):
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+    newest = {row["kind"]: int(row["memory"]) for row in rows if row["kind"] not in NO_PROCESSES}
+    for kind in sorted(newest, key=lambda kind: -newest[kind]):  # the legend is in the order of the curves
         own = [row for row in rows if row["kind"] == kind]
         axes.plot([int(row["iteration"]) for row in own], [int(row["memory"]) / 2**20 for row in own], label=kind)
     axes.set(xlabel="iteration", ylabel="resident memory, MiB", ylim=(0, None))
