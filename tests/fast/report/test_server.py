@@ -18,7 +18,7 @@ from run_folder import healthy_row, sample, write_header, write_rows, write_run
 from miles.commands import report
 from miles.report.page import SCRIPTS, STYLES
 from miles.report.server import ReportServer
-from miles.tracking.run_files import RunFiles
+from miles.tracking.run_files import SAMPLES, RunFiles
 
 
 @pytest.fixture
@@ -96,12 +96,16 @@ def test_a_name_of_another_machine_is_refused(server: ReportServer, host: str) -
     assert error.value.code == 403
 
 
-def test_a_reference_answer_may_be_anything_that_json_has(server: ReportServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", ["null", "NaN"])  # earlier versions wrote NaN
+def test_a_reference_answer_may_be_anything_that_json_has(server: ReportServer, tmp_path: Path, written: str) -> None:
     write_header(tmp_path / "run")
     label = {"answer": 42, "tolerance": math.nan}
     RunFiles(tmp_path / "run").append_samples(1, [sample(0, 0, label=label)])
-    assert get(server, "sample", step=1, index=0)["label"] == '{"answer": 42, "tolerance": NaN}'
-    assert get(server, "samples")["groups"][0]["label"] == '{"answer": 42, "tolerance": NaN}'
+    samples = tmp_path / "run" / SAMPLES
+    samples.write_text(samples.read_text().replace('"tolerance": null', f'"tolerance": {written}'))
+    shown = f'{{"answer": 42, "tolerance": {written}}}'
+    assert get(server, "sample", step=1, index=0)["label"] == shown
+    assert get(server, "samples")["groups"][0]["label"] == shown
     assert get(server, "search", text="tolerance")["hits"]
 
 
