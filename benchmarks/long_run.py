@@ -46,7 +46,7 @@ def spread(samples):
 """
 MORE_BOUND = 1  # open files or threads of a kind
 COLUMNS = ("iteration", "kind", "processes", "memory", "files", "threads")
-LASTING = (METRICS, SAMPLES, "tensorboard", "iter_")  # what a run is there to write: how its names begin
+LASTING = (METRICS, SAMPLES, "tensorboard", "iter_")  # prefixes of the files that a run is meant to leave
 NO_PROCESSES = ("shared memory", "temporary files", "other files of the run")
 
 
@@ -102,7 +102,10 @@ def sample(root: psutil.Process, iteration: int, output: Path) -> Iterator[dict[
 
 
 def size_of(folder: Path, without: tuple[str, ...] = ()) -> int:
-    """Return the bytes of the files of a folder, but for what begins so in it; some may vanish meanwhile."""
+    """Return the bytes of the files below a folder, except names that begin with ``without``.
+
+    Some files may vanish meanwhile.
+    """
     total = 0
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(without)]

@@ -33,7 +33,7 @@ class Comparison:
     """What a script compares.
 
     Attributes:
-        subject: The first of the two "with" the second.
+        subject: What is compared with what.
         result: Says in words what the figures show.
     """
 
@@ -47,7 +47,7 @@ class Record:
 
     Attributes:
         benchmark: The name of the script, which is also its key in ``COMPARISONS``.
-        figures: What it printed.
+        figures: Its JSON output.
         conditions: The model, the precision, and what else used the machine.
     """
 
@@ -68,9 +68,9 @@ def times(ratio: float) -> str:
     """Return a ratio of speeds in words.
 
     >>> times(2.371), times(12.4)
-    ('2.4 times as fast', '12 times as fast')
+    ('2.37 times as fast', '12.4 times as fast')
     """
-    return f"{ratio:.2g} times as fast"
+    return f"{ratio:.3g} times as fast"
 
 
 def _trl(figures: Figures) -> str:
@@ -101,12 +101,12 @@ def _reducers(figures: Figures) -> str:
 def _dynamic(figures: Figures) -> str:
     exchanged = figures["exchanged"]
     share = f"{exchanged['dynamic'] / exchanged['static']:.0%} of the tokens exchanged"
-    return f"{figures['static_over_dynamic']:.2f} times as fast, with {share}"
+    return f"{times(figures['static_over_dynamic'])}, with {share}"
 
 
 def _async(rows: Figures) -> str:
     named = {"tiny": "a tiny model", "judge": "a reward that waits", "quickstart": "the quickstart"}
-    return ", ".join(f"{row['gain']:.2f} times as fast with {named[row['case']]}" for row in rows)
+    return ", ".join(f"{times(row['gain'])} with {named[row['case']]}" for row in rows)
 
 
 def _delta(figures: Figures) -> str:
@@ -135,9 +135,7 @@ COMPARISONS: Mapping[str, Comparison] = {
     "dynamic_context_parallel": Comparison("dynamic with static context parallelism", _dynamic),
     "async_on_cpu": Comparison("asynchronous with synchronous training, two cores", _async),
     "weight_delta": Comparison("weights sent as a delta with all weights", _delta),
-    "busy_neighbors": Comparison(
-        "engine and trainer beside a process that keeps all cores busy with free cores", _neighbors
-    ),
+    "busy_neighbors": Comparison("engine and trainer on busy cores with those on idle cores", _neighbors),
 }
 
 
@@ -187,7 +185,7 @@ def schedule_scale(records: Sequence[Record]) -> str:
     """Return the seconds in which a large step is scheduled, by kind of micro-batches and processor."""
     newest = {record.processor: record for record in records if record.benchmark == "schedule_scale"}
     sizes = {"samples", "ranks", "columns_gb"}
-    ways = _union({way: None for way in record.figures if way not in sizes} for record in newest.values())
+    ways = [way for way in _union(record.figures for record in newest.values()) if way not in sizes]
     rows = [[way, *(f"{record.figures[way]['seconds']:.1f}" for record in newest.values())] for way in ways]
     table = _table(["micro-batches", *(f"seconds ({processor})" for processor in newest)], rows)
     figures = [*newest.values()][-1].figures

@@ -16,7 +16,7 @@ from miles.flags import Errors, changed, count, flag, flag_name
 from miles.objective.settings import LossArguments
 from miles.one_line import one_line
 
-LEAST_TEMPERATURE = 1e-6  # except 0
+LEAST_TEMPERATURE = 1e-6  # above 0, which is greedy
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def check_temperature(section: Any, name: str, errors: Errors) -> None:
     errors.at_least(section, 0, name)
     temperature = getattr(section, name)
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-        rule = f"SGLang samples greedily below {LEAST_TEMPERATURE:g}, the other engine and the trainer do not"
+        rule = f"SGLang samples greedily below {LEAST_TEMPERATURE:g}, but the other engine and the trainer do not"
         errors.refuse(name, temperature, rule, f"give 0, or {LEAST_TEMPERATURE:g} or more")
 
 

@@ -27,6 +27,7 @@ from tempfile import mkdtemp
 import psutil
 
 from miles.engine.sglang.leftovers import remove_segments
+from miles.host.processes import kill_all
 from miles.stacks import RUN_FOLDER
 
 LOCK = "lock"
@@ -95,11 +96,7 @@ def clean_up(folder: Path) -> None:
     killed: set[int] = set()
     until = time.monotonic() + END_SECONDS
     while (found := members(str(folder))) and time.monotonic() < until:
-        for process in found:
-            with suppress(psutil.Error):
-                process.kill()
-                killed.add(process.pid)
-        psutil.wait_procs(found, timeout=1.0)
+        killed |= kill_all(found, 1.0)
     remove_segments(folder)
     _remove_tensors(killed)
     shutil.rmtree(folder, ignore_errors=True)

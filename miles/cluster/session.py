@@ -36,6 +36,7 @@ from miles.cluster.stop_requests import stops_later
 from miles.flags import count
 from miles.host.disk_faults import WriteFailed
 from miles.host.machine import has_gpu
+from miles.host.processes import kill_all
 
 if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation
@@ -364,10 +365,7 @@ def _end_failed_start(guard: RunGuard) -> None:
         with suppress(psutil.Error):
             if child.pid != guard.pid and any(str(guard.folder) in word for word in child.cmdline()):
                 ended += [child, *child.children(recursive=True)]
-    for process in ended:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(ended, END_SECONDS)
+    kill_all(ended, END_SECONDS)
 
 
 def resolve_device(cluster: ClusterArguments) -> str:

@@ -118,8 +118,8 @@ class MetricsFile:
         """Return ``{"steps": [...], "values": {name: [...]}}`` of a range of steps; None where nothing was measured.
 
         If the range has more than ``limit`` steps, it is cut into ``limit / 2`` parts, and each part gives the
-        smallest and the largest value of each metric, in the order in which they occur: no spike is lost. Steps are
-        near those of the values then (``"exact"`` is False), and ``"last"`` has the last value of each metric.
+        smallest and the largest value of each metric, in the order in which they occur: no spike is lost. The steps
+        are then only near those of the values (``"exact"`` is False), and ``"last"`` has the last value of each metric.
         """
         rows = self.rows_between(first, last)
         if len(rows) <= limit:

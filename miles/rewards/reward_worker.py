@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from miles.host.parent import die_with_parent
+from miles.host.processes import kill_all
 from miles.one_line import name_and_words, one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
@@ -125,10 +126,7 @@ def _ending(code: int) -> str:
 
 def _end_descendants() -> None:
     while found := psutil.Process().children(recursive=True):
-        for process in found:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(found, timeout=1.0)
+        kill_all(found, 1.0)
         _ended_children()
 
 

@@ -1,8 +1,8 @@
 """Say how a worker process died: by a signal that it could still log, or by one that leaves no trace.
 
 Ray does not report the signal. Its processes write ``*** SIGILL received …`` to their own log before they end by a
-fault of native code. SIGKILL, which the system sends when memory runs out, cannot be logged, and a function of the
-user's that calls ``os._exit`` leaves no trace either.
+fault of native code. SIGKILL, which the system sends when memory runs out, cannot be logged, and user code
+that calls ``os._exit`` leaves no trace either.
 """
 
 from __future__ import annotations

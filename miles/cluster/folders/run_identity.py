@@ -50,8 +50,8 @@ class RunIdentity:
 def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     """Check that ``--load`` names checkpoints of one run; return notes for the user.
 
-    Those of an earlier version, which say nothing, may be older than those of a run: it has continued them, as no other
-    run could have saved into their folder.
+    Checkpoints of an earlier version name no run. If they are older than those of one run, that run has continued them,
+    because no other run may save into their folder.
 
     Raises:
         ValueError: If the folder holds checkpoints of several runs: the newest may be another run's.

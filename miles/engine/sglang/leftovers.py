@@ -1,9 +1,9 @@
 """Remove the shared-memory segments that SGLang leaves: those that its servers have opened, and no others.
 
-SGLang names a segment after a random id. Some it never removes; others, such as the queue of 25 MB between the ranks of
-tensor parallelism, are left when their process is killed, as SGLang does at its own end. So while a server starts, the
-segments that its processes have open are noted in its temporary folder; whoever removes that folder removes them too.
-This file imports nothing that is slow to import.
+SGLang names a segment after a random id. Some it never removes. Others, such as the queue of 25 MB between the ranks of
+tensor parallelism, stay if their process is killed, and SGLang kills its processes when it ends. So while a server
+starts, the segments that its processes have open are noted in its temporary folder; whoever removes that folder removes
+them too. This file imports nothing that is slow to import.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _commands(tokens: Sequence[Word], scope: _Scope) -> Iterator[list[Word]]:
 
 
 def _assign(word: Word, tokens: Sequence[Word], position: int, scope: _Scope, is_certain: bool) -> int:
-    """Note what ``word`` assigns; return where the script continues.
+    """Note what ``word`` assigns; return the position of the next token.
 
     What is assigned in a branch, or after ``&&``, is not known: the variable, or its last part, stands for itself.
     """

@@ -25,7 +25,7 @@ class Word:
     """Hold a word without its quotes, or one character that separates words.
 
     Attributes:
-        text: The word. What a shell expands (``$NAME``, ``$(command)``) is as it is written.
+        text: The word, with expansions (``$NAME``, ``$(command)``) as they are written.
         line: The line that it begins on.
         is_quoted: Whether a part of it is in quotes, or it comes from a variable: ``<`` is no redirection there.
         separates: Whether it ends a command, or opens or closes a list.

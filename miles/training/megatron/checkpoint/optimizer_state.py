@@ -110,8 +110,8 @@ def _groups(part: Any) -> list[dict[str, Any]]:
 def _held(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Yield each parameter that this rank has a part of, and the tensor of the optimizer with that part.
 
-    Megatron's own order of both, ``model_param_group_index_map``, is another one where a group has parameters of two
-    dtypes in several gradient buffers: the fp32 ones come first among the tensors (optimizer/distrib_optimizer.py,
+    Megatron's ``model_param_group_index_map`` has another order if the parameters of a group have two dtypes and so
+    are in several gradient buffers: among the tensors the fp32 ones come first (optimizer/distrib_optimizer.py,
     ``_build_model_and_main_param_groups``).
     """
     for in_fp32, in_bf16, group in zip(part.model_fp32_groups, part.model_float16_groups, _groups(part), strict=True):

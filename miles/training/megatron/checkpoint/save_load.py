@@ -179,7 +179,7 @@ def _read(
 
 
 def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: str) -> None:
-    """Check what Megatron accepts: weights besides those called ``names``, and a vocabulary of another size.
+    """Refuse what Megatron would accept: weights that are not in ``names``, and a vocabulary of another size.
 
     Heads of multi-token prediction may be there, because a reference has none.
 

@@ -69,7 +69,7 @@ class HuggingFaceWeights:
         transformers does not tie them then (5.19 ``modeling_utils.py``, ``tie_weights``), and so computes other logits.
 
         Raises:
-            ValueError: It has.
+            ValueError: The files have another head.
         """
         if HEAD_HF in self.names and not torch.equal(self.tensor(HEAD_HF), self.tensor(EMBEDDING_HF)):
             raise ValueError(
