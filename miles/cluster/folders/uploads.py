@@ -30,6 +30,7 @@ from miles.training.checkpoint_folder import iterations_of, remove
 AGAIN_SECONDS = 300.0
 MOST_WAITING = 2  # checkpoints: a further save waits, so that a slow network does not fill the disk
 LAST_SECONDS = 60.0  # for uploads when the run fails
+NOTE_SECONDS = 60.0  # between two notes that the run waits for uploads
 _LAST = "config.json"  # of an export: without it, nothing loads the folder
 
 
@@ -79,12 +80,14 @@ class Uploads:
 
     def make_room(self, folder: Path) -> None:
         """Wait while too many checkpoints wait or ``folder`` is one of them, unless uploads fail."""
+        notes = self._notes_of_waiting()
         with self._changed:
             while self._failure is None and (
                 sum(each.export is None for each in self._waiting) >= MOST_WAITING
                 or any(each.folder == folder for each in self._waiting)
             ):
                 self._changed.wait(1.0)
+                next(notes)
 
     def add_checkpoint(self, saved: Path, best: BestCheckpoint | None = None) -> None:
         """Upload a checkpoint of the local copy; ``best`` is its record if it is the best so far."""
@@ -101,11 +104,13 @@ class Uploads:
             WriteFailed: That try has failed too. The message says what is safe on this machine.
         """
         with self._changed:
+            notes = self._notes_of_waiting()
             started = self._started  # a try that started earlier may fail for a reason that no longer holds
             while self._waiting and (self._failure is None or self._ended <= started):
                 self._try_at = 0.0
                 self._changed.notify_all()
                 self._changed.wait(1.0)
+                next(notes)
             if self._waiting:
                 raise WriteFailed(self._words()) from self._failure
         if self._remote is not None:
@@ -224,6 +229,20 @@ class Uploads:
             if found.get(name) != size:
                 raise RemoteError(f"{remote}: {name} is not there as it was uploaded ({size} bytes)")
         shutil.rmtree(folder)
+
+    def _notes_of_waiting(self) -> Iterator[None]:
+        """Print, at most every ``NOTE_SECONDS``, what the run waits for. The caller advances it while it waits."""
+        began = noted = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if self._waiting and now - noted >= NOTE_SECONDS:
+                noted = now
+                print(
+                    f"note: the run has been waiting for the upload of {self._waiting[0].folder} for "
+                    f"{now - began:.0f} s; not uploaded yet: {count(len(self._waiting), 'folder')}",
+                    flush=True,
+                )
+            yield
 
     def _words(self) -> str:
         """Warn about folders that were not uploaded: the reason, and their local paths."""

@@ -386,8 +386,6 @@ def test_a_launcher_whose_lock_was_taken_over_publishes_nothing(storage, machine
 
 
 def test_a_further_save_waits_for_room(storage, machine, monkeypatch):
-    import threading
-
     here, go = machine("here"), threading.Event()
     storage.before = staticmethod(lambda verb, path: go.wait() if verb == "put" else None)
     with uploading(here, None) as uploads:
@@ -402,6 +400,23 @@ def test_a_further_save_waits_for_room(storage, machine, monkeypatch):
         waiter.join(60)
         assert not waiter.is_alive()
         uploads.settle()
+
+
+def test_a_run_that_waits_for_an_upload_says_so(storage, machine, monkeypatch, capsys):
+    here, go = machine("here"), threading.Event()
+    monkeypatch.setattr(uploads_module, "NOTE_SECONDS", 0.0)
+    storage.before = staticmethod(lambda verb, path: go.wait() if verb == "put" else None)
+    with uploading(here, None) as uploads:
+        uploads.add_checkpoint(save(here, 2))
+        waiter = threading.Thread(target=uploads.settle)
+        waiter.start()
+        said = ""
+        while "note: the run has been waiting for the upload of" not in said:  # pytest-timeout ends it
+            assert waiter.is_alive()
+            said += capsys.readouterr().out
+        go.set()
+        waiter.join()
+    assert "iter_0000002 for " in said and "not uploaded yet: 1 folder" in said
 
 
 def test_metrics_follow_the_checkpoints_to_another_machine(storage, machine):
