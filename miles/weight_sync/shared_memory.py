@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Collection, Iterable
 from multiprocessing.reduction import ForkingPickler
 
@@ -12,6 +13,10 @@ import torch.multiprocessing as mp
 from miles.threads import in_thread
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
+
+TRIES = 60  # to share a tensor. PyTorch gives its helper process 1 s for each, too little on a machine that is very busy
+
+log = logging.getLogger(__name__)
 
 
 class SharedMemoryTransport:
@@ -43,10 +48,26 @@ class SharedMemoryTransport:
 
 
 def _share(chunk: WeightChunk) -> list[tuple[str, torch.Tensor]]:
-    shared: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in chunk.tensors.items():
-        shared.append((name, tensor.detach().clone().share_memory_()))
-    return shared
+    return [(name, _in_shared_memory(tensor)) for name, tensor in chunk.tensors.items()]
+
+
+def _in_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in shared memory. Try again while PyTorch's ``torch_shm_manager`` does not answer in time.
+
+    An answer that comes late is read by the next try: every answer is the same "OK" (torch/lib/libshm/socket.h).
+
+    Raises:
+        RuntimeError: It did not answer ``TRIES`` times, or memory cannot be shared.
+    """
+    copied = tensor.detach().clone()
+    for tries in range(1, TRIES + 1):
+        try:
+            return copied.share_memory_()
+        except RuntimeError as error:
+            if "has timed out" not in str(error) or tries == TRIES:
+                raise
+            log.warning("PyTorch's shared-memory manager has not answered for %d s; trying again", tries)
+    raise AssertionError("the last try returns or raises")
 
 
 def _pickled(shared: list[tuple[str, torch.Tensor]]) -> bytes:
