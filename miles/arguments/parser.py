@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 # A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
@@ -82,6 +84,13 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.errors = Errors()
         self._files_read = 0
+
+    def for_command(self, errors: Errors) -> FlagParser:
+        """Return a parser of the same flags that adds to ``errors``. To build one takes longer than to read with it."""
+        found = copy.copy(self)  # reading changes nothing else
+        found.errors = errors
+        found._files_read = 0
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the errors so far, and with this one, after which the words cannot be read on."""
@@ -296,7 +305,7 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     Raises:
         FlagError: The words after an error cannot be read.
     """
-    parser = build_parser()
+    parser = _own_flags().for_command(Errors())
     # argparse's private name: files of flags must be read before SGLang's flags are separated from ours.
     words = cut_spaced_words(parser._read_args_from_files(list(argv)), {config_file.FLAG})
     own = {*parser._option_string_actions}
@@ -309,7 +318,7 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     notes += [*distillation_notes, *custom_notes]
     ours, passed_on = split_server_flags(words, own)
     given = [flag for flag in flags_in(ours) if flag in megatron]
-    _add_flags(parser, ours, given)
+    parser = _all_flags(bool(given) or _names_megatron(ours)).for_command(parser.errors)
     notes += given_twice(words)
     try:
         namespace = parser.read(cut_lists(ours, parser._option_string_actions), known=megatron)
@@ -366,8 +375,15 @@ def _megatron_flags(words: Sequence[str], own: Collection[str]) -> list[str]:
     return [flag for flag in flags if flag not in own or flag in layout]
 
 
-def _add_flags(parser: FlagParser, words: Sequence[str], megatron: Sequence[str]) -> None:
-    """Add the flags of related launchers and, if ``words`` ask for it, those of Megatron's own dataclasses."""
+@cache
+def _own_flags() -> FlagParser:
+    return build_parser()
+
+
+@cache
+def _all_flags(with_megatron: bool) -> FlagParser:
+    """Return a parser of our flags, those of related launchers and, if asked for, of Megatron's own dataclasses."""
+    parser = build_parser()
     for row in FOREIGN_FLAGS.values():
         where: dict[str, Any] = {"dest": FOREIGN + row.flag, "help": argparse.SUPPRESS, "default": None}
         if row.kind == "switch":
@@ -376,9 +392,10 @@ def _add_flags(parser: FlagParser, words: Sequence[str], megatron: Sequence[str]
             parser.add_argument(row.flag, nargs="?", const=True, **where)
         else:
             parser.add_argument(row.flag, nargs="+" if row.kind == "list" else None, **where)
-    if megatron or _names_megatron(words):
+    if with_megatron:
         group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
         add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
+    return parser
 
 
 def _names_megatron(words: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from miles.threads import in_thread
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 
-TRIES = 60  # to share a tensor. PyTorch gives its helper process 1 s for each, too little on a machine that is very busy
+TRIES = 60  # to share a tensor. PyTorch gives its helper process 1 s for each, too little on a very busy machine
 
 log = logging.getLogger(__name__)
 

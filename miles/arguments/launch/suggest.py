@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 _NEAR = 0.84  # similarity of a flag with a typing error to the right one
 _JOINED = 0.95  # the same without hyphens, of flags that differ in the number of words
 _OPPOSITES = (("no", ""), ("disable", "enable"), ("disable", ""), ("skip", ""), ("without", "with"))
+_NEGATIVE = {negative for negative, _ in _OPPOSITES}
+_EXTREMES = {"min", "max"}
 # Words that flags here and elsewhere have for one thing: --tis-lower-bound is --tis-clip-low.
 _SYNONYMS = {
     "lower": "low",
@@ -96,30 +99,31 @@ def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     return [name for name in near if not is_another(name)][:1]
 
 
-def _words(flag: str) -> list[str]:
-    return flag.removeprefix("--").split("-")
+@lru_cache(maxsize=8192)  # the known flags, for each flag that does not exist
+def _words(flag: str) -> tuple[str, ...]:
+    return tuple(flag.removeprefix("--").split("-"))
 
 
 def _are_opposite(one: str, other: str) -> bool:
     """Return whether two flags differ by a word that turns one into the opposite of the other."""
-    if {"min", "max"} <= {*_words(one)} ^ {*_words(other)}:
+    ours, theirs = _words(one), _words(other)
+    if {*ours}.symmetric_difference(theirs) >= _EXTREMES:
         return True
-    for left, right in ((one, other), (other, one)):
+    is_negative = ours[0] in _NEGATIVE, theirs[0] in _NEGATIVE
+    if not any(is_negative):
+        return False
+    for words, opposite in ((ours, theirs), (theirs, ours)):
         for negative, positive in _OPPOSITES:
-            words = _words(left)
-            if words[0] == negative and [*([positive] if positive else []), *words[1:]] == _words(right):
+            if words[0] == negative and ((positive,) if positive else ()) + words[1:] == opposite:
                 return True
-    return _is_negative(one) != _is_negative(other)
+    return is_negative[0] != is_negative[1]
 
 
-def _is_negative(flag: str) -> bool:
-    return _words(flag)[0] in {negative for negative, _ in _OPPOSITES}
-
-
-def _meanings(flag: str) -> list[str]:
+@lru_cache(maxsize=8192)
+def _meanings(flag: str) -> frozenset[str]:
     """Return the words of a flag, with one word for one thing."""
     words = "-".join(_words(flag)).replace("learning-rate", "lr").split("-")
-    return [_SYNONYMS.get(word, word) for word in words]
+    return frozenset(_SYNONYMS.get(word, word) for word in words)
 
 
 def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -128,17 +132,18 @@ def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str])
     A word that one flag alone has counts twice. So ``--max-staleness`` is ``--max-weight-staleness``, and
     ``--num-gpus`` is none of the flags that count GPUs.
     """
-    wanted, flags_with = {*_meanings(flag)}, Counter(word for name in known for word in _meanings(name))
+    wanted, flags_with = _meanings(flag), Counter(word for name in known for word in _meanings(name))
 
-    def size(words: set[str]) -> int:
+    def size(words: frozenset[str]) -> int:
         return sum(2 if flags_with[word] == 1 else 1 for word in words - _COMMON)
 
     def share(name: str) -> float:
-        words = {*_meanings(name)}
-        return size(wanted & words) / max(1, size(wanted | words))
+        words = _meanings(name)
+        shared = size(wanted & words)
+        return shared / max(1, size(wanted | words)) if shared else 0.0
 
     def likeness(name: str) -> tuple[int, float]:
-        return -len(wanted ^ {*_meanings(name)}), difflib.SequenceMatcher(None, flag, name).ratio()
+        return -len(wanted ^ _meanings(name)), difflib.SequenceMatcher(None, flag, name).ratio()
 
     shares = {name: share(name) for name in candidates}
     most = max(shares.values(), default=0)
