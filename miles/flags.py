@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from miles import strict_json
@@ -62,6 +63,12 @@ def flag_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return get_args(field.type) if get_origin(field.type) is Literal else tuple(field.metadata.get("choices") or ())
 
 
+@cache
+def _limited(section: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the fields of a section that are limited to some values, with these."""
+    return tuple((field.name, accepted) for field in fields(section) if (accepted := flag_choices(field)))
+
+
 def count(number: int, noun: str) -> str:
     """Spell a count: ``1 step``, ``2 steps``, ``2 trajectories``."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
@@ -70,8 +77,8 @@ def count(number: int, noun: str) -> str:
 
 def changed(section: Any, names: Iterable[str]) -> list[str]:
     """Return those of the named fields whose values differ from their defaults: the ones that the user has set."""
-    default = {field.name: field.default for field in fields(section)}
-    return [name for name in names if getattr(section, name) != default[name]]
+    defaults = type(section)  # a dataclass keeps them as attributes of the class
+    return [name for name in names if getattr(section, name) != getattr(defaults, name)]
 
 
 class Errors:
@@ -145,10 +152,10 @@ class Errors:
 
     def choices(self, section: Any) -> None:
         """Check every field of ``section`` that is limited to some values."""
-        for field in fields(section):
-            value, accepted = getattr(section, field.name), flag_choices(field)
-            if accepted and value is not None and value not in accepted:
-                self.refuse(field.name, value, "no such choice", f"give one of {', '.join(accepted)}")
+        for name, accepted in _limited(type(section)):
+            value = getattr(section, name)
+            if value is not None and value not in accepted:
+                self.refuse(name, value, "no such choice", f"give one of {', '.join(accepted)}")
 
     def texts(self, section: Any) -> None:
         """Check that no text of ``section`` is empty or has characters that no file and no message can hold."""
