@@ -66,7 +66,8 @@ run_tests() { # WORKERS PYTEST_ARGUMENTS...
 }
 
 # Three workers keep two cores busy, as many tests mostly wait. The slow tests start more processes each.
-run_tests 3 --durations=20 || failed+=("tests")
+# With the slow tests, properties are tried on other examples, and on more.
+run_tests 3 --durations=20 ${all:+--hypothesis-profile random} || failed+=("tests")
 if [ -n "$all" ]; then
     run_tests 2 --durations=100 -m slow --hypothesis-profile random || failed+=("slow tests")
 fi
