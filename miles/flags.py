@@ -64,8 +64,8 @@ def flag_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 @cache
-def _limited(section: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the fields of a section that are limited to some values, with these."""
+def _limited(section: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the fields of a class of flags that are limited to some values, with these."""
     return tuple((field.name, accepted) for field in fields(section) if (accepted := flag_choices(field)))
 
 
@@ -152,7 +152,8 @@ class Errors:
 
     def choices(self, section: Any) -> None:
         """Check every field of ``section`` that is limited to some values."""
-        for name, accepted in _limited(type(section)):
+        kind: Any = type(section)  # mypy takes no class for hashable
+        for name, accepted in _limited(kind):
             value = getattr(section, name)
             if value is not None and value not in accepted:
                 self.refuse(name, value, "no such choice", f"give one of {', '.join(accepted)}")

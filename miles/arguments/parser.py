@@ -21,7 +21,7 @@ from miles.arguments.cluster import ClusterArguments, is_cluster_address
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
-from miles.arguments.files.flags_file import FlagsFile
+from miles.arguments.files.flags_file import with_words_of_files
 from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.choice import (
     choose_backend,
@@ -73,9 +73,6 @@ FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's nam
 
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 
-LARGEST_FILE = 1_000_000  # characters of an @file
-MOST_FILES = 1000  # @files that a command line reads, with those that they name
-
 
 class FlagParser(argparse.ArgumentParser):
     """Parse as argparse does, but collect errors, raise ``FlagError`` instead of exiting, and suggest near flags."""
@@ -83,66 +80,17 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.errors = Errors()
-        self._files_read = 0
 
     def for_command(self, errors: Errors) -> FlagParser:
         """Return a parser of the same flags that adds to ``errors``. To build one takes longer than to read with it."""
         found = copy.copy(self)  # reading changes nothing else
         found.errors = errors
-        found._files_read = 0
         return found
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the errors so far, and with this one, after which the words cannot be read on."""
         self.errors.add(rephrased(message))
         raise FlagError(*self.errors.messages)
-
-    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
-        """Replace each ``@file`` by its words. Unlike argparse, stop at files that include each other without end."""
-        words: list[str] = []
-        self._include(arg_strings, (), words)
-        return words
-
-    def _include(self, arg_strings: Sequence[str], within: tuple[str, ...], words: list[str]) -> None:
-        for word in arg_strings:
-            if not word.startswith("@"):
-                words.append(word)
-                continue
-            path = word[1:]
-            text = self._read_file(path, within)
-            file = FlagsFile(text)
-            for line in text.splitlines():
-                try:
-                    found = file.words(line)
-                except ValueError as error:
-                    self.error(f"cannot read the line {one_line(line, LONGEST_VALUE)!r} of the @file: {error}")
-                self._include(found, (*within, os.path.realpath(path)), words)
-            try:
-                file.end()
-            except ValueError as error:
-                self._refuse_file(path, "cannot be read", str(error))
-
-    def _read_file(self, path: str, within: tuple[str, ...]) -> str:
-        try:
-            if os.path.realpath(path) in within:
-                self._refuse_file(path, "includes itself", "remove the line that names it")
-            self._files_read += 1
-            if self._files_read > MOST_FILES:
-                self._refuse_file(path, f"is one of more than {MOST_FILES}", "name fewer of them")
-            with open(path, encoding="utf-8") as file:
-                text = file.read(LARGEST_FILE + 1)
-        except OSError as error:
-            self._refuse_file(path, f"cannot be read ({error.strerror})", "check the path")
-        except FlagError:
-            raise
-        except ValueError:  # not UTF-8, or a path with a zero byte
-            self._refuse_file(path, "is not UTF-8 text", "check the path")
-        if len(text) > LARGEST_FILE:
-            self._refuse_file(path, f"has more than {LARGEST_FILE} characters", "check the path")
-        return text
-
-    def _refuse_file(self, path: str, fault: str, what_to_do: str) -> NoReturn:
-        self.error(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {what_to_do}")
 
     def read(self, words: Sequence[str], known: Iterable[str] = ()) -> argparse.Namespace:
         """Read the words of a command line; wrong values, and flags that do not exist, are added to ``errors``.
@@ -227,7 +175,6 @@ def build_parser() -> FlagParser:
         prog="train.py",
         usage="%(prog)s [--config FILE [key=value ...]] --flag value ... [@file]",
         description="Reinforcement-learning post-training of language models. @file reads flags from a file.",
-        fromfile_prefix_chars="@",
         formatter_class=DefaultsFormatter,
         allow_abbrev=False,
     )
@@ -306,8 +253,10 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
         FlagError: The words after an error cannot be read.
     """
     parser = _own_flags().for_command(Errors())
-    # argparse's private name: files of flags must be read before SGLang's flags are separated from ours.
-    words = cut_spaced_words(parser._read_args_from_files(list(argv)), {config_file.FLAG})
+    try:
+        words = cut_spaced_words(with_words_of_files(argv), {config_file.FLAG})
+    except ValueError as error:
+        parser.error(str(error))
     own = {*parser._option_string_actions}
     expanded = expand_configs(words, parser._option_string_actions, _further_flags, parser.errors, keywords or {})
     words, names_for_functions, custom_notes = _with_custom_config(parser, expanded.words, own)

@@ -62,7 +62,8 @@ def _in_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     for tries in range(1, TRIES + 1):
         try:
-            return copied.share_memory_()
+            copied.share_memory_()
+            return copied
         except RuntimeError as error:
             if "has timed out" not in str(error) or tries == TRIES:
                 raise

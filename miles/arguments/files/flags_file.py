@@ -17,6 +17,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable
+from typing import NoReturn
+
+from miles.flags import LONGEST_VALUE
+from miles.one_line import one_line
+
+LARGEST_FILE = 1_000_000  # characters
+MOST_FILES = 1000  # that a command line reads, with those that they name
 
 _NAME = r"[A-Za-z_]\w*"
 _DECLARES = r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?"
@@ -31,6 +39,68 @@ _SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset"
 _QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
 _COMPUTED = re.compile(r"\$\(\([^)]*\)?\)?|\$\([^)]*\)?|`[^`]*`?")
 _RUN_IT = "start the script itself with bash, or keep only its variables and arrays in the file"
+
+
+def with_words_of_files(words: Iterable[str]) -> list[str]:
+    """Return the words of a command with those of each file in place of its ``@file``. A file may name others.
+
+    Raises:
+        ValueError: A file cannot be read, or files include each other without end; the message says what to do.
+    """
+    return _Files().words(words)
+
+
+class _Files:
+    """The files that one command reads."""
+
+    def __init__(self) -> None:
+        self._read = 0
+
+    def words(self, words: Iterable[str], within: tuple[str, ...] = ()) -> list[str]:
+        """Return the words, which are ``within`` the files of these paths."""
+        found: list[str] = []
+        for word in words:
+            found += self._words_of(word[1:], within) if word.startswith("@") else [word]
+        return found
+
+    def _words_of(self, path: str, within: tuple[str, ...]) -> list[str]:
+        text, found = self._text(path, within), list[str]()
+        file = FlagsFile(text)
+        for line in text.splitlines():
+            try:
+                words = file.words(line)
+            except ValueError as error:
+                shown = one_line(line, LONGEST_VALUE)
+                raise ValueError(f"cannot read the line {shown!r} of the @file: {error}") from None
+            found += self.words(words, (*within, os.path.realpath(path)))
+        try:
+            file.end()
+        except ValueError as error:
+            _refuse(path, "cannot be read", str(error))
+        return found
+
+    def _text(self, path: str, within: tuple[str, ...]) -> str:
+        if "\0" in path:
+            _refuse(path, "has a zero byte in its name", "check the path")
+        try:
+            if os.path.realpath(path) in within:
+                _refuse(path, "includes itself", "remove the line that names it")
+            self._read += 1
+            if self._read > MOST_FILES:
+                _refuse(path, f"is one of more than {MOST_FILES}", "name fewer of them")
+            with open(path, encoding="utf-8") as file:
+                text = file.read(LARGEST_FILE + 1)
+        except OSError as error:
+            _refuse(path, f"cannot be read ({error.strerror})", "check the path")
+        except UnicodeDecodeError:
+            _refuse(path, "is not UTF-8 text", "check the path")
+        if len(text) > LARGEST_FILE:
+            _refuse(path, f"has more than {LARGEST_FILE} characters", "check the path")
+        return text
+
+
+def _refuse(path: str, fault: str, what_to_do: str) -> NoReturn:
+    raise ValueError(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {what_to_do}")
 
 
 class FlagsFile:

@@ -19,7 +19,7 @@ from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import note_segments, remove_segments
-from miles.engine.sglang.processes import ChildProcess, free_port
+from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port
 from miles.engine.sglang.server_log import LogFile
 from miles.host.disk_faults import disk_fault, naming_disk
 from miles.host.machine import num_cores
@@ -29,7 +29,6 @@ from miles.weight_sync.local_copy import CopySource
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
-PORT_TRIES = 3
 PORT_TAKEN = "address already in use"
 EXTERNAL_SECONDS = 1800  # for a server that somebody else starts
 EXTERNAL_HEALTH_SECONDS = 60.0
@@ -192,7 +191,6 @@ class SglangServer:
             try:
                 return self._start_on(free_port(self._host), meeting)
             except ServerFailed as failure:
-                # Another process can take a port between the moment it is found free and the moment it is used.
                 if PORT_TAKEN in str(failure).lower() and attempt < PORT_TRIES - 1:
                     continue
                 # The server's log may not have had room for the reason.

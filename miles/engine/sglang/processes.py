@@ -29,6 +29,7 @@ from miles.secret_values import secrets_in
 from miles.stacks import answer_requests
 
 POLL_SECONDS = 0.5
+PORT_TRIES = 3  # another process can take a port between the moment it is found free and the moment it is used
 COPY_SECONDS = 5.0  # for the rest of the output after the end; a process that has left the group may hold it open
 SPARE_FILES = 1024  # open files for everything but the counted sockets, and for sockets that are closing
 
@@ -118,6 +119,16 @@ def free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Return whether a TCP port of ``host`` is in use."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
 
 
 def allow_open_files(sockets: int, why: str) -> None:

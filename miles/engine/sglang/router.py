@@ -12,9 +12,10 @@ from urllib.parse import quote
 import httpx
 
 from miles.arguments.sglang.server_flags import has_flag
+from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
-from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_port
+from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken
 from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
 from miles.threads import in_thread
@@ -51,11 +52,7 @@ class Router:
             ServerFailed: If it does not start.
         """
         allow_open_files(2 * requests, f"the router, with --sglang-server-concurrency for {requests} requests in all,")
-        self.url = f"http://{host}:{free_port(host)}"
-        port = self.url.rpartition(":")[2]
-        words = ["--host", host, "--port", port]
-        if not has_flag(flags, "--prometheus-port"):
-            words += ["--prometheus-port", str(free_port(host))]  # its default is one port for all routers of a host
+        words = ["--host", host]
         if not has_flag(flags, "--prometheus-host"):
             words += ["--prometheus-host", host]  # its default is all interfaces
         if not has_flag(flags, "--policy"):
@@ -71,12 +68,30 @@ class Router:
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]
         plain, secret = split_secret_words(flags)
         self._words = [*words, *plain]
+        self._chooses_prometheus_port = not has_flag(flags, "--prometheus-port")
         self._secret_words = [*secret, *keys.router_words]
         self._keys = keys
         self._log = log_file
         self._changing = asyncio.Lock()  # held while the process or its registered servers change
-        self._process = self._run()
-        self._process.wait_until(self._is_up, START_SECONDS)
+        self._process = self._start(host)
+
+    def _start(self, host: str) -> ChildProcess:
+        """Start the process on free ports, and again if another process has taken one before it is used."""
+        words = self._words
+        for attempt in range(1, PORT_TRIES + 1):
+            port, metrics = free_port(host), free_port(host)
+            self.url = f"http://{host}:{port}"
+            self._words = [*words, "--port", str(port)]
+            if self._chooses_prometheus_port:  # its default is one port for all routers of a host
+                self._words += ["--prometheus-port", str(metrics)]
+            process = self._run()
+            try:
+                process.wait_until(self._is_up, START_SECONDS)
+                return process
+            except ServerFailed:
+                if attempt == PORT_TRIES or not (is_taken(host, port) or is_taken(host, metrics)):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _run(self) -> ChildProcess:
         return ChildProcess(MODULE, self._words, os.environ, self._log, self._secret_words)

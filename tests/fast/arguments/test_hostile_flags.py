@@ -97,7 +97,7 @@ def command(**replaced):
         (["@/dev/zero"], "@/dev/zero: the file of flags has more than"),
         (["@."], r"@\.: the file of flags cannot be read \(Is a directory\)"),
         (["@" + "a" * 10_000], r"@a+…: the file of flags cannot be read \(File name too long\)"),
-        (["@a\0b"], "@a b: the file of flags is not UTF-8 text"),
+        (["@a\0b"], "@a b: the file of flags has a zero byte in its name"),
     ],
 )
 def test_hostile_values_are_one_short_sentence(words, sentence):

@@ -3,17 +3,20 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from miles.engine.host import ServerFailed
-from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files
+from miles.engine.sglang import router as router_module
+from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files, free_port
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 
@@ -162,3 +165,19 @@ def test_the_router_may_open_two_sockets_per_request(tmp_path):
         router.close()
         assert limit == (SPARE_FILES + 1200, hard)
         assert "sglang_router" in libraries and "libtorch" not in libraries, "it imports SGLang, which takes 6 s"
+
+
+@pytest.mark.parametrize("which", ["its own", "that of its metrics"])
+def test_the_router_starts_on_other_ports_if_another_process_takes_one(tmp_path, monkeypatch, which):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        found = iter([taken, free_port("127.0.0.1")] if which == "its own" else [free_port("127.0.0.1"), taken])
+        monkeypatch.setattr(router_module, "free_port", lambda host: next(found, None) or free_port(host))
+        router = Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=10)
+        try:
+            assert not router.url.endswith(f":{taken}")
+            assert httpx.get(f"{router.url}/liveness", trust_env=False).status_code == 200
+        finally:
+            router.close()
