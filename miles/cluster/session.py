@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
+from ray._private.node import Node
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
@@ -47,14 +48,14 @@ NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 START_TRIES = 3
 _NO_MESSAGES = "99"  # of PyTorch's profiler, which prints when it starts and stops
 SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
-_RAY_DEFAULTS = {
+RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU, and further ones for the actors
     "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
 }
 # A local Ray records no task events, which only its dashboard and state API read: for each call the GCS would keep
 # 3 KiB, up to 100,000 calls, and each worker has 5 MiB and more threads to report them.
-_LOCAL_RAY = {"RAY_task_events_report_interval_ms": "0"}
+LOCAL_RAY = {"RAY_task_events_report_interval_ms": "0"}
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def ray_session(
     device, engines = resolve_device(cluster), engines or EngineLayout()
     bundles = _bundles(cluster, engines, device)
     num_cpus = int(sum(bundle["CPU"] for bundle in bundles))
-    for name, value in _RAY_DEFAULTS.items():
+    for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
     python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
@@ -303,7 +304,7 @@ def _connect(
         # Locally, Ray's CPUs only count processes: one per process, however many cores the machine has. Ray starts as
         # many processes at the same time, so there are CPUs for the trainer and the rollout worker.
         environment |= loopback_environment(os.environ)
-        environment |= {name: value for name, value in _LOCAL_RAY.items() if name not in os.environ}
+        environment |= {name: value for name, value in LOCAL_RAY.items() if name not in os.environ}
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
         cpus, store_bytes = (max(num_cpus, 2), 1024**3) if device == "cpu" else (None, None)
         # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
@@ -326,12 +327,30 @@ def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def without_extras() -> Iterator[None]:
+    """Have a local Ray that the block starts leave out its autoscaler and its dashboard, which no run uses.
+
+    Each would be a process that imports all of Ray and listens. ``include_dashboard=False`` starts a dashboard without
+    pages.
+    """
+
+    def start_nothing(node: Node, **options: Any) -> None: ...
+
+    before = Node.start_monitor, Node.start_api_server
+    Node.start_monitor = Node.start_api_server = start_nothing
+    try:
+        yield
+    finally:
+        Node.start_monitor, Node.start_api_server = before
+
+
 def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard) -> None:
     """Start Ray on this machine, and try again if its 30 s are not enough on a busy one."""
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
         try:
-            with loopback_only(), _starting(guard):
+            with loopback_only(), without_extras(), _starting(guard):
                 ray.init(
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,

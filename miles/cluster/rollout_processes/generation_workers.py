@@ -82,11 +82,14 @@ class RayWorker:
     """A generation worker in an actor; ``miles.rollout.workers.pool.WorkerProcess``.
 
     It is lost when its process ends, and when it has shown no sign of life for ``seconds``.
+
+    Args:
+        actor: A ``GenerationActor``.
+        seconds: How long it may be silent.
     """
 
-    def __init__(self, plan: WorkerPlan, options: dict[str, Any], seconds: float) -> None:
-        """Start the actor, with Ray's ``options``."""
-        self._actor: Any = with_heartbeat(GenerationActor).options(**options).remote(plan)
+    def __init__(self, actor: Any, seconds: float) -> None:
+        self._actor = actor
         self._seconds = seconds
         self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watching = asyncio.ensure_future(self._watch())
@@ -161,9 +164,10 @@ def worker_starter(
     from miles.rollout.workers.worker import WorkerPlan, pickled  # not at the top: the launcher imports this module
 
     sent = pickled(tokenizer)
+    actor = with_heartbeat(GenerationActor).options(**placement.generation_worker_options())
 
     def start(number: int, sender_config: SenderConfig) -> RayWorker:
         plan = WorkerPlan(settings, number, sender_config, sent)
-        return RayWorker(plan, placement.generation_worker_options(), settings.cluster.worker_timeout)
+        return RayWorker(actor.remote(plan), settings.cluster.worker_timeout)
 
     return start

@@ -35,6 +35,8 @@ from miles.rollout.groups import response_seed
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.weights import WeightChunk
+from tests.fast.cluster.kept_workers import KeptWorkers
+from tests.fast.cluster.small_ray import small_ray
 from tests.fast.engine.answering_server import AnsweringServer
 
 ROOT = Path(__file__).parents[3]
@@ -67,17 +69,9 @@ async def asks_too_much(trajectory):
 def local_ray(tmp_path_factory):
     functions = tmp_path_factory.mktemp("functions")
     (functions / "own_functions.py").write_text(FUNCTIONS)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(functions), str(ROOT)])  # of the workers
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-    with pytest.MonkeyPatch.context() as patch:
+    with small_ray(PYTHONPATH=os.pathsep.join([str(functions), str(ROOT)])), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(functions)
         yield
-    ray.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture
@@ -119,16 +113,28 @@ def settings_of(tiny_model, tmp_path, server):
     return of
 
 
-@asynccontextmanager
-async def running(settings):
-    """Give a pipeline, and end it."""
-    start_worker = partial(worker_starter, settings, PLACEMENT) if settings.rollout.num_rollout_workers > 1 else None
-    pipeline = await build_pipeline(settings, LocalHost("cpu"), start_worker)
-    try:
-        async with asyncio.timeout(600):
-            yield pipeline
-    finally:
-        await pipeline.close()
+@pytest.fixture(scope="module")
+def running(local_ray):
+    """Return ``running(settings)``: give a pipeline, and end it. Its workers are processes of earlier tests or new."""
+    kept = KeptWorkers()
+
+    @asynccontextmanager
+    async def of(settings, start_worker=kept.starter):
+        start = partial(start_worker, settings) if settings.rollout.num_rollout_workers > 1 else None
+        pipeline = await build_pipeline(settings, LocalHost("cpu"), start)
+        try:
+            async with asyncio.timeout(600):
+                yield pipeline
+        finally:
+            await pipeline.close()
+
+    yield of
+    kept.end()
+
+
+def own_workers(settings, tokenizer):
+    """Start workers in processes of their own, as a run does."""
+    return worker_starter(settings, PLACEMENT, tokenizer)
 
 
 async def collect(pipeline, iteration, version=None):
@@ -160,7 +166,7 @@ def expected_seeds(settings, indices, samples=4):
     return Counter(seed & 0x7FFFFFFF for seed in seeds)
 
 
-async def test_three_workers_collect_what_one_process_does(settings_of, server):
+async def test_three_workers_collect_what_one_process_does(settings_of, running, server):
     """Groups, their order, rewards, token counts, evaluation, and the position in the prompts are the same."""
     server.latency = 0.05
     found = {}
@@ -177,7 +183,7 @@ async def test_three_workers_collect_what_one_process_does(settings_of, server):
     assert server.most_in_flight == 12, "--sglang-server-concurrency is for all workers together"
 
 
-async def test_each_worker_records_its_part_of_a_profile(settings_of):
+async def test_each_worker_records_its_part_of_a_profile(settings_of, running):
     async with running(settings_of(2)) as pipeline:
         await pipeline.start_profile()
         await collect(pipeline, 0)
@@ -191,7 +197,7 @@ async def test_each_worker_records_its_part_of_a_profile(settings_of):
 
 
 @pytest.mark.slow
-async def test_connections_are_bounded_and_used_again(settings_of, server):
+async def test_connections_are_bounded_and_used_again(settings_of, running, server):
     server.latency = 0.1
     async with running(settings_of(3, {"sglang_server_concurrency": 6})) as pipeline:
         for iteration in range(2):
@@ -203,7 +209,7 @@ async def test_connections_are_bounded_and_used_again(settings_of, server):
 @pytest.mark.parametrize(
     "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
 )
-async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(settings_of, server, end):
+async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(settings_of, running, server, end):
     """All prompts are there once, in order. Another worker takes the place of the lost one."""
     settings = settings_of(2, {"use_fault_tolerance": True, "sglang_server_concurrency": 48})
     if end == signal.SIGSTOP:  # long enough for the others on a busy machine
@@ -211,7 +217,7 @@ async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(
     async with running(settings_of(1)) as pipeline:
         alone = await collect(pipeline, 0)
     server.asked.clear()
-    async with running(settings) as pipeline:
+    async with running(settings, own_workers) as pipeline:
         server.hold()
         collecting = asyncio.ensure_future(collect(pipeline, 0))
         await server.until(24)
@@ -231,7 +237,7 @@ async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(
 
 
 @pytest.mark.slow
-async def test_without_fault_tolerance_the_loss_of_a_worker_is_one_sentence(settings_of, server):
+async def test_without_fault_tolerance_the_loss_of_a_worker_is_one_sentence(settings_of, running, server):
     async with running(settings_of(2)) as pipeline:
         server.hold()
         collecting = asyncio.ensure_future(collect(pipeline, 0))
@@ -244,7 +250,7 @@ async def test_without_fault_tolerance_the_loss_of_a_worker_is_one_sentence(sett
 
 
 @pytest.mark.slow
-async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, server, monkeypatch):
+async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, running, server, monkeypatch):
     monkeypatch.setattr("miles.rollout.workers.pool.GROUP_TRIES", 2)
     settings = settings_of(2, {"use_fault_tolerance": True}, rollout_batch_size=1, n_samples_per_prompt=24)
     async with running(settings) as pipeline:
@@ -258,7 +264,7 @@ async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, server, 
             await collecting
 
 
-async def test_an_early_stop_cancels_and_aborts_in_every_worker(settings_of, server):
+async def test_an_early_stop_cancels_and_aborts_in_every_worker(settings_of, running, server):
     """Six of eight groups are taken; the requests of the others end before the iteration does."""
     settings = settings_of(2, over_sampling_early_stop=True, over_sampling_batch_size=8)
     async with running(settings) as pipeline:
@@ -273,7 +279,7 @@ async def test_an_early_stop_cancels_and_aborts_in_every_worker(settings_of, ser
     assert {v for group in second.groups for sample in group.samples for v in sample.weight_versions} == {1}
 
 
-async def test_a_partial_rollout_continues_in_its_worker_under_new_weights(settings_of, server):
+async def test_a_partial_rollout_continues_in_its_worker_under_new_weights(settings_of, running, server):
     settings = settings_of(2, {"sglang_server_concurrency": 64}, partial_rollout=True, over_sampling_batch_size=8)
     async with running(settings) as pipeline:
         server.held |= expected_seeds(settings, [3], samples=1).keys()
@@ -289,7 +295,7 @@ async def test_a_partial_rollout_continues_in_its_worker_under_new_weights(setti
     assert all(len(group.samples) == 4 for group in groups)
 
 
-async def test_weights_change_while_workers_generate(settings_of, server):
+async def test_weights_change_while_workers_generate(settings_of, running, server):
     """Under --fully-async every answer has a version that was in use, and no request is sent twice."""
     settings = settings_of(2, async_steps=1, fully_async=True)
     async with running(settings) as pipeline:
@@ -308,7 +314,9 @@ async def test_weights_change_while_workers_generate(settings_of, server):
     assert server.versions.keys() >= {"0", "1"}
 
 
-async def test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again(settings_of, server, monkeypatch):
+async def test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again(
+    settings_of, running, server, monkeypatch
+):
     checks = []
     async with running(settings_of(2)) as pipeline:
         check = pipeline.engine.check_servers
@@ -325,7 +333,7 @@ async def test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again
     assert server.asked == expected_seeds(settings_of(2), range(6))
 
 
-async def test_filters_trajectories_and_metadata_of_the_user_are_those_of_one_process(settings_of):
+async def test_filters_trajectories_and_metadata_of_the_user_are_those_of_one_process(settings_of, running):
     own = {
         "dynamic_sampling_filter_path": "own_functions:odd",
         "custom_generate_function_path": "own_functions:two_turns",
@@ -346,7 +354,7 @@ async def test_filters_trajectories_and_metadata_of_the_user_are_those_of_one_pr
     assert found[2][1]["rollout/dropped/even"].value == 6
 
 
-async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of):
+async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of, running):
     settings = settings_of(2, custom_generate_function_path="own_functions:asks_too_much", rollout_max_context_len=64)
     async with running(settings) as pipeline:
         with pytest.raises(KeyError, match="gold") as raised:
@@ -357,7 +365,7 @@ async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of):
 
 
 @pytest.mark.slow
-async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of, monkeypatch):
+async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of, running, monkeypatch):
     """``--max-prompt-pass-rate`` changes the stream, which is here, by groups that are scored there."""
     shown = []
     monkeypatch.setattr(pipelines, "leave_out_mastered", lambda stream, rate: shown.append)

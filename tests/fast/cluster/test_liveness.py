@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ from miles.cluster import liveness
 from miles.cluster.failures import in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.stacks import own_stacks
+from tests.fast.cluster.small_ray import small_ray
 
 FOR_EVER = 10**6
 
@@ -33,9 +36,20 @@ class Silent:
 
 
 class Sleeper:
+    def __init__(self):
+        self._woken = threading.Event()
+
     def sleep(self, seconds):
-        time.sleep(seconds)
+        self._woken.wait(seconds)
         return seconds
+
+    @ray.method(concurrency_group=REPORT)
+    def wake(self):
+        """End all calls of ``sleep`` before ``rest``."""
+        self._woken.set()
+
+    def rest(self):
+        self._woken.clear()
 
     def leave(self):
         os._exit(7)
@@ -55,23 +69,30 @@ class Sleeper:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-    yield
-    ray.shutdown()
+    with small_ray(num_cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """Return the workers of earlier tests that are still alive: it takes a second of the processor to start one."""
+    return []
 
 
 @pytest.fixture
-def crew(monkeypatch):
-    """Start two workers that count as lost after 3 s without a heartbeat; return them and their process ids."""
+def crew(monkeypatch, idle):
+    """Return two workers that count as lost after 3 s without a heartbeat, and their process ids."""
     monkeypatch.setattr(liveness, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(liveness, "BLAME_SECONDS", 2.0)
     workers = Workers(seconds=3.0)
-    actors = [with_heartbeat(Sleeper).options(num_cpus=1).remote() for _ in range(2)]
+    actors = [idle.pop() if idle else with_heartbeat(Sleeper).options(num_cpus=1).remote() for _ in range(2)]
     for number, actor in enumerate(actors):
         workers.add(f"worker {number}", actor)
     yield workers, actors, ray.get([actor.heartbeat.remote(0) for actor in actors])
     for actor in actors:
-        workers.end(actor)
+        with suppress(ray.exceptions.RayError):  # the test has ended it
+            ray.get([actor.wake.remote(), actor.rest.remote()])
+            idle.append(actor)
 
 
 def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(crew):

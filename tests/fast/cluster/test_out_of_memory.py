@@ -12,6 +12,7 @@ from miles.cluster.rollout_processes import engine_servers
 from miles.cluster.rollout_processes.generation_workers import GenerationActor, RayWorker
 from miles.engine.host import ServerFailed
 from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
+from tests.fast.cluster.small_ray import small_ray
 
 WHY = r"died \(Ray has ended it, as the memory of its host was nearly used up \(RAY_memory_usage_threshold\)\)"
 OPTIONS = {"num_cpus": 0, "max_restarts": 0}
@@ -20,13 +21,8 @@ OPTIONS = {"num_cpus": 0, "max_restarts": 0}
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
     """Start a Ray that ends every worker."""
-    limits = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
-            patch.setenv(name, value)
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    with small_ray(RAY_memory_usage_threshold="0.001", RAY_memory_monitor_refresh_ms="100"):
         yield
-        ray.shutdown()
 
 
 def test_the_worker_is_lost_and_the_reason_is_named():
@@ -42,7 +38,7 @@ def test_the_worker_is_lost_and_the_reason_is_named():
 
 
 async def test_a_generation_worker_is_lost_too():
-    worker = RayWorker(None, OPTIONS, seconds=60.0)
+    worker = RayWorker(with_heartbeat(GenerationActor).options(**OPTIONS).remote(None), seconds=60.0)
     try:
         with pytest.raises(GenerationWorkerLost, match=f"{WHY}$"):
             await asyncio.wait_for(worker.prepare(), 60)

@@ -33,11 +33,17 @@ def stuck_rank(trajectories):
         time.sleep(0.01)
     return [trajectory.rewards for trajectory in trajectories]
 
+def is_last(samples):
+    """Return whether the run has come to iteration FAIL_AT of 4 groups, which fails."""
+    return samples[0].group_index >= 4 * int(os.environ["FAIL_AT"])
+
 def raises(samples):
-    raise KeyError("gold")
+    if is_last(samples):
+        raise KeyError("gold")
+    return spread(samples)
 
 def dies(samples):
-    if samples[0].group_index >= 4:
+    if is_last(samples):
         os.kill(os.getpid(), signal.SIGKILL)
     return spread(samples)
 '''
@@ -71,8 +77,6 @@ LOCAL_RAY = {
     "train.py",
     "gcs_server",
     "raylet",
-    "monitor.py",
-    "dashboard.py",  # with the packages of ray[default]
     "ray::RuntimeEnvAgent",
     "ray::DashboardAgent",
     "ray::IDLE",

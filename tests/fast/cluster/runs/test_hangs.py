@@ -40,6 +40,7 @@ def assert_each_prompt_trained_on_once(run, workplace, name):
     assert run.none_left(), run.left()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
     run = held("dead_trainer")
     assert run.kill_worker("TrainActor")

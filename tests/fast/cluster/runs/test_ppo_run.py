@@ -1,4 +1,4 @@
-"""A complete PPO run: one iteration of the critic alone, then both; and the same run resumed from a checkpoint."""
+"""A PPO run: one iteration of the critic alone, then both, until Ctrl-C; and the same run resumed from a checkpoint."""
 
 import math
 
@@ -16,10 +16,21 @@ def of_training(row):
 
 @pytest.fixture(scope="module")
 def whole(launch, workplace):
+    """Interrupt the run during a call of a reward function that does not return, after three iterations."""
+    held = workplace / "ppo.held"
     save = ["--save", str(workplace / "ppo"), "--save-interval", "2"]
-    run = launch("ppo", *PPO, *CRITIC, *save, "--num-rollout", "3", ranks=2)
-    assert run.wait() == 0, run.err
+    run = launch("ppo", *PPO, *CRITIC, *save, HOLD_AT="3", HELD=str(held))
+    run.wait_until(lambda: held.exists() and 6 in run.rows())
+    run.interrupt()
+    run.wait()
     return run
+
+
+def test_ctrl_c_says_how_to_resume(whole):
+    assert whole.process.returncode == 130, whole.err
+    assert whole.err.splitlines()[-1].startswith("stopped by the user; the same command with --load")
+    assert "Traceback" not in whole.err
+    assert whole.none_left()
 
 
 def test_the_critic_learns_first_then_both(whole):
@@ -40,7 +51,7 @@ def test_a_resumed_run_restores_its_critic(whole, launch, workplace):
     checkpoint = workplace / "ppo_first"
     checkpoint.mkdir()
     (workplace / "ppo" / "iter_0000002").rename(checkpoint / "iter_0000002")
-    run = launch("ppo_on", *PPO, *CRITIC, "--load", str(checkpoint), "--num-rollout", "3", ranks=2)
+    run = launch("ppo_on", *PPO, *CRITIC, "--load", str(checkpoint))
     assert run.wait() == 0, run.err
     expected = whole.rows()
     for step in (5, 6):
@@ -51,7 +62,7 @@ def test_a_resumed_run_restores_its_critic(whole, launch, workplace):
 @pytest.mark.slow
 def test_megatron_takes_the_same_steps(whole, launch):
     """With tensor parallelism, the first iteration has the same answers and the same steps of critic and policy."""
-    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--num-rollout", "3"]
+    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
     run = launch("ppo_megatron", *PPO, *CRITIC, *flags, ranks=2)
     assert run.wait() == 0, run.err
     for step in (1, 2):

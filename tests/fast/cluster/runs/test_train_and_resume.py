@@ -1,4 +1,4 @@
-"""A complete run of ``train.py``: the files it writes, and the same run killed and resumed."""
+"""A run of ``train.py`` that is killed and resumed, until it is complete: its processes, and the files it writes."""
 
 import json
 import math
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback
+from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback, kind_of
+
+pytestmark = pytest.mark.timeout(900)
 
 SAVING = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--save-interval", "3", "--eval-interval", "3"]
 IN_EVERY_STEP = {"train/loss", "train/pg_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm", "train/lr"}
@@ -17,9 +19,10 @@ SECRET = "hf-open-sesame"
 STEPS = 2  # optimizer steps per iteration
 
 
-def flags(workplace, name):
+def flags(workplace):
     sets = ["--eval-prompt-data", "held", str(workplace / "prompts.jsonl")]
-    return [*SAVING, *sets, "--save", str(workplace / name)]
+    answers = ["--save-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl")]
+    return [*SAVING, *sets, *answers, "--save", str(workplace / "whole_checkpoints")]
 
 
 def trained(row):
@@ -29,16 +32,55 @@ def trained(row):
 
 
 @pytest.fixture(scope="module")
-def whole(launch, workplace):
-    saved = [
-        "--save-hf",
-        str(workplace / "hf"),
-        "--save-debug-rollout-data",
-        str(workplace / "debug_{rollout_id}.jsonl"),
-    ]
-    run = launch("whole", *flags(workplace, "whole_checkpoints"), *saved, ranks=2)
+def held(launch, workplace):
+    """Return a run with a secret, which waits forever in its last iteration."""
+    mark = workplace / "whole.held"
+    secret = ["--train-env-vars", json.dumps({"HF_TOKEN": SECRET})]
+    run = launch("whole", *flags(workplace), *secret, ranks=2, HOLD_AT="5", HELD=str(mark))
+    run.wait_until(lambda: mark.exists() and 5 * STEPS in run.rows())
+    return run
+
+
+def test_a_run_on_one_machine_listens_on_the_loopback_interface_only(held):
+    listening = held.listening()
+    assert listening.keys() <= LOCAL_RAY, "a process that is not in docs/security.md listens"
+    assert {"gcs_server", "raylet", "ray::TrainActor"} <= listening.keys()
+    assert all(is_loopback(address) for addresses in listening.values() for address in addresses), listening
+    assert not {"monitor.py", "dashboard.py"} & {kind_of(process) for process in held.left()}, "no run uses them"
+
+
+def test_no_other_user_can_see_a_secret(held):
+    lines = [" ".join(words) for _, words in held.command_lines()]
+    assert not [line for line in lines if SECRET in line]
+    [session] = {name for line in lines for name in re.findall(r"(?<![\w/.-])/[^\s=]*/session_2[\w-]+", line)}
+    assert Path(session).parents[1].stat().st_mode & 0o077 == 0, "Ray opens the folders below it for everybody"
+    assert not [path for path in Path(session, "logs").rglob("*") if path.is_file() and SECRET in path.read_text()]
+    assert "hidden" in (held.output / "run.json").read_text()
+    assert not [path for path in held.output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def rows_when_killed(held):
+    """Kill every process of the run, and return its metrics."""
+    held.kill()
+    return held.rows()
+
+
+@pytest.fixture(scope="module")
+def whole(rows_when_killed, launch, workplace):
+    """Resume the run from its checkpoint of iteration 3, and let it end."""
+    going_on = ["--load", str(workplace / "whole_checkpoints"), "--save-hf", str(workplace / "hf")]
+    run = launch("whole", *flags(workplace), *going_on, ranks=2)
     assert run.wait() == 0, run.err
     return run
+
+
+def test_killed_run_resumes_as_if_it_had_not_been_killed(rows_when_killed, whole):
+    """Compare every metric of the steps that both runs have taken, and of those before."""
+    rows = whole.rows()
+    assert sorted(rows_when_killed) == list(range(1 + 5 * STEPS)), "it was to be killed past its checkpoint"
+    for step, expected in rows_when_killed.items():
+        assert trained(rows[step]) == pytest.approx(trained(expected), rel=1e-6, abs=1e-6), step
 
 
 def test_every_step_is_logged(whole):
@@ -85,52 +127,8 @@ def test_no_process_is_left(whole):
 
 
 def test_console_shows_only_the_run(whole):
-    assert whole.out.count("step ") >= 13
+    assert whole.out.count("step ") >= 3 * STEPS
     assert whole.said() == []
-
-
-@pytest.fixture(scope="module")
-def held(whole, launch, workplace):
-    """Return the same run, with a secret, which waits forever in an iteration after its first checkpoint."""
-    mark, checkpoints = workplace / "killed.held", workplace / "killed_checkpoints"
-    secret = ["--train-env-vars", json.dumps({"HF_TOKEN": SECRET})]
-    run = launch("killed", *flags(workplace, checkpoints.name), *secret, ranks=2, HOLD_AT="4", HELD=str(mark))
-    run.wait_until(lambda: mark.exists() and (checkpoints / "iter_0000003").exists())
-    return run
-
-
-@pytest.mark.timeout(900)
-def test_a_run_on_one_machine_listens_on_the_loopback_interface_only(held):
-    listening = held.listening()
-    assert listening.keys() <= LOCAL_RAY, "a process that is not in docs/security.md listens"
-    assert {"gcs_server", "raylet", "ray::TrainActor"} <= listening.keys()
-    assert all(is_loopback(address) for addresses in listening.values() for address in addresses), listening
-
-
-@pytest.mark.timeout(900)
-def test_no_other_user_can_see_a_secret(held):
-    lines = [" ".join(words) for _, words in held.command_lines()]
-    assert not [line for line in lines if SECRET in line]
-    [session] = {name for line in lines for name in re.findall(r"(?<![\w/.-])/[^\s=]*/session_2[\w-]+", line)}
-    assert Path(session).parents[1].stat().st_mode & 0o077 == 0, "Ray opens the folders below it for everybody"
-    assert not [path for path in Path(session, "logs").rglob("*") if path.is_file() and SECRET in path.read_text()]
-    assert "hidden" in (held.output / "run.json").read_text()
-    assert not [path for path in held.output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
-@pytest.mark.timeout(900)
-def test_killed_run_resumes_as_if_it_had_not_been_killed(whole, held, launch, workplace):
-    """Compare every metric of every step after the checkpoint."""
-    held.kill()
-    assert 4 * STEPS in held.rows(), "it was to be killed past its checkpoint"
-
-    checkpoints = workplace / "killed_checkpoints"
-    resumed = launch("killed", *flags(workplace, checkpoints.name), "--load", str(checkpoints), ranks=2)
-    assert resumed.wait() == 0, resumed.err
-    rows, expected = resumed.rows(), whole.rows()
-    assert rows.keys() == expected.keys()
-    for step in expected:
-        assert trained(rows[step]) == pytest.approx(trained(expected[step]), rel=1e-6, abs=1e-6), step
 
 
 @pytest.mark.slow
