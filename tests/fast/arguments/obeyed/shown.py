@@ -23,7 +23,7 @@ cluster/test_liveness.py
 launcher/test_run.py
   test_a_stop_may_take_as_long_as_the_flag_says: stop_timeout
 cluster/test_restarts.py
-  test_a_run_restarts_after_a_killed_trainer: max_restarts
+  test_a_run_restarts_after_a_killed_trainer_and_ends_with_the_second_failure: max_restarts
 cluster/test_local_access.py
   test_secret_variables_reach_the_trainer_past_ray: train_env_vars
 
