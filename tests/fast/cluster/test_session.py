@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._private.node import Node
 
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot
@@ -97,6 +98,22 @@ def test_a_local_ray_records_no_task_events(monkeypatch: pytest.MonkeyPatch, giv
     with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
         pass
     assert found == [given or "0"] and os.environ.get(name) == given
+
+
+def test_only_the_ray_of_a_run_lacks_autoscaler_and_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one in this process has both. ``test_train_and_resume`` looks at the processes of a run."""
+    before = Node.start_monitor, Node.start_api_server
+    found: list[Any] = []
+
+    def init(**options: Any) -> None:
+        found.extend([Node.start_monitor, Node.start_api_server])
+        raise Started
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
+        pass
+    assert not set(before) & set(found)
+    assert (Node.start_monitor, Node.start_api_server) == before
 
 
 @pytest.mark.parametrize("number", STOPS)
