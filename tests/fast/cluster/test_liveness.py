@@ -91,7 +91,8 @@ def crew(monkeypatch, idle):
     yield workers, actors, ray.get([actor.heartbeat.remote(0) for actor in actors])
     for actor in actors:
         with suppress(ray.exceptions.RayError):  # the test has ended it
-            ray.get([actor.wake.remote(), actor.rest.remote()])
+            ray.get(actor.wake.remote())
+            ray.get(actor.rest.remote())
             idle.append(actor)
 
 
