@@ -35,8 +35,8 @@ from miles.rollout.groups import response_seed
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.weights import WeightChunk
-from tests.fast.cluster.kept_workers import KeptWorkers
-from tests.fast.cluster.small_ray import small_ray
+from tests.fast.cluster.actors.kept_workers import KeptWorkers
+from tests.fast.cluster.actors.small_ray import small_ray
 from tests.fast.engine.answering_server import AnsweringServer
 
 ROOT = Path(__file__).parents[3]

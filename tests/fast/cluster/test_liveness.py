@@ -2,8 +2,6 @@
 
 import os
 import signal
-import threading
-import time
 from contextlib import suppress
 
 import psutil
@@ -12,59 +10,9 @@ import ray
 
 from miles.cluster import liveness
 from miles.cluster.failures import in_one_line
-from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
-from miles.stacks import own_stacks
-from tests.fast.cluster.small_ray import small_ray
-
-FOR_EVER = 10**6
-
-
-class Silent:
-    """A worker that answers its first heartbeat only."""
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self, seconds):
-        time.sleep(FOR_EVER if seconds else 0)
-        return os.getpid()
-
-    @ray.method(concurrency_group=REPORT)
-    def describe(self):
-        return ""
-
-
-class Sleeper:
-    def __init__(self):
-        self._woken = threading.Event()
-
-    def sleep(self, seconds):
-        self._woken.wait(seconds)
-        return seconds
-
-    @ray.method(concurrency_group=REPORT)
-    def wake(self):
-        """End all calls of ``sleep`` before ``rest``."""
-        self._woken.set()
-
-    def rest(self):
-        self._woken.clear()
-
-    def leave(self):
-        os._exit(7)
-
-    def fail(self, error):
-        raise error  # a comment with timeout, which the traceback shows
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self, seconds):
-        time.sleep(seconds)
-        return os.getpid()
-
-    @ray.method(concurrency_group=REPORT)
-    def describe(self):
-        return own_stacks()
+from miles.cluster.liveness import WorkerLost, Workers, with_heartbeat
+from tests.fast.cluster.actors.sleepers import FOR_EVER, Silent, Sleeper
+from tests.fast.cluster.actors.small_ray import small_ray
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from miles.cluster.rollout_processes import engine_servers
 from miles.cluster.rollout_processes.generation_workers import GenerationActor, RayWorker
 from miles.engine.host import ServerFailed
 from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
-from tests.fast.cluster.small_ray import small_ray
+from tests.fast.cluster.actors.small_ray import small_ray
 
 WHY = r"died \(Ray has ended it, as the memory of its host was nearly used up \(RAY_memory_usage_threshold\)\)"
 OPTIONS = {"num_cpus": 0, "max_restarts": 0}
