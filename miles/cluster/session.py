@@ -337,12 +337,14 @@ def without_extras() -> Iterator[None]:
 
     def start_nothing(node: Node, **options: Any) -> None: ...
 
-    before = Node.start_monitor, Node.start_api_server
-    Node.start_monitor = Node.start_api_server = start_nothing
+    before = {name: getattr(Node, name) for name in ("start_monitor", "start_api_server")}
+    for name in before:
+        setattr(Node, name, start_nothing)
     try:
         yield
     finally:
-        Node.start_monitor, Node.start_api_server = before
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard) -> None:
