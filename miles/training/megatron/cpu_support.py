@@ -10,10 +10,11 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 
 
 def support_cpu() -> None:
@@ -22,8 +23,8 @@ def support_cpu() -> None:
     if current_device is _current_device:
         return
     _replace_device()
-    mode: Any = _CudaMeansCpu()
-    mode.__enter__()  # until the process ends
+    _replace_constructors()
+    _replace_tensor_methods()
     _import_uncompiled()
     _keep_random_state()
     _avoid_transformer_engine()
@@ -62,26 +63,42 @@ class _NoStream:
         return isinstance(other, _NoStream)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Replaces ``torch.zeros(…, device="cuda")``, ``tensor.cuda()`` and ``tensor.type() == "torch.cuda.FloatTensor"``.
+def _replace_constructors() -> None:
+    """Replace ``torch.zeros(…, device="cuda")`` and its like, which schedules, optimizers and experts call.
 
-    Megatron's schedules, optimizers and experts call these; the optimizers sort parameters by the last. This is a mode
-    and not a patch of torch's functions, because torch looks its functions up in tables of its own (for
-    ``torch.device("meta")`` as a context), which do not contain a replacement.
+    These are plain functions and not a mode (``TorchFunctionMode``), through which every operation of the process, and
+    every look at a tensor's shape, would pass: a fifth of a small step's time.
     """
+    # ``torch.device("meta")`` as a context looks functions up in this table, which torch makes once, of the originals.
+    for function in _device._device_constructors():
+        if getattr(torch, function.__name__, None) is function:
+            setattr(torch, function.__name__, _on_cpu(function))
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
+
+def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(constructor)
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
         if (device := kwargs.get("device")) is not None and str(device).startswith("cuda"):
-            kwargs = kwargs | {"device": "cpu"}
-        found = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.")
-        return found
+            kwargs["device"] = "cpu"
+        return constructor(*args, **kwargs)
+
+    return construct
+
+
+def _replace_tensor_methods() -> None:
+    """Replace ``tensor.cuda()``, and ``tensor.type() == "torch.cuda.FloatTensor"``, by which optimizers sort."""
+    tensor: Any = torch.Tensor
+    type_of = tensor.type
+
+    def type_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)  # under a mode (``TorchFunctionMode``), torch calls this function again
+        is_of_cpu = isinstance(found, str) and not found.startswith("torch.cuda.")
+        return found.replace("torch.", "torch.cuda.") if is_of_cpu else found
+
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.type = type_on_gpu
 
 
 def _import_uncompiled() -> None:
@@ -109,7 +126,7 @@ def _keep_random_state() -> None:
     """
     cuda: Any = torch.cuda
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.manual_seed = torch.default_generator.manual_seed
     from megatron.core.tensor_parallel import random
 
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())

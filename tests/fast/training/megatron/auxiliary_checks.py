@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
+from auxiliary_oracle import HEADS, Heads, Routers, recorded_routers, router_losses, save_with_heads, with_heads
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, Case, loss_of
 from compare import distance, norm_of, samples_of
@@ -67,6 +67,16 @@ OF_LAYOUT: dict[str, tuple[str, ...]] = {
     "tp2 with sp, ep2": ("seq_aux_loss",),
     "tp2 with sp, ep2, experts cut": ("aux_loss", "seq_aux_loss"),
 }
+BY_TURNS: dict[str, tuple[str, ...]] = {
+    "one": ("aux_loss", "mtp"),
+    "one, padded": (BOTH,),
+    "dp2, distributed optimizer": (BOTH,),
+    "tp2 with sp": ("seq_aux_loss", BOTH),
+    "pp2": (BOTH,),
+    "cp2": ("aux_loss", "mtp"),
+    "ep2 with cp2": ROUTER,
+    "dynamic cp": ("seq_aux_loss", "mtp"),
+}
 HEADS_CONVERTED = {"one": "untied", "tp2": "untied", "pp2": "untied", "ep2": "qwen3_moe"}
 MODE = {"averages": "sample_mean", "counts tokens": "constant"}
 
@@ -114,12 +124,22 @@ def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[Oracle
     return [list(group) for group in sorted(found)]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Samples after one pass through a model, with its graph."""
+
+    scores: list[tuple[torch.Tensor, torch.Tensor]]
+    routers: Routers
+    mtp_loss: torch.Tensor | None
+
+
 class Oracle:
     """Reads each model once and computes each step once, in the process that the ranks are forked from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.models: dict[Any, Any] = {}
+        self.passes: dict[Any, Pass] = {}
         self.known: dict[Any, Expected] = {}
 
     def expected(self, layout_name: str, kind_name: str, contract: str, with_policy: bool) -> tuple[Step, Expected]:
@@ -130,32 +150,45 @@ class Oracle:
             self.known[key] = self._ask(model_name, MegatronArguments(**kind), step)
         return step, self.known[key]
 
-    def _ask(self, name: str, sizes: MegatronArguments, step: Step) -> Expected:
-        has_heads = sizes.mtp_heads > 0
+    def _model(self, name: str, has_heads: bool) -> Any:
         if (name, has_heads) not in self.models:
             self.models[name, has_heads] = (
                 Heads(self.folder, name) if has_heads else plain_model(self.folder, name, torch.float64).train()
             )
-        whole = self.models[name, has_heads]
-        whole.zero_grad()
-        policy = whole.model if has_heads else whole
-        metrics = objective(scores_of(policy, step.samples, TEMPERATURE), step.samples, step.case.loss)
-        total = metrics["loss"]
-        if has_heads:
-            metrics["mtp_loss"] = whole.loss(step.samples, HEADS)
-            total = total + sizes.mtp_loss_scaling_factor * metrics["mtp_loss"]
-        if sizes.has_router_loss:
+        return self.models[name, has_heads]
+
+    def _pass(self, name: str, has_heads: bool, samples: Sequence[OracleSample]) -> Pass:
+        """Run the samples through the model once, whatever is computed from it."""
+        key = (name, has_heads, str([(s.tokens, s.mask) for s in samples]))
+        if key not in self.passes:
+            whole = self._model(name, has_heads)
+            with recorded_routers(whole) as routers:
+                if has_heads:
+                    mtp_loss = whole.loss(samples, HEADS)  # its routers are those of the heads too
+                else:
+                    scores = scores_of(whole, samples, TEMPERATURE)
             if has_heads:
-                whole.config = policy.config
-                run = lambda sample: whole.loss([sample], HEADS)  # noqa: E731
-            else:
-                run = lambda sample: policy(input_ids=torch.as_tensor(sample.tokens)[None])  # noqa: E731
-            balance, z_loss, layers = router_losses(whole, run, step.samples, step.groups)
+                scores = scores_of(whole.model, samples, TEMPERATURE)
+            self.passes[key] = Pass(scores, routers, mtp_loss if has_heads else None)
+        return self.passes[key]
+
+    def _ask(self, name: str, sizes: MegatronArguments, step: Step) -> Expected:
+        has_heads = sizes.mtp_heads > 0
+        whole, found = self._model(name, has_heads), self._pass(name, has_heads, step.samples)
+        whole.zero_grad()
+        metrics = objective(found.scores, step.samples, step.case.loss)
+        total = metrics["loss"]
+        if found.mtp_loss is not None:
+            metrics["mtp_loss"] = found.mtp_loss
+            total = total + sizes.mtp_loss_scaling_factor * found.mtp_loss
+        if sizes.has_router_loss:
+            config = (whole.model if has_heads else whole).config
+            balance, z_loss = router_losses(found.routers, config.num_experts_per_tok, step.samples, step.groups)
             total = total + sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss
-            metrics["moe_aux_loss"] = balance / layers
+            metrics["moe_aux_loss"] = balance / len(found.routers)
             if sizes.moe_z_loss_coeff:
-                metrics["moe_z_loss"] = z_loss / layers
-        total.backward()
+                metrics["moe_z_loss"] = z_loss / len(found.routers)
+        total.backward(retain_graph=True)  # other losses of these samples have the same pass
         gradients = whole.gradients() if has_heads else {
             n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in whole.named_parameters()
         }  # fmt: skip
@@ -217,7 +250,7 @@ def heads_come_back_exactly(process: RankProcess, name: str) -> None:
 
 def checks_of(layout_name: str, oracle: Oracle, contracts: Contracts) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if layout_name in HEADS_CONVERTED:
+    if layout_name in (HEADS_CONVERTED if contracts.whole else ("pp2",)):
         found["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
     return found | {
         f"{kind}, {contract}": partial(
@@ -226,6 +259,6 @@ def checks_of(layout_name: str, oracle: Oracle, contracts: Contracts) -> dict[st
             contract=contract,
             steps=[oracle.expected(layout_name, kind, contract, with_policy) for with_policy in (True, False)],
         )
-        for kind in OF_LAYOUT.get(layout_name, ())
+        for kind in (OF_LAYOUT if contracts.whole else BY_TURNS).get(layout_name, ())
         for contract in contracts.of(kind)
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,28 +109,32 @@ class Heads(torch.nn.Module):
 
 
 Groups = Sequence[Sequence[int]]  # which samples' load is balanced together
+Routers = list[tuple[Any, list[torch.Tensor]]]  # every router with what it was given, sample by sample
+
+
+@contextmanager
+def recorded_routers(model: Any) -> Iterator[Routers]:
+    """Record what every router of ``model`` is given by the passes of the block."""
+    found: Routers = [(module, []) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [
+        gate.register_forward_pre_hook(lambda _, args, given=given: given.append(args[0].flatten(0, -2)))
+        for gate, given in found
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def router_losses(
-    model: Any, run: Callable[[OracleSample], object], samples: Sequence[OracleSample], groups: Groups
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return load-balancing and z-loss, each summed over the layers with experts, and the number of these layers.
-
-    ``run`` passes a sample once through every router of ``model`` that counts.
-    """
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    seen: dict[int, list[torch.Tensor]] = {id(gate): [] for gate in gates}
-    hooks = [
-        gate.register_forward_pre_hook(lambda g, args: seen[id(g)].append(args[0].flatten(0, -2))) for gate in gates
-    ]
-    for sample in samples:
-        run(sample)
-    for hook in hooks:
-        hook.remove()
-    k, tokens = model.config.num_experts_per_tok, sum(len(s.tokens) for s in samples)
+    routers: Routers, k: int, samples: Sequence[OracleSample], groups: Groups
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return load-balancing and z-loss, each summed over ``routers``, which choose ``k`` experts for a token."""
+    tokens = sum(len(s.tokens) for s in samples)
     balance = z_loss = torch.zeros((), dtype=torch.float64)
-    for gate in gates:
-        logits = [x @ gate.weight.t() for x in seen[id(gate)]]
+    for gate, given in routers:
+        logits = [x @ gate.weight.t() for x in given]
         assert [len(x) for x in logits] == [len(s.tokens) for s in samples]
         for group in groups:
             together = torch.cat([logits[i] for i in group])
@@ -138,4 +143,4 @@ def router_losses(
             experts, count = p.shape[1], len(p)
             balance = balance + count / tokens * experts * (chosen.sum(0) / (count * k) * p.mean(0)).sum()
         z_loss = z_loss + torch.cat(logits).logsumexp(-1).square().sum() / tokens
-    return balance, z_loss, len(gates)
+    return balance, z_loss

@@ -11,7 +11,7 @@ import pickle
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,9 @@ LAYOUTS |= {
     "bf16, dp2, distributed optimizer": Layout(2, SHARDED, training=BF16),
 }
 # The vocabulary does not divide by the tensor-parallel ranks, so the embedding is padded.
-MODELS["odd"] = copy.deepcopy(MODELS["untied"])
-MODELS["odd"].vocab_size = 65
-MODELS["wide"] = copy.deepcopy(MODELS["untied"])
-MODELS["wide"].vocab_size = 80
+OWN_MODELS = {name: copy.deepcopy(MODELS["untied"]) for name in ("odd", "wide")}
+OWN_MODELS["odd"].vocab_size = 65
+OWN_MODELS["wide"].vocab_size = 80
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,21 @@ CHANGES = (
     Change("qwen3", "bf16, dp2", ("bf16, dp2, distributed optimizer", "one")),
     Change("qwen3", "bf16, dp2, distributed optimizer", ("bf16, dp2",)),
 )
+# Every kind of model, of parallelism and of precision once.
+BY_TURNS = (
+    Change("tied", "tp2 with sp, dp2, distributed optimizer", ("pp2",)),
+    Change("six_layers", "pp3, interleaved", ("one", "pp3, interleaved")),
+    Change("odd", "tp2", ("one", "tp2")),
+    Change("deepseek_v3", "tp2 with sp, ep2, sigmoid", ("one",)),
+    Change(with_heads("untied"), "pp2", ("dp2, distributed optimizer",)),
+    Change("qwen3", "bf16, dp2", ("bf16, dp2, distributed optimizer",)),
+)
+
+
+def changes(whole: bool) -> tuple[Change, ...]:
+    return CHANGES if whole else BY_TURNS
+
+
 LAUNCHER = {"rollouts_done": 2, "prompts": {"position": [3, 1]}}
 
 
@@ -103,7 +117,7 @@ def _backend(process: RankProcess, model: str) -> MegatronBackend:
 
 def saves(process: RankProcess) -> None:
     """Take two steps, save, and take a third step, as a run that is never stopped does."""
-    for change in CHANGES:
+    for number, change in enumerate(changes(process.whole)):
         if change.before != process.name:
             continue
         backend = _backend(process, change.model)
@@ -112,10 +126,10 @@ def saves(process: RankProcess) -> None:
         for _, bias in expert_biases(backend.policy.stage):
             bias.add_(0.125)  # no longer that of the model's folder
         root = change.root(process.folder)
-        _save(process, backend, root, 2, in_background=CHANGES.index(change) % 2 == 0)
+        _save(process, backend, root, 2, in_background=number % 2 == 0)
         dist.barrier()
         _each_rank_writes_its_part(process, root / "iter_0000002")
-        if change is CHANGES[0]:
+        if number == 0:
             _rank_that_could_not_write_is_named(process, backend, change.root(process.folder) / "full")
         wanted: dict[str, Any] = {"weights": weights(backend), "random": torch.rand(3)}
         wanted["metrics"] = values(_train(backend, batch_of(CASE)))
@@ -167,7 +181,7 @@ def _save(process: RankProcess, backend: MegatronBackend, root: Path, done: int,
 
 
 def _of(process: RankProcess) -> Iterator[tuple[Change, Path, dict[str, Any]]]:
-    for change in CHANGES:
+    for change in changes(process.whole):
         if process.name in change.after:
             root = change.root(process.folder)
             folder = newest(root)
@@ -392,19 +406,25 @@ def last_checkpoint_is_whole(process: RankProcess) -> None:
     assert backend.load(found) == LAUNCHER and backend.policy.optimizer.steps_done == 1
 
 
-FURTHER = (
+STARTS = (without_optimizer_it_starts_from_zero, reference_comes_from_a_checkpoint)
+REFUSALS = (
     hostile_files_run_nothing,
-    without_optimizer_it_starts_from_zero,
-    reference_comes_from_a_checkpoint,
     checkpoint_of_another_backend_is_refused,
     checkpoint_of_another_model_is_refused,
     what_cannot_be_written_is_refused_at_the_start,
 )
-SAVING = {change.before: (saves,) for change in CHANGES}
-RESUMING = {
-    name: (next_step_is_the_same,)
-    + (FURTHER if name in ("one", "tp2", "bf16, dp2, distributed optimizer") else ())
-    + ((states_belong_to_their_parameters,) if name == "pp3, interleaved" else ())
-    for change in CHANGES
-    for name in change.after
-}
+FURTHER = {name: (*STARTS, *REFUSALS) for name in ("one", "tp2", "bf16, dp2, distributed optimizer")}
+FURTHER_BY_TURNS = {"one": REFUSALS, "tp2": (*STARTS, what_cannot_be_written_is_refused_at_the_start)}
+IN_PARTS = {"pp3, interleaved": (states_belong_to_their_parameters,)}
+
+
+def saving(whole: bool) -> dict[str, tuple[Callable[[RankProcess], None], ...]]:
+    """Return the checks by layout."""
+    return {change.before: (saves,) for change in changes(whole)}
+
+
+def resuming(whole: bool) -> dict[str, tuple[Callable[[RankProcess], None], ...]]:
+    """Return the checks by layout, after those of ``saving``."""
+    further = (FURTHER if whole else FURTHER_BY_TURNS) | IN_PARTS
+    names = dict.fromkeys(name for change in changes(whole) for name in change.after)
+    return {name: (next_step_is_the_same, *further.get(name, ())) for name in names}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, FULL, MODES, Case, loss_of
 from compare import distance, norm_of, off_policy, samples_of, wanted
-from layouts import LAYOUTS, RankProcess, gradients, make_backend, note, plain_model, shard_of
+from layouts import RankProcess, gradients, make_backend, note, plain_model, shard_of
 from tolerance import RELATIVE_ERROR
 
 from miles.metrics import Metric
@@ -36,59 +37,79 @@ class Expected:
     metrics: dict[str, float]
 
 
-def expectations(folder: Path, layouts: Iterable[str] = LAYOUTS) -> dict[str, list[Expected]]:
-    """Compute them for all models that ``layouts`` name."""
-    return expectations_of(folder, sorted({name for layout in layouts for name in LAYOUTS[layout].models}))
-
-
 class Contracts:
     """Choose the contracts of each comparison: both, or one of them by turns from layout to layout."""
 
     def __init__(self, whole: bool) -> None:
-        self._whole = whole
+        self.whole = whole
         self._chosen: Counter[str] = Counter()
 
     def of(self, what: str) -> tuple[str, ...]:
         """Return the contracts for comparing ``what`` in the next layout."""
         names = tuple(CONTRACTS)
         self._chosen[what] += 1
-        return names if self._whole else (names[self._chosen[what] % len(names)],)
+        return names if self.whole else (names[self._chosen[what] % len(names)],)
+
+    def cases(self, model: str, layout: str, drafts: list[Draft], contract: str) -> list[Draft]:
+        """Return what the next comparison of ``model`` is made on: every mode, and half of the other cases.
+
+        The other contract has the other half. Each layout divides them in another way. By turns it is half of these.
+        """
+        modes = [draft for draft in drafts if draft.case.spec is EVERY_MODE]
+        others = [draft for draft in drafts if draft.case.spec is not EVERY_MODE]
+        random.Random(layout).shuffle(others)
+        found = modes + others[list(CONTRACTS).index(contract) :: len(CONTRACTS)]
+        turn = self._chosen[model] // len(CONTRACTS) % 2  # with either contract, one half and then the other
+        return found if self.whole else found[turn::2]
 
 
-def cases_of(layout: str, contract: str, expected: list[Expected]) -> list[Expected]:
-    """Return what one contract is compared on: every mode, and half of the other cases.
+@dataclass(frozen=True)
+class Draft:
+    """A case, to which old and reference log-probs near the model's own are added if it is off-policy."""
 
-    The other contract has the other half. Each layout divides them in another way.
-    """
-    modes = [each for each in expected if each.case.spec is EVERY_MODE]
-    others = [each for each in expected if each.case.spec is not EVERY_MODE]
-    random.Random(layout).shuffle(others)
-    return modes + others[list(CONTRACTS).index(contract) :: len(CONTRACTS)]
+    case: Case
+    is_off_policy: bool = True
 
 
-def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
-    """Compute them by model. In on-policy cases one group has equal rewards: its samples are scored, not trained on."""
-    found: dict[str, list[Expected]] = {}
-    for name in models:
-        oracle = plain_model(folder, name, torch.float64).train()
+class Oracle:
+    """Reads each model once and computes each case once, in the process that the ranks are forked from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = cache(lambda name: plain_model(folder, name, torch.float64).train())
+        self._known: dict[tuple[str, int], Expected] = {}
+        self.drafts = cache(self._drafts)
+
+    def _drafts(self, name: str) -> list[Draft]:
+        """Return all cases. In on-policy ones a group has equal rewards: its samples are scored, not trained on."""
+        config = self._model(name).config
+        found = []
         for mode in MODES:
-            full = off_policy(Case(EVERY_MODE, loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
             plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True, equal_rewards=True)
-            alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
-            for case in (full, plain, alone):
-                gradient, metrics = wanted(case, oracle, samples_of(case))
-                found.setdefault(name, []).append(Expected(case, by_expert(gradient), metrics))
-        if getattr(oracle.config, "num_experts_per_tok", None):
-            routing = (oracle.config.num_hidden_layers, 4, 2)
-            case = off_policy(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=routing), oracle)
-            gradient, metrics = wanted(case, oracle, samples_of(case))
-            found[name].append(Expected(case, by_expert(gradient), metrics))
+            found += [
+                Draft(Case(EVERY_MODE, loss_of(mode, **FULL), ANYWHERE, seed=3)),
+                Draft(plain, is_off_policy=False),
+                Draft(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE)),
+            ]
+        if getattr(config, "num_experts_per_tok", None):
+            routing = (config.num_hidden_layers, 4, 2)
+            found.append(Draft(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=routing)))
         full = loss_of("token_mean", **FULL)
         for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4), full):
-            case = off_policy(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full), oracle)
-            gradient, metrics = wanted(case, oracle, samples_of(case))
-            found[name].append(Expected(case, by_expert(gradient), metrics))
-    return found
+            found.append(Draft(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full)))
+        return found
+
+    def expected(self, name: str, draft: Draft) -> Expected:
+        """Return the case of ``draft`` with its results."""
+        key = name, self.drafts(name).index(draft)
+        if key not in self._known:
+            model = self._model(name)
+            case = off_policy(draft.case, model) if draft.is_off_policy else draft.case
+            gradient, metrics = wanted(case, model, samples_of(case))
+            self._known[key] = Expected(case, by_expert(gradient), metrics)
+        return self._known[key]
+
+    def all_expected(self, name: str) -> list[Expected]:
+        return [self.expected(name, draft) for draft in self.drafts(name)]
 
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from miles.training.trainer import Trainer
 Expectations = dict[str, list[tuple[Case, ExpectedStep]]]
 PPO: dict[str, Any] = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
 CONTRACTS = {"averages": LossArguments(**PPO), "counts tokens": loss_of("token_mean", **PPO)}
+BY_TURNS = ("dp2, distributed optimizer", "tp2 with sp", "pp2", "cp2")  # each with the first of its models
 MODELS = {
     "one": ("untied",),
     "dp2": ("untied",),
@@ -40,11 +41,16 @@ MODELS = {
 }
 
 
-def expectations(folder: Path) -> Expectations:
+def models_of(layout: str, whole: bool) -> tuple[str, ...]:
+    """Return the models whose critic is compared under ``layout``."""
+    return MODELS.get(layout, ()) if whole else MODELS[layout][:1] if layout in BY_TURNS else ()
+
+
+def expectations(folder: Path, layouts: Iterable[str], whole: bool) -> Expectations:
     """Compute them by model, before the ranks are forked: on-policy, and with old values, a KL and whitening."""
     found: Expectations = {}
     more = dict(value_clip=0.15, kl_coef=0.3, kl_loss_type="k3", normalize_advantages=True)
-    for name in sorted({name for names in MODELS.values() for name in names}):
+    for name in sorted({name for layout in layouts for name in models_of(layout, whole)}):
         oracle = plain_model(folder, name, torch.float64).train()
         cases = [
             Case(BATCHES["compacted"], loss_of("sample_mean", **PPO), ANYWHERE, shuffled=True),
@@ -60,16 +66,16 @@ def checks_of(
 ) -> dict[str, Callable[[RankProcess], str | None]]:
     """Return the checks of the layout ``name``, under ``contracts``."""
     found: dict[str, Callable[[RankProcess], str | None]] = {}
-    for model in MODELS.get(name, ()):
+    for model in models_of(name, contracts.whole):
         for contract in contracts.of(f"critic of {model}"):
             found[f"critic of {model}, {contract}"] = partial(
                 conforms, model=model, contract=contract, expected=expected[model]
             )
-    if name in ("one", "tp2 with sp", "pp2"):
+    if name in (("one", "tp2 with sp", "pp2") if contracts.whole else ("one",)):
         found["critic learns alone"] = critic_learns_alone
     if name == "tp2 with sp":
         found["critic stays if the policy fails"] = critic_stays_if_the_policy_fails
-    if name in ("dp2, distributed optimizer", "tp2", "pp2"):
+    if name in (("dp2, distributed optimizer", "tp2", "pp2") if contracts.whole else BY_TURNS[:1]):
         found["critic comes back from a checkpoint"] = critic_comes_back
     return found
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from conformance_checks import Expected, conforms
+from conformance_checks import Expected, Oracle, conforms
 from layouts import RankProcess
 
 from miles.training.megatron.loss_scaling import PerTokenScaling
@@ -52,10 +52,11 @@ def faults_are_found(process: RankProcess, expected: list[Expected]) -> str:
     return ", ".join(said)
 
 
-def checks_of(name: str, expected: dict[str, list[Expected]]) -> dict[str, Callable[[RankProcess], str]]:
-    """Return the check of the layout ``name``, on the cases with samples that are only scored."""
+def checks_of(name: str, oracle: Oracle, whole: bool) -> dict[str, Callable[[RankProcess], str]]:
+    """Return the check of the layout ``name``, on the cases with samples that are only scored; by turns on two."""
     if name not in LAYOUTS:
         return {}
-    scored = [each for each in expected["untied"] if each.case.equal_rewards]
+    scored = [draft for draft in oracle.drafts("untied") if draft.case.equal_rewards]
     assert scored
-    return {"faults are found": partial(faults_are_found, expected=scored)}
+    expected = [oracle.expected("untied", draft) for draft in scored[: None if whole else 2]]
+    return {"faults are found": partial(faults_are_found, expected=expected)}

@@ -1,37 +1,28 @@
-"""Run checkpoint_checks.py on real ranks over gloo: ``python launch_checkpoints.py FOLDER``; see launch.py."""
+"""The part ``checkpoints`` of launch.py: write under some layouts, then read under others."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launch  # prepares the process for Megatron, which the next imports load
-
-# isort: split
 import checkpoint_checks
-from auxiliary_oracle import save_with_heads
+from launch import run_layout
 from layouts import save_models
 
 
-def main(folder: Path) -> None:
-    save_models(folder)
-    save_with_heads(folder, "untied")
+def run(folder: Path, whole: bool) -> dict[str, dict[str, str]]:
+    """Return the failures by layout, with what it did, and check."""
+    save_models(folder, checkpoint_checks.OWN_MODELS)
     results: dict[str, dict[str, str]] = {}
 
-    def run(title: str, layout: str, *checks: Callable[..., Any]) -> None:
-        results[title] = launch.run_layout(folder, layout, {check.__name__: check for check in checks})
+    def run_checks(title: str, layout: str, *checks: Callable[..., Any]) -> None:
+        results[title] = run_layout(folder, layout, {check.__name__: check for check in checks}, whole=whole)
 
-    for name, checks in checkpoint_checks.SAVING.items():
-        run(f"{name}: saved", name, *checks)
-    for name, checks in checkpoint_checks.RESUMING.items():
-        run(f"{name}: resumed", name, *checks)
-    run("killed", "dp2", checkpoint_checks.killed_while_saving)
-    run("after the kill", "tp2", checkpoint_checks.last_checkpoint_is_whole)
-    (folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for name, checks in checkpoint_checks.saving(whole).items():
+        run_checks(f"{name}: saved", name, *checks)
+    for name, checks in checkpoint_checks.resuming(whole).items():
+        run_checks(f"{name}: resumed", name, *checks)
+    run_checks("killed", "dp2", checkpoint_checks.killed_while_saving)
+    run_checks("after the kill", "tp2", checkpoint_checks.last_checkpoint_is_whole)
+    return results

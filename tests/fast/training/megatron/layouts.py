@@ -42,6 +42,9 @@ PP = replace(ONE, pipeline_model_parallel_size=2)
 SHARDED = replace(ONE, use_distributed_optimizer=True)
 EP = replace(ONE, expert_model_parallel_size=2)
 DENSE = ("untied", "tied")
+# Two or three micro-batches of each step, for ranks that all see every sample; FIXED and BUDGET make about four.
+FEW = replace(FIXED, micro_batch_size=4)
+FEW_BY_BUDGET = replace(BUDGET, max_tokens_per_gpu=40)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Layout:
     ranks: int
     sizes: MegatronArguments = ONE
     parallel: ParallelArguments = ParallelArguments()
-    training: TrainingArguments = FIXED
+    training: TrainingArguments = FEW
     models: tuple[str, ...] = ("untied",)
     given: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's dataclasses
 
@@ -63,10 +66,10 @@ LAYOUTS = {
     "one, padded": Layout(1, parallel=PADDED, models=("untied", "qwen3_moe")),
     "dp2": Layout(2, training=BUDGET),
     "dp2, padded": Layout(2, parallel=PADDED, training=BUDGET),
-    "dp2, overlapped": Layout(2, given={"overlap_grad_reduce": True}),
-    "dp2, distributed optimizer": Layout(2, SHARDED),
+    "dp2, overlapped": Layout(2, training=FIXED, given={"overlap_grad_reduce": True}),
+    "dp2, distributed optimizer": Layout(2, SHARDED, training=FIXED),
     "tp2": Layout(2, TP, models=("tied",)),
-    "tp2 with sp": Layout(2, SP, training=BUDGET, models=("untied", "qwen3_moe")),
+    "tp2 with sp": Layout(2, SP, training=FEW_BY_BUDGET, models=("untied", "qwen3_moe")),
     "tp2 with sp, padded": Layout(2, SP, PADDED, models=("untied", "qwen3_moe")),
     "pp2": Layout(2, PP, models=DENSE),
     "pp2, uneven": Layout(2, replace(PP, decoder_last_pipeline_num_layers=1), models=("three_layers",)),
@@ -113,11 +116,15 @@ SIX = ("six_layers", "six_moe_layers", "six_glm4_moe_layers")
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank of a layout, and the folder with the models, which the ranks share."""
+    """One rank of a layout, and the folder with the models, which the ranks share.
+
+    ``whole`` is False in the fast tests, whose layouts take the models, dtypes and ways of a check by turns.
+    """
 
     folder: Path
     name: str
     rank: int
+    whole: bool = True
 
     @property
     def layout(self) -> Layout:
@@ -222,9 +229,12 @@ def note(process: RankProcess, what: str, distance: float, norm: float = 0.0) ->
 def models_of(process: RankProcess) -> list[str]:
     """Return the models that the layout trains: without experts if these are refused, only them if it needs them.
 
-    Three layers are for stages that differ, six for several parts per rank.
+    Three layers are for stages that differ, six for several parts per rank. By turns, one rank has all models, and
+    several ranks have those whose gradients are compared.
     """
     sizes = process.layout.sizes
+    if not process.whole and process.layout.ranks > 1:
+        return list(process.layout.models)
     if set(process.layout.models) <= set(SIGMOID):
         return list(SIGMOID)
     if sizes.decoder_last_pipeline_num_layers is not None:

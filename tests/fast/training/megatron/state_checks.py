@@ -55,10 +55,10 @@ def _key(tokens: Sequence[int], response: int) -> tuple[int, ...]:
     return (*map(int, tokens), response)
 
 
-def compute_once(folder: Path, layouts: Iterable[str]) -> None:
+def compute_once(folder: Path, layouts: Iterable[str], whole: bool) -> None:
     """Compute what the ranks of several layouts compare with, in the process that they are forked from."""
-    checked = [name for name in layouts if name in OF_LAYOUT]
-    for model in sorted({model for name in checked for model in models_of(RankProcess(folder, name, 0))}):
+    checked = [name for name in layouts if name in (OF_LAYOUT if whole else BY_TURNS)]
+    for model in sorted({model for name in checked for model in models_of(RankProcess(folder, name, 0, whole))}):
         _expected_log_probs(folder, model)
         known_model(folder, model, torch.float32)
 
@@ -274,6 +274,19 @@ CHECKS = (
     reference_keeps_its_first_weights,
 )
 CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
+BY_TURNS = {
+    "one": (*CONVERSION, reference_is_rotated_by_its_own_config, other_tensors_than_the_config_says_are_refused),
+    "one, sigmoid": (*CONVERSION, engine_takes_the_weights, the_first_choice_of_experts_is_repeated),
+    "dp2, distributed optimizer": (
+        optimizer_is_adamw_with_clipping,
+        non_finite_gradient_leaves_the_weights,
+        canary_is_found_among_small_parameters,
+    ),
+    "tp2 with sp": CONVERSION,
+    "pp2": CHECKS,
+    "cp2": CONVERSION[:1],
+    "ep2 with cp2": CONVERSION,
+}
 OF_LAYOUT = {
     "one": (*CHECKS, reference_is_rotated_by_its_own_config, other_tensors_than_the_config_says_are_refused),
     "dp2, distributed optimizer": (*CHECKS, canary_is_found_among_small_parameters),
@@ -284,6 +297,7 @@ OF_LAYOUT = {
     "pp3, interleaved": (*CONVERSION, engine_takes_the_weights, the_first_choice_of_experts_is_repeated),
     "cp2": CHECKS,
     "ep2": CONVERSION,
+    "ep2 with cp2": CONVERSION,
     "tp2 with sp, ep2": CONVERSION,
     "tp2 with sp, ep2, experts cut": CONVERSION,
     "tp2 with sp, pp2": CONVERSION,

@@ -157,7 +157,6 @@ CHECKS = (
 )
 OF_LAYOUT = {
     "one": (sums_of_squared_probs_are_those_of_the_model, logits_are_fp32_under_a_bf16_body),
-    # The others are slow tests.
     "tp2": CHECKS,
     "ep2": CHECKS[:-1],
     "tp2 with sp, dp2, distributed optimizer": CHECKS,
@@ -165,3 +164,4 @@ OF_LAYOUT = {
     "pp2, cp2": CHECKS[:-1],
     "pp3, interleaved": CHECKS[:-1],
 }
+BY_TURNS = {"one": OF_LAYOUT["one"]}

@@ -73,7 +73,7 @@ def _besides(others: Collection[int]) -> list[int]:
 
 def host_memory_and_back_changes_nothing(process: RankProcess) -> None:
     """Two steps with a trip after each are those without, bit for bit; during it, nothing stays on the device."""
-    for bf16 in (True, False):
+    for bf16 in (True, False) if process.whole else (process.layout.ranks > 1,):
         straight = _backend(process, ALL, bf16)
         for _ in range(2):
             _train(straight)
@@ -132,3 +132,4 @@ OF_LAYOUT = {
     "ep2": _ALWAYS,
     "pp2, dp2, sigmoid": _ALWAYS,
 }
+BY_TURNS = {name: OF_LAYOUT[name] for name in ("one", "dp2, distributed optimizer")}
