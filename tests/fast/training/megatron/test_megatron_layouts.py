@@ -19,7 +19,7 @@ from rank_scripts import run_checks
 from tolerance import RELATIVE_ERROR
 
 HERE = Path(__file__).parent
-SECONDS = 1800.0  # for all layouts, on a busy machine
+SECONDS = 3300.0  # for all parts, on a busy machine
 QUICK = (
     "one",
     "one, padded",
@@ -124,7 +124,7 @@ def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results:
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize(("results", "part"), _runs(QUICK, _layouts()), indirect=["results"])
 def test_layout(results: Results, part: str) -> None:
-    """Gradients agree with the oracle in every mode. Conversion, optimizer and reference are right, where listed."""
+    """Gradients agree with the oracle: whole, in every mode. Conversion, optimizer and reference, where listed."""
     assert not results.failures(part)
 
 
