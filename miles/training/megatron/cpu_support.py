@@ -70,7 +70,8 @@ def _replace_constructors() -> None:
     every look at a tensor's shape, would pass: a fifth of a small step's time.
     """
     # ``torch.device("meta")`` as a context looks functions up in this table, which torch makes once, of the originals.
-    for function in _device._device_constructors():
+    constructors: Any = _device._device_constructors()
+    for function in constructors:
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, _on_cpu(function))
     for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
