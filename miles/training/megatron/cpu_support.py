@@ -11,7 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _device
@@ -70,8 +70,7 @@ def _replace_constructors() -> None:
     every look at a tensor's shape, would pass: a fifth of a small step's time.
     """
     # ``torch.device("meta")`` as a context looks functions up in this table, which torch makes once, of the originals.
-    constructors: Any = _device._device_constructors()
-    for function in constructors:
+    for function in cast(set[Any], _device._device_constructors()):
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, _on_cpu(function))
     for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
