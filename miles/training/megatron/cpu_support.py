@@ -11,7 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import _device
@@ -70,9 +70,10 @@ def _replace_constructors() -> None:
     every look at a tensor's shape, would pass: a fifth of a small step's time.
     """
     # ``torch.device("meta")`` as a context looks functions up in this table, which torch makes once, of the originals.
-    for function in cast(set[Any], _device._device_constructors()):
-        if getattr(torch, function.__name__, None) is function:
-            setattr(torch, function.__name__, _on_cpu(function))
+    for function in _device._device_constructors():
+        name = function.__name__
+        if hasattr(torch, name) and getattr(torch, name) is function:  # not those of torch.fft and torch.nested
+            setattr(torch, name, _on_cpu(function))
     for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
