@@ -89,7 +89,7 @@ LAYOUTS = {
         Layout("alone, padded", 1, PADDED),
         Layout("dp2, padded by budget", 2, PADDED, BUDGET),
         Layout("dp4", 4),
-        Layout("cp2", 2, context(2)),
+        Layout("cp2", 2, context(2), TrainingArguments(micro_batch_size=4)),  # half as many, for each is of both ranks
         Layout("cp2, packed", 2, context(2), BUDGET),
         Layout("cp3", 3, context(3)),
         Layout("cp3, packed", 3, context(3), BUDGET),

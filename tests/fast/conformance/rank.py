@@ -118,7 +118,7 @@ def noted_canary() -> Iterator[list[str]]:
 
 
 class Rank:
-    """One process of a group. Cases share backends, and each begins with the weights that its backend was built with."""
+    """One process of a group. Cases share backends, and each begins with the weights of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -65,9 +65,7 @@ def test_a_whole_loss(ranks, oracle, mode, layout):
     assert differences(result, gradients, {name: metrics[name] for name in ("loss", "entropy_loss")}) == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "layout"), quick_pairs(["sample_mean", "token_mean"], ["dp2", "cp2", "dp2 x cp2"])
-)
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(["sample_mean", "token_mean"], ["dp2", "cp2", "dp2 x cp2"]))
 def test_a_loss_with_four_arguments(ranks, oracle, mode, layout):
     """Also on ranks that have no samples in a micro-batch."""
     case = off_policy(Case(BATCHES["masked"], loss_of(mode, entropy_coef=0.01), LAYOUTS[layout], seed=3), oracle)

@@ -342,9 +342,7 @@ def test_custom_reducers_see_whole_samples(ranks, oracle, form, layout):
         assert_conforms(off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout]), oracle), ranks, oracle)
 
 
-@pytest.mark.parametrize(
-    ("mode", "layout"), quick_pairs(MODES, ["alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"])
-)
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(MODES, ["alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"]))
 def test_supervised_fine_tuning_shares_the_path(ranks, oracle, mode, layout):
     case = Case(BATCHES["masked"], loss_of(mode, loss_type="sft_loss"), LAYOUTS[layout], watch=True)
     assert_conforms(case, ranks, oracle)
