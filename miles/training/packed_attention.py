@@ -15,7 +15,7 @@ So neither time nor memory grows with the square of a sequence's length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,15 +94,20 @@ class _Sequences:
     tokens: int  # of all ranks
 
 
-@dataclass(frozen=True)
 class PackedLayout:
-    """How the tokens of one micro-batch become rows. Built once per micro-batch, used by every layer."""
+    """How the tokens of one micro-batch become rows. Built once per micro-batch, used by every layer.
 
-    rows: tuple[Rows, ...]
-    context: ContextGroup
-    padded: bool = False  # the tokens are rows already
-    sequences: _Sequences | None = None  # of layers that may have a window
-    _rows_of_window: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
+    No dataclass: FSDP2 would look for tensors with a gradient in all of its fields, twice per layer.
+    """
+
+    def __init__(
+        self, rows: tuple[Rows, ...], context: ContextGroup, padded: bool = False, sequences: _Sequences | None = None
+    ) -> None:
+        self.rows = rows
+        self.context = context
+        self.padded = padded  # the tokens are rows already
+        self.sequences = sequences  # of layers that may have a window
+        self._rows_of_window: dict[int, tuple[Rows, ...]] = {}
 
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:

@@ -180,8 +180,8 @@ class Policy(ShardedModule[PolicyScorer]):
             support=micro.support,
             shared=shared,
         )
-        canary = self.canary()  # always: every rank takes part in the gathering of its weight
-        return PolicyScores(log_probs, entropy, canary if watched else None)
+        canary = self.canary() if watched else None  # on every rank, as its weight is gathered
+        return PolicyScores(log_probs, entropy, canary)
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -89,7 +89,7 @@ LAYOUTS = {
         Layout("alone, padded", 1, PADDED),
         Layout("dp2, padded by budget", 2, PADDED, BUDGET),
         Layout("dp4", 4),
-        Layout("cp2", 2, context(2)),
+        Layout("cp2", 2, context(2), TrainingArguments(micro_batch_size=4)),  # half as many, for each is of both ranks
         Layout("cp2, packed", 2, context(2), BUDGET),
         Layout("cp3", 3, context(3)),
         Layout("cp3, packed", 3, context(3), BUDGET),
@@ -124,6 +124,8 @@ class Case:
     routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
     records_routing: bool = False  # experts are those that scored the old log-probs
     watch: bool = False  # the loss-mass canary may stop the run
+    notes_canary: bool = False  # what it says is in the result instead, and the run goes on
+    records_tokens: bool = False  # for the report
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
 
 
@@ -136,6 +138,7 @@ class StepResult:
     metrics: dict[str, float]
     critic_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     tokens: dict[int, TokenColumns] = field(default_factory=dict)  # recorded for the report, by position in the step
+    canary: str = ""  # what it said, if the case notes it
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:

@@ -36,7 +36,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Mutation:
     """A fault, a case that shows it, and whether the canary detects it there.
 
-    With ``off_policy``, old and reference log-probs differ from the model's.
+    With ``off_policy``, old and reference log-probs differ from the model's. A fault ``of_build`` is in how the backend
+    is built. One that is ``hidden_by_watching`` leaves samples out of the backward pass, and a watched step has all.
     """
 
     fault: str
@@ -44,6 +45,8 @@ class Mutation:
     canary: bool
     patches: tuple[tuple[Any, str, Wrap], ...]
     off_policy: bool = False
+    of_build: bool = False
+    hidden_by_watching: bool = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -252,6 +255,7 @@ MUTATIONS: dict[str, Mutation] = {
             case(),
             True,
             ((FSDPModule, "set_gradient_divide_factor", _averaged),),
+            of_build=True,
         ),
         Mutation(
             "the loss is multiplied by the number of ranks",
@@ -360,18 +364,21 @@ MUTATIONS: dict[str, Mutation] = {
             case(),
             False,
             ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x > 0 for x in rewards]),),
+            hidden_by_watching=True,
         ),
         Mutation(
             "samples of positive advantage are not trained on",
             case(),
             False,
             ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x < 0 for x in rewards]),),
+            hidden_by_watching=True,
         ),
         Mutation(
             "samples without advantage get no entropy bonus",
             replace(case(entropy_coef=0.1), equal_rewards=True),
             False,
             (gradients_of(entropy_coef=0.0),),
+            hidden_by_watching=True,
         ),
         Mutation(
             "samples without advantage are not held to the reference",
@@ -379,6 +386,7 @@ MUTATIONS: dict[str, Mutation] = {
             False,
             (gradients_of(kl_loss_coef=0.0),),
             off_policy=True,
+            hidden_by_watching=True,
         ),
         Mutation(
             "samples without advantage are kept from the custom reducer",

@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Client
@@ -38,11 +38,12 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
 from miles.metrics import Metric, values
-from miles.objective.canary import LossMassError
+from miles.objective.canary import LossMassError, check_loss_mass
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch
 from miles.training import packed_attention
+from miles.training import trainer as trainer_module
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Role, Trainer
 
@@ -101,27 +102,37 @@ def _whole(of_ranks: list[Parts]) -> Parts:
     return {name: np.concatenate([part[name] for part in of_ranks]) for name in of_ranks[0]}
 
 
+@contextmanager
+def noted_canary() -> Iterator[list[str]]:
+    """Yield a list for what the canary says in the block, which it does not end."""
+    said: list[str] = []
+
+    def note(*given: Any) -> None:
+        try:
+            check_loss_mass(*given)
+        except LossMassError as error:
+            said.append(str(error))
+
+    with patch.object(trainer_module, "check_loss_mass", note):
+        yield said
+
+
 class Rank:
-    """One process of a group. Cases that do not change the weights share a backend."""
+    """One process of a group. Cases share backends, and each begins with the weights of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.backends: dict[Any, FsdpBackend] = {}
+        self.backends: dict[Any, tuple[FsdpBackend, list[torch.Tensor]]] = {}  # and its first weights, if they move
 
     def run(self, case: Case) -> list[StepResult] | str:
         """Return the result of every step on rank 0, or the canary's message."""
-        if case.mutation is not None or case.trajectories_per_step is not None:
-            self.backends.clear()
         mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
         try:
             with mutation, patch.object(packed_attention, "SHORT", 0 if case.long_rows else packed_attention.SHORT):
                 return self._train(case)
         except LossMassError as error:
-            self.backends.clear()
+            self.backends.clear()  # a gradient is left in them
             return str(error)
-        finally:
-            if case.mutation is not None or case.trajectories_per_step is not None:
-                self.backends.clear()
 
     def _train(self, case: Case) -> list[StepResult]:
         shards = [
@@ -135,7 +146,8 @@ class Rank:
             )[dist.get_rank()]
             for batch in batches_of(case)
         ]
-        shards = [replace(shard, recorded=frozenset(shard.batch.position_in_step)) for shard in shards]
+        if case.records_tokens:
+            shards = [replace(shard, recorded=frozenset(shard.batch.position_in_step)) for shard in shards]
         backend = self._backend(case)
         trainer = Trainer(backend, case.loss, dist.get_world_size(), case.passes)
         of_policy = dict(backend.policy.module.language_model.named_parameters())
@@ -144,7 +156,8 @@ class Rank:
         critic = None
         if backend.critic is not None and trainer.critic is not None:
             trainer.critic, critic = recorded(trainer.critic, of_critic(backend.critic.module), False)
-        metrics = trainer.train(shards)
+        with noted_canary() if case.notes_canary else nullcontext([]) as said:
+            metrics = trainer.train(shards)
         reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
         critic_gradients: list[Parts] = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -161,22 +174,32 @@ class Rank:
                 reported[step],
                 _whole([of_critics[step] for _, _, _, of_critics in everywhere]),
                 {place[1]: found for _, read, _, _ in everywhere for place, found in read.items() if place[0] == step},
+                "".join(said),
             )
             for step in range(len(metrics))
         ]
 
     def _backend(self, case: Case) -> FsdpBackend:
+        if case.mutation is not None and MUTATIONS[case.mutation].of_build:
+            return self._built(case, 0.0)
+        moves = case.trajectories_per_step is not None  # several steps need weights that move
         replays = case.routing is not None, case.records_routing
-        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic, replays)
+        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic, replays, moves)
         if key not in self.backends:
-            # With rate 0 the weights are unchanged for the next case. Several steps need weights that move.
-            rate = 0.0 if case.trajectories_per_step is None else 1e-2
-            self.backends[key] = made = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
-            if made.critic is not None:
-                head = {"value_head.weight": torch.from_numpy(VALUE_HEAD)}
-                options = StateDictOptions(full_state_dict=True, strict=False)
-                set_model_state_dict(made.critic.module, head, options=options)
-        return self.backends[key]
+            made = self._built(case, 1e-2 if moves else 0.0)
+            self.backends[key] = made, [p.to_local().clone() for p in _parameters(made)] if moves else []
+        backend, first_weights = self.backends[key]
+        if moves:
+            _begin_again(backend, first_weights)
+        return backend
+
+    def _built(self, case: Case, rate: float) -> FsdpBackend:
+        backend = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
+        if backend.critic is not None:
+            head = {"value_head.weight": torch.from_numpy(VALUE_HEAD)}
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_model_state_dict(backend.critic.module, head, options=options)
+        return backend
 
     def _settings(self, case: Case, rate: float) -> Settings:
         return Settings(
@@ -190,6 +213,20 @@ class Rank:
             training=replace(case.layout.training, use_routing_replay=case.records_routing),
             parallel=case.layout.parallel,
         )
+
+
+def _parameters(backend: FsdpBackend) -> list[Any]:
+    return list(backend.policy.module.language_model.parameters())
+
+
+def _begin_again(backend: FsdpBackend, first_weights: list[torch.Tensor]) -> None:
+    """Give the policy its first weights and an optimizer that has not stepped."""
+    assert backend.critic is None, "only the policy's weights are kept"
+    with torch.no_grad():
+        for parameter, weight in zip(_parameters(backend), first_weights, strict=True):
+            parameter.to_local().copy_(weight)
+    backend.policy.optimizer.adam.state.clear()
+    backend.policy.optimizer.steps_done = 0
 
 
 def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:

@@ -6,6 +6,7 @@ import pytest
 from cases import BATCHES, FULL, LAYOUTS, MODES, Case, loss_of, without_loss_tokens
 from compare import differences, gradient_differences
 from critic_oracle import expected_step, off_policy_with_values
+from quick_pairs import quick_pairs
 
 SPLITS = ["alone, packed", "dp2", "cp2, packed", "dp2 x cp2", "dynamic cp, 4 ranks"]
 PPO = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
@@ -24,25 +25,23 @@ def assert_conforms(case: Case, ranks, oracle) -> None:
     assert gradient_differences(result.critic_gradients, expected.critic_gradients) == []
 
 
-@pytest.mark.parametrize("layout", SPLITS)
-def test_policy_and_critic(ranks, oracle, layout):
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(MODES, SPLITS))
+def test_policy_and_critic(ranks, oracle, mode, layout):
     """Test on-policy, and with old values on both sides of the clip, a KL in the reward, and whitening."""
-    modes = MODES if layout == "dp2 x cp2" else ("sample_mean", "token_mean")  # the critic's loss differs between these
-    for mode, batch in zip(modes, ("masked", "compacted", "compacted", "masked"), strict=False):
-        assert_conforms(Case(BATCHES[batch], loss_of(mode, **PPO), LAYOUTS[layout], shuffled=True), ranks, oracle)
-        loss = loss_of(mode, **PPO, **KL, value_clip=0.15, normalize_advantages=True, entropy_coef=0.01)
-        case = off_policy_with_values(Case(BATCHES[batch], loss, LAYOUTS[layout], seed=3), oracle)
-        assert 0 < expected_step(case, oracle).metrics["value_clipfrac"] < 1
-        assert_conforms(case, ranks, oracle)
+    batch = BATCHES["masked" if mode in ("sample_mean", "constant") else "compacted"]
+    assert_conforms(Case(batch, loss_of(mode, **PPO), LAYOUTS[layout], shuffled=True), ranks, oracle)
+    loss = loss_of(mode, **PPO, **KL, value_clip=0.15, normalize_advantages=True, entropy_coef=0.01)
+    case = off_policy_with_values(Case(batch, loss, LAYOUTS[layout], seed=3), oracle)
+    assert 0 < expected_step(case, oracle).metrics["value_clipfrac"] < 1
+    assert_conforms(case, ranks, oracle)
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2"])
+@pytest.mark.parametrize(("batch", "layout"), quick_pairs(["uneven", "compacted"], ["alone, packed", "dp2 x cp2"]))
 @pytest.mark.parametrize("estimator", OTHERS)
-def test_estimators_without_a_critic(ranks, oracle, estimator, layout):
+def test_estimators_without_a_critic(ranks, oracle, estimator, batch, layout):
     kl = {} if estimator == "whitened groups" else KL
-    for batch in ("uneven", "compacted"):
-        case = Case(BATCHES[batch], loss_of("sample_mean", **OTHERS[estimator], **kl), LAYOUTS[layout], watch=True)
-        assert_conforms(off_policy_with_values(case, oracle), ranks, oracle)
+    case = Case(BATCHES[batch], loss_of("sample_mean", **OTHERS[estimator], **kl), LAYOUTS[layout], watch=True)
+    assert_conforms(off_policy_with_values(case, oracle), ranks, oracle)
 
 
 @pytest.mark.parametrize("layout", ["alone", "dp2 x cp2"])

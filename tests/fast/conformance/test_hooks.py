@@ -8,6 +8,7 @@ import pytest
 from cases import BATCHES, FULL, LAYOUTS, MODES, Case, loss_of, rows_of
 from compare import differences, off_policy, samples_of, wanted
 from critic_oracle import expected_step, off_policy_with_values
+from quick_pairs import quick_pairs
 
 from miles.objective.chosen import build_objective
 
@@ -35,8 +36,7 @@ def assert_same(ranks, case: Case, hooked: Case, gradients, metrics) -> None:
     assert differences(result, gradients, {name: x for name, x in metrics.items() if name not in absent}) == []
 
 
-@pytest.mark.parametrize("layout", SPLITS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(MODES, SPLITS))
 def test_token_losses(ranks, oracle, mode, layout):
     """Test with KL, entropy and the canary; the loss mass counts every token once."""
     case = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), LAYOUTS[layout], seed=3), oracle)
@@ -44,8 +44,7 @@ def test_token_losses(ranks, oracle, mode, layout):
     assert_same(ranks, case, hooked, *wanted(case, oracle, samples_of(case)))
 
 
-@pytest.mark.parametrize("layout", SPLITS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "layout"), quick_pairs(OTHERS, SPLITS))
 def test_other_objectives(ranks, oracle, name, layout):
     built_in, hooks = OTHERS[name]
     case = off_policy(Case(BATCHES["uneven"], loss_of("sample_mean", **built_in), LAYOUTS[layout], seed=5), oracle)
@@ -57,8 +56,7 @@ def test_other_objectives(ranks, oracle, name, layout):
     )
 
 
-@pytest.mark.parametrize("layout", SPLITS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(MODES, SPLITS))
 def test_a_whole_loss(ranks, oracle, mode, layout):
     case = off_policy(Case(BATCHES["masked"], loss_of(mode, entropy_coef=0.01), LAYOUTS[layout], seed=3), oracle)
     path = dict(loss_type="custom_loss", custom_loss_function_path="custom_hooks:whole_loss")
@@ -67,8 +65,7 @@ def test_a_whole_loss(ranks, oracle, mode, layout):
     assert differences(result, gradients, {name: metrics[name] for name in ("loss", "entropy_loss")}) == []
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2", "dp2 x cp2"])
-@pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
+@pytest.mark.parametrize(("mode", "layout"), quick_pairs(["sample_mean", "token_mean"], ["dp2", "cp2", "dp2 x cp2"]))
 def test_a_loss_with_four_arguments(ranks, oracle, mode, layout):
     """Also on ranks that have no samples in a micro-batch."""
     case = off_policy(Case(BATCHES["masked"], loss_of(mode, entropy_coef=0.01), LAYOUTS[layout], seed=3), oracle)

@@ -194,7 +194,7 @@ conformance/test_matrix.py
 replay/test_support_replay.py
   test_log_probs_of_engine_and_trainer_agree: get_mismatch_metrics
 conformance/test_mutations.py
-  test_the_canary_detects_what_the_table_says: loss_canary
+  test_the_canary_stops_the_run: loss_canary
 objective/test_policy_loss.py
   test_kl_with_coefficient_zero_is_measured_only: use_kl_loss
   test_the_terms_add_up_and_have_their_gradients: kl_loss_type kl_loss_coef entropy_coef

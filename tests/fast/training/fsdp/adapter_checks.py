@@ -17,6 +17,7 @@ from stage import (
     CPU,
     UNEVEN,
     Stage,
+    all_full,
     full,
     log_probs,
     make_backend,
@@ -52,11 +53,11 @@ def _parameters(backend: FsdpBackend) -> dict[str, torch.nn.Parameter]:
 
 
 def _adapter(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p) for name, p in _parameters(backend).items() if p.requires_grad}
+    return all_full({name: p for name, p in _parameters(backend).items() if p.requires_grad})
 
 
 def _frozen(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p) for name, p in _parameters(backend).items() if not p.requires_grad}
+    return all_full({name: p for name, p in _parameters(backend).items() if not p.requires_grad})
 
 
 def _step(stage: Stage, backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
@@ -82,8 +83,11 @@ def new_adapter_changes_no_log_prob(stage: Stage) -> None:
 
 
 def only_the_adapter_learns(stage: Stage) -> None:
-    """Two steps leave every other weight as it is on disk, bit for bit, and the reference's log-probs too."""
-    for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+    """Two steps leave every other weight as it is on disk, bit for bit, and the reference's log-probs too.
+
+    In fp32 on one rank, in bf16 on two.
+    """
+    for bf16, dtype in ((False, torch.float32),) if stage.world == 1 else ((True, torch.bfloat16),):
         backend = _backend(stage, bf16=bf16)
         shard = shard_of(stage, make_batch(KL), FIXED)
         before, start = _adapter(backend), log_probs(backend, shard, reference=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from batches import batch_of
 from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec, without_loss_tokens
 from tiny_kinds import CONFIGS
 from tiny_llama import SHAPE, save_tiny_llama
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
@@ -129,12 +129,26 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def all_full(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``full`` of each, gathered in one exchange: one for each would take longer than a step."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    assert all(tensor.placements == (Shard(0),) for tensor in sharded.values())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {name: tensor.to_local().detach() for name, tensor in sharded.items()})
+    whole = {name: torch.cat([part[name] for part in parts]) for name in sharded}
+    return {name: whole[name] if name in whole else full(tensor) for name, tensor in tensors.items()}
+
+
 def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad) for name, p in backend.policy.module.language_model.named_parameters()}
+    """Return the policy's gradients; every parameter has one."""
+    named = dict(backend.policy.module.language_model.named_parameters())
+    found = {name: p.grad for name, p in named.items() if p.grad is not None}
+    assert found.keys() == named.keys()
+    return all_full(found)
 
 
 def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p) for name, p in backend.policy.module.language_model.named_parameters()}
+    return all_full(dict(backend.policy.module.language_model.named_parameters()))
 
 
 def train(backend: FsdpBackend, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:

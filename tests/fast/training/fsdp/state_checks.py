@@ -375,7 +375,7 @@ def windows_and_sinks_are_trained_on_padded_rows(stage: Stage) -> None:
 
 
 def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
-    """Log-probs are those of transformers before and after a step, whose result is saved and read."""
+    """Log-probs are those of transformers before and after a step; if packed, its result is saved and read."""
     backend = make_backend(stage, name, parallel=parallel, lr=1e-2)
     shard = shard_of(stage, make_batch(PLAIN), FIXED, parallel=parallel)
     own = AutoModelForCausalLM.from_pretrained(stage.model(name))
@@ -391,14 +391,17 @@ def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
         train(backend, [shard])
         changed = {name for name, now in weights(backend).items() if not torch.equal(before[name], now)}
         assert changed == {name for name in before if ".indexer." not in name}
-    folder = stage.folder / f"{name}_{parallel.qkv_format}_{stage.world}"
+    if parallel.pads:
+        return
+    folder = stage.folder / f"{name}_checkpoint"
     folder.mkdir(exist_ok=True)
     backend.save(folder, {})
     resumed = make_backend(stage, name, parallel=parallel, lr=1e-2)
     resumed.load(folder)
     for each in (backend, resumed):
         train(each, [shard])
-    assert all(torch.equal(weights(resumed)[name], now) for name, now in weights(backend).items())
+    found = weights(resumed)
+    assert all(torch.equal(found[name], now) for name, now in weights(backend).items())
 
 
 def a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32(stage: Stage) -> None:
