@@ -47,7 +47,6 @@ LONGEST = (
     "cluster/runs/test_async.py",
     "engine/test_engine_failures.py",
     "cluster/test_generation_workers.py",
-    "training/megatron/test_megatron_checkpoints.py",
     "cluster/test_generation_workers_run.py",
     "sweep/test_sweep_command.py",
     "cluster/runs/test_ppo_run.py",
