@@ -27,10 +27,10 @@ def local_ray():
 
 def test_the_worker_is_lost_and_the_reason_is_named():
     workers = Workers(seconds=60.0)
-    actor = with_heartbeat(GenerationActor).options(**OPTIONS).remote(None)
+    actor = with_heartbeat(GenerationActor).options(**OPTIONS).remote(EndlessPlan())
     workers.add("the rollout worker", actor, replaceable=True)
     with pytest.raises(WorkerLost, match=f"^the rollout worker {WHY}$") as lost:
-        workers.results([actor.collect.remote()], whose=actor)
+        workers.results([actor.prepare.remote()], whose=actor)
     assert lost.value.worker is actor
     error = lost.value.__cause__
     assert isinstance(error, ray.exceptions.OutOfMemoryError) and is_death(error)
@@ -38,7 +38,7 @@ def test_the_worker_is_lost_and_the_reason_is_named():
 
 
 async def test_a_generation_worker_is_lost_too():
-    worker = RayWorker(with_heartbeat(GenerationActor).options(**OPTIONS).remote(None), seconds=60.0)
+    worker = RayWorker(with_heartbeat(GenerationActor).options(**OPTIONS).remote(EndlessPlan()), seconds=60.0)
     try:
         with pytest.raises(GenerationWorkerLost, match=f"{WHY}$"):
             await asyncio.wait_for(worker.prepare(), 60)
@@ -50,6 +50,14 @@ async def test_a_server_has_failed():
     server = engine_servers.ActorServer(0, lambda host: SlowServer(), OPTIONS, "127.0.0.1", 60.0)
     with pytest.raises(ServerFailed, match="engine 0 was killed while it started"):
         await server.start()
+
+
+class EndlessPlan:
+    """The plan of a worker that is not built before its actor is ended."""
+
+    @property
+    def settings(self):
+        os.read(os.pipe()[0], 1)
 
 
 class SlowServer:
