@@ -124,7 +124,7 @@ class Case:
     routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
     records_routing: bool = False  # experts are those that scored the old log-probs
     watch: bool = False  # the loss-mass canary may stop the run
-    notes_canary: bool = False  # what it says is in the result instead, and the run goes on
+    notes_canary: bool = False  # its message is in the result, and the run continues
     records_tokens: bool = False  # for the report
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
 
@@ -138,7 +138,7 @@ class StepResult:
     metrics: dict[str, float]
     critic_gradients: dict[str, np.ndarray] = field(default_factory=dict)
     tokens: dict[int, TokenColumns] = field(default_factory=dict)  # recorded for the report, by position in the step
-    canary: str = ""  # what it said, if the case notes it
+    canary: str = ""  # its message, if the case notes it
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:

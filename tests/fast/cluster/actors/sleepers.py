@@ -1,4 +1,4 @@
-"""Workers that do nothing, and fail as they are told. Ray imports this module in them, so it imports little."""
+"""Workers that do nothing, and fail on request. Ray imports this module in them, so it imports little."""
 
 import os
 import threading
