@@ -33,7 +33,7 @@ class Comparison:
     """What a script compares.
 
     Attributes:
-        subject: What is compared with what.
+        subject: The two things that are compared.
         result: Says in words what the figures show.
     """
 

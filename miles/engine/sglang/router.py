@@ -67,22 +67,22 @@ class Router:
         # tries. A second set of both in the router would hide failures from them.
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]
         plain, secret = split_secret_words(flags)
-        self._words = [*words, *plain]
-        self._chooses_prometheus_port = not has_flag(flags, "--prometheus-port")
         self._secret_words = [*secret, *keys.router_words]
         self._keys = keys
         self._log = log_file
         self._changing = asyncio.Lock()  # held while the process or its registered servers change
-        self._process = self._start(host)
+        self._process = self._start(host, [*words, *plain])
 
-    def _start(self, host: str) -> ChildProcess:
-        """Start the process on free ports, and again if another process has taken one before it is used."""
-        words = self._words
+    def _start(self, host: str, words: list[str]) -> ChildProcess:
+        """Start the process on free ports, and again if another process has taken one before it is used.
+
+        A restart has the same ports.
+        """
         for attempt in range(1, PORT_TRIES + 1):
             port, metrics = free_port(host), free_port(host)
             self.url = f"http://{host}:{port}"
             self._words = [*words, "--port", str(port)]
-            if self._chooses_prometheus_port:  # its default is one port for all routers of a host
+            if not has_flag(words, "--prometheus-port"):  # its default is one port for all routers of a host
                 self._words += ["--prometheus-port", str(metrics)]
             process = self._run()
             try:

@@ -1,4 +1,4 @@
-"""``train.py --num-rollout-workers`` with real Ray, against a stand-in server."""
+"""``train.py --num-rollout-workers`` with real Ray, with a simulated server."""
 
 import asyncio
 

@@ -33,17 +33,17 @@ def stuck_rank(trajectories):
         time.sleep(0.01)
     return [trajectory.rewards for trajectory in trajectories]
 
-def is_last(samples):
-    """Return whether the run has come to iteration FAIL_AT of 4 groups, by default the first, which fails."""
+def is_to_fail(samples):
+    """Return whether iteration FAIL_AT (default: the first) has begun, in which the run fails; each has 4 groups."""
     return samples[0].group_index >= 4 * int(os.environ.get("FAIL_AT", 0))
 
 def raises(samples):
-    if is_last(samples):
+    if is_to_fail(samples):
         raise KeyError("gold")
     return spread(samples)
 
 def dies(samples):
-    if is_last(samples):
+    if is_to_fail(samples):
         os.kill(os.getpid(), signal.SIGKILL)
     return spread(samples)
 '''

@@ -87,25 +87,25 @@ def only_the_adapter_learns(stage: Stage) -> None:
 
     In fp32 on one rank, in bf16 on two.
     """
-    for bf16, dtype in ((False, torch.float32),) if stage.world == 1 else ((True, torch.bfloat16),):
-        backend = _backend(stage, bf16=bf16)
-        shard = shard_of(stage, make_batch(KL), FIXED)
-        before, start = _adapter(backend), log_probs(backend, shard, reference=True)
-        assert {p.dtype for p in before.values()} == {torch.float32}
-        metrics = [_step(stage, backend, seed) for seed in (1, 2)]
-        assert metrics[0]["train/kl_loss"] == 0.0 and metrics[1]["train/kl_loss"] != 0.0
-        frozen, wanted = _frozen(backend), _weights_on_disk(stage, dtype)
-        assert {name.replace(".base_layer", "") for name in frozen} == wanted.keys()
-        for name, weight in frozen.items():
-            assert torch.equal(weight, wanted[name.replace(".base_layer", "")]), name
-        assert not any(torch.equal(before[name], weight) for name, weight in _adapter(backend).items())
-        state = backend.policy.optimizer.adam.state
-        assert len(state) == len(before) and sum(s["exp_avg"].numel() for s in state.values()) == sum(
-            p.numel() for p in before.values()
-        )
-        assert max(abs(a - b).max() for a, b in zip(log_probs(backend, shard), start, strict=True)) > 1e-3
-        for found, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
-            np.testing.assert_array_equal(found, first)
+    bf16, dtype = (False, torch.float32) if stage.world == 1 else (True, torch.bfloat16)
+    backend = _backend(stage, bf16=bf16)
+    shard = shard_of(stage, make_batch(KL), FIXED)
+    before, start = _adapter(backend), log_probs(backend, shard, reference=True)
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    metrics = [_step(stage, backend, seed) for seed in (1, 2)]
+    assert metrics[0]["train/kl_loss"] == 0.0 and metrics[1]["train/kl_loss"] != 0.0
+    frozen, wanted = _frozen(backend), _weights_on_disk(stage, dtype)
+    assert {name.replace(".base_layer", "") for name in frozen} == wanted.keys()
+    for name, weight in frozen.items():
+        assert torch.equal(weight, wanted[name.replace(".base_layer", "")]), name
+    assert not any(torch.equal(before[name], weight) for name, weight in _adapter(backend).items())
+    state = backend.policy.optimizer.adam.state
+    assert len(state) == len(before) and sum(s["exp_avg"].numel() for s in state.values()) == sum(
+        p.numel() for p in before.values()
+    )
+    assert max(abs(a - b).max() for a, b in zip(log_probs(backend, shard), start, strict=True)) > 1e-3
+    for found, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
+        np.testing.assert_array_equal(found, first)
 
 
 def gradient_is_that_of_peft(stage: Stage) -> None:

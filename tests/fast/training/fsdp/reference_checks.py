@@ -38,37 +38,35 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def reference_follows_the_policy(stage: Stage) -> None:
     """Two refreshes against float64: replaced on one rank, or mixed on two without losing small changes to bf16."""
-    for alpha, bf16 in ((1.0, True),) if stage.world == 1 else ((0.3, True),):
-        backend = _backend(stage, alpha, bf16)
-        assert backend.reference is not None
-        expected = {name: weight.double() for name, weight in _weights(backend.reference).items()}
-        start = dict(expected)
-        for seed in (1, 2):
-            train(backend, [shard_of(stage, off_policy(make_batch(KL, seed=seed)), FIXED)])
-            backend.refresh_reference()
-            for name, weight in _weights(backend.policy).items():
-                policy = (weight.bfloat16() if bf16 else weight).double()
-                expected[name] = alpha * policy + (1 - alpha) * expected[name]
-        for name, found in _weights(backend.reference).items():
-            largest = expected[name].abs().max().item()
-            assert (found.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, bf16, name)
-        moved = [(expected[name] - start[name]).abs().max().item() for name in start]
-        assert max(moved) > 1e-6
+    alpha = 1.0 if stage.world == 1 else 0.3
+    backend = _backend(stage, alpha, bf16=True)
+    assert backend.reference is not None
+    expected = {name: weight.double() for name, weight in _weights(backend.reference).items()}
+    start = dict(expected)
+    for seed in (1, 2):
+        train(backend, [shard_of(stage, off_policy(make_batch(KL, seed=seed)), FIXED)])
+        backend.refresh_reference()
+        for name, weight in _weights(backend.policy).items():
+            expected[name] = alpha * weight.bfloat16().double() + (1 - alpha) * expected[name]
+    for name, found in _weights(backend.reference).items():
+        largest = expected[name].abs().max().item()
+        assert (found.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, name)
+    moved = [(expected[name] - start[name]).abs().max().item() for name in start]
+    assert max(moved) > 1e-6
 
 
 def replaced_reference_has_the_policys_log_probs(stage: Stage) -> None:
     """After a refresh the KL of the next step is 0, in fp32 on one rank and in bf16 on two."""
-    for bf16 in (stage.world == 2,):
-        backend = _backend(stage, bf16=bf16)
-        shard = shard_of(stage, off_policy(make_batch(KL)), FIXED)
-        train(backend, [shard])
-        assert backend.reference is not None
-        before = scoring.log_probs(backend, backend.reference, shard)
-        backend.refresh_reference()
-        policy = scoring.log_probs(backend, backend.policy, shard)
-        found = scoring.log_probs(backend, backend.reference, shard)
-        assert all((a == b).all() for a, b in zip(policy, found, strict=True))
-        assert any((a != b).any() for a, b in zip(policy, before, strict=True))
+    backend = _backend(stage, bf16=stage.world == 2)
+    shard = shard_of(stage, off_policy(make_batch(KL)), FIXED)
+    train(backend, [shard])
+    assert backend.reference is not None
+    before = scoring.log_probs(backend, backend.reference, shard)
+    backend.refresh_reference()
+    policy = scoring.log_probs(backend, backend.policy, shard)
+    found = scoring.log_probs(backend, backend.reference, shard)
+    assert all((a == b).all() for a, b in zip(policy, found, strict=True))
+    assert any((a != b).any() for a, b in zip(policy, before, strict=True))
 
 
 def another_shape_cannot_follow(stage: Stage) -> None:
@@ -89,42 +87,42 @@ def resumed_reference_is_exact(stage: Stage) -> None:
 
     The reference is replaced on one rank, and mixed on two.
     """
-    for alpha, bf16 in ((1.0, False),) if stage.world == 1 else ((0.3, True),):
-        folder = stage.folder / f"reference {alpha} {bf16} of {stage.world}"
-        if stage.rank == 0:
-            folder.mkdir()
-        dist.barrier()
-        shards = [shard_of(stage, off_policy(make_batch(KL, seed=seed)), FIXED) for seed in (1, 2)]
-        straight = _backend(stage, alpha, bf16)
-        train(straight, [shards[0]])
-        straight.refresh_reference()
-        straight.save(folder, {"rollouts_done": 1})
-        saved = _weights(straight.reference)
-        dist.barrier()
-        resumed = _backend(stage, alpha, bf16)
-        assert resumed.load(folder) == {"rollouts_done": 1}
-        again = _backend(stage, alpha, bf16)
-        again.load(folder, reference=False)
-        fresh = _weights(_backend(stage, alpha, bf16).reference)
-        assert all(torch.equal(fresh[name], weight) for name, weight in _weights(again.reference).items())
-        assert any(not torch.equal(fresh[name], weight) for name, weight in _weights(resumed.reference).items())
-        for backend in (straight, resumed):
-            train(backend, [shards[1]])
-            backend.refresh_reference()
-        for role in ("reference", "policy"):
-            expected = _weights(getattr(straight, role))
-            found = _weights(getattr(resumed, role))
-            assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
-        message, other = "", _backend(stage, 1.0, bf16, ref_update_interval=None)
-        try:
-            other.load(folder)
-        except ValueError as error:
-            message = str(error)
-        assert "add --ref-update-interval" in message
-        assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
-        advised = _backend(stage, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
-        for name, weight in _weights(advised.reference).items():
-            assert torch.equal(weight, saved[name].to(weight.dtype)), name
+    alpha, bf16 = (1.0, False) if stage.world == 1 else (0.3, True)
+    folder = stage.folder / f"reference {alpha} {bf16} of {stage.world}"
+    if stage.rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    shards = [shard_of(stage, off_policy(make_batch(KL, seed=seed)), FIXED) for seed in (1, 2)]
+    straight = _backend(stage, alpha, bf16)
+    train(straight, [shards[0]])
+    straight.refresh_reference()
+    straight.save(folder, {"rollouts_done": 1})
+    saved = _weights(straight.reference)
+    dist.barrier()
+    resumed = _backend(stage, alpha, bf16)
+    assert resumed.load(folder) == {"rollouts_done": 1}
+    again = _backend(stage, alpha, bf16)
+    again.load(folder, reference=False)
+    fresh = _weights(_backend(stage, alpha, bf16).reference)
+    assert all(torch.equal(fresh[name], weight) for name, weight in _weights(again.reference).items())
+    assert any(not torch.equal(fresh[name], weight) for name, weight in _weights(resumed.reference).items())
+    for backend in (straight, resumed):
+        train(backend, [shards[1]])
+        backend.refresh_reference()
+    for role in ("reference", "policy"):
+        expected = _weights(getattr(straight, role))
+        found = _weights(getattr(resumed, role))
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
+    message, other = "", _backend(stage, 1.0, bf16, ref_update_interval=None)
+    try:
+        other.load(folder)
+    except ValueError as error:
+        message = str(error)
+    assert "add --ref-update-interval" in message
+    assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
+    advised = _backend(stage, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
+    for name, weight in _weights(advised.reference).items():
+        assert torch.equal(weight, saved[name].to(weight.dtype)), name
 
 
 def weights_adapt_from_step_to_step(stage: Stage) -> None:

@@ -80,7 +80,7 @@ class Oracle:
         self.drafts = cache(self._drafts)
 
     def _drafts(self, name: str) -> list[Draft]:
-        """Return all cases. In on-policy ones a group has equal rewards: its samples are scored, not trained on."""
+        """Return all cases. On-policy cases have a group with equal rewards, whose samples are only scored."""
         config = self._model(name).config
         found = []
         for mode in MODES:
