@@ -3,13 +3,15 @@
     python tests/kill_campaign/campaign.py --results tests/kill_campaign/results.jsonl --trials 50
     python tests/kill_campaign/campaign.py --results tests/kill_campaign/results.jsonl --table    what was tried so far
 
-A trial starts a run of a tiny model, waits until a phase of its loop begins, sends a signal to one process, and then
-checks that the run ends or continues within a bound, that the last line blames what was killed, that no process and no
-file is left, and that the run, resumed if it ended early, has the rows of metrics.jsonl of an uninterrupted one (or,
-where responses do not repeat, its prompts) and has trained on every prompt once.
+A trial waits until a phase of the loop of a run begins, sends a signal to one process, and then checks that the run
+ends or continues within a bound, that the last line blames what was killed, and that no process and no file is left. A
+series of trials starts with a run of a tiny model. If a trial ends it, the next one is made on the run that resumes it.
+At the end the last run is left alone, and must have the rows of metrics.jsonl of an uninterrupted one (or, where
+responses do not repeat, its prompts) and have trained on every prompt once. A fault of that is a problem of the last
+trial.
 
-A trial appends one line to the results. Trials that are there already are not tried again, so a campaign
-that was stopped continues.
+A trial appends one line to the results. What is there already is not tried again, so a campaign that was stopped
+continues. Several campaigns may run at the same time, with results and a seed of their own.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
@@ -37,13 +40,16 @@ import psutil  # noqa: E402
 from miles.stacks import RUN_FOLDER  # noqa: E402
 from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
-from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, trials  # noqa: E402
+from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, random_series, strata  # noqa: E402
 
 ITERATIONS, STEPS = 4, 2
+MOMENT_SECONDS = 300  # from the start of a run to the moment
 END_SECONDS = 240  # from the signal to the end of the run, whether it stops or continues; the machine may be busy
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
 STATUS_OF_TERM = 143
+
+Outcome = dict[str, Any]  # hit, seconds, status, last, problems
 
 
 def folder_of(run: Launch) -> Path | None:
@@ -74,12 +80,18 @@ class Campaign:
         (folder / "held_out.jsonl").write_text("\n".join(rows[:2]) + "\n")
         self.whole: dict[str, Launch] = {}
 
-    def launch(self, name: str, setup: str, *flags: str) -> Launch:
-        """Start a run in its folder ``name``, which saves after every iteration and evaluates after every second."""
+    def launch_or_resume(self, name: str, setup: str, flags: Sequence[str] = ()) -> Launch:
+        """Start a run in its folder ``name``, or resume the one that has saved there, with the same command.
+
+        It saves after every iteration and evaluates after every second.
+        """
         output = self.folder / name
+        (output / "announced").unlink(missing_ok=True)
+        checkpoints = output / "checkpoints"
         words = [
             *small_run(self.folder, self.model),
-            *("--num-rollout", str(ITERATIONS), "--save", str(output / "checkpoints"), "--save-interval", "1"),
+            *("--num-rollout", str(ITERATIONS), "--save", str(checkpoints), "--save-interval", "1"),
+            *(["--load", str(checkpoints)] if any(checkpoints.glob("iter_*")) else []),
             *("--eval-prompt-data", "held_out", str(self.folder / "held_out.jsonl"), "--eval-interval", "2"),
             *("--save-debug-rollout-data", str(output / "groups_{iteration}.jsonl"), "--worker-timeout", "30"),
             *("--no-report", "--use-fault-tolerance", *SETUPS[setup], *flags),
@@ -91,45 +103,57 @@ class Campaign:
     def reference(self, setup: str) -> Launch:
         """Return the uninterrupted run of ``setup``."""
         if setup not in self.whole:
-            run = self.launch("whole " + setup.replace(", ", "_"), setup)
+            run = self.launch_or_resume("whole " + setup.replace(", ", "_"), setup)
             if run.wait() != 0:
                 raise RuntimeError(f"the uninterrupted run failed: {run.err[-2000:]}")
             self.whole[setup] = run
         return self.whole[setup]
 
-    def run_trial(self, trial: Trial) -> dict[str, object]:
-        """Run one trial and return what happened; ``problems`` is empty if all is as it should be."""
-        whole = self.reference(trial.setup)
-        name = trial.folder_name
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        flags = ["--max-restarts", "1"] if trial.restarts else []
-        loaded = []
-        if trial.moment == "load":
-            (self.folder / name).mkdir()
-            checkpoints = self.folder / name / "checkpoints"
-            shutil.copytree(whole.output / "checkpoints" / "iter_0000001", checkpoints / "iter_0000001")
-            for groups in whole.output.glob("groups_0.jsonl"):
-                shutil.copy(groups, self.folder / name)
-            loaded = ["--load", str(checkpoints)]
-        run = self.launch(name, trial.setup, *flags, *loaded)
-        try:
-            return self._watch(trial, run, whole, flags)
-        finally:
-            run.kill()
+    def run_series(self, series: list[Trial]) -> list[tuple[Trial, Outcome]]:
+        """Run the trials of a series until a run reaches its end, and return what happened in each.
 
-    def _watch(self, trial: Trial, run: Launch, whole: Launch, flags: list[str]) -> dict[str, object]:
-        problems: list[str] = []
-        self._wait_for_moment(trial, run)
-        folder = folder_of(run)
-        hit = send(trial, run)
-        began = time.monotonic()
+        ``problems`` is empty if all is as it should be. A moment that a resumed run does not reach gives no trial.
+        """
+        first = series[0]
+        whole = self.reference(first.setup)
+        folder, flags = self.folder / first.folder_name, ["--max-restarts", "1"] if first.restarts else []
+        shutil.rmtree(folder, ignore_errors=True)
+        if first.moment == "load":
+            shutil.copytree(whole.output / "checkpoints" / "iter_0000001", folder / "checkpoints" / "iter_0000001")
+            shutil.copy(whole.output / "groups_0.jsonl", folder)
+        results: list[tuple[Trial, Outcome]] = []
+        for trial in [*series, None]:
+            run = self.launch_or_resume(folder.name, first.setup, flags)
+            try:
+                outcome = self._watch(trial, run)
+            finally:
+                run.kill()
+            if trial and (outcome["hit"] or not results):
+                results.append((trial, outcome))
+            else:  # the run resumed the one before it to the end
+                results[-1][1]["problems"].extend(outcome["problems"])
+            if outcome["problems"] or outcome["status"] == 0:
+                break
+        problems = results[-1][1]["problems"]
+        problems.extend([] if problems else row_problems(first, folder, whole))
+        return results
+
+    def _watch(self, trial: Trial | None, run: Launch) -> Outcome:
+        """Make a trial on a run, if its moment comes, and check how the run ends."""
+        outcome: Outcome = {"hit": False, "seconds": None, "status": None, "last": "", "problems": []}
+        problems, folder, began = outcome["problems"], None, time.monotonic()
+        if trial:
+            reached = self._has_reached(trial, run)
+            folder, outcome["hit"], began = folder_of(run), reached and send(trial, run), time.monotonic()
         try:
             run.out, run.err = run.process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
-            return {"hit": hit, "seconds": END_SECONDS, "problems": [f"still running after {END_SECONDS} s"]}
-        seconds = round(time.monotonic() - began, 1)
-        status, last = run.process.returncode, (run.err.strip().splitlines() or [""])[-1]
-        if hit:
+            problems.append(f"still running after {END_SECONDS} s")
+            return outcome
+        outcome["seconds"] = round(time.monotonic() - began, 1)
+        outcome["status"] = status = run.process.returncode
+        outcome["last"] = last = (run.err.strip().splitlines() or [""])[-1]
+        if trial and outcome["hit"]:
             problems += sentence_problems(trial, status, last)
         elif status != 0:
             problems.append(f"status {status}, and nothing was killed: {last}")
@@ -137,56 +161,45 @@ class Campaign:
             problems.append(f"left after {LEFT_SECONDS} s: {[' '.join(p.cmdline())[:60] for p in run.left()]}")
         if folder is not None and folder.exists():
             problems.append(f"left files: {sorted(path.name for path in folder.iterdir())}")
-        if status != 0:
-            problems += self._resume_problems(trial, run, flags)
-        problems += self._row_problems(trial, run, whole) if not problems else []
-        return {"hit": hit, "seconds": seconds, "status": status, "last": last, "problems": problems}
+        return outcome
 
-    def _wait_for_moment(self, trial: Trial, run: Launch) -> None:
+    def _has_reached(self, trial: Trial, run: Launch) -> bool:
+        """Wait for the random moment of a trial. Return False if the run ends before, or does not get there."""
         line, announced = f"{trial.moment} {trial.occurrence}", run.output / "announced"
-        run.wait_until(lambda: announced.exists() and line in announced.read_text().splitlines(), seconds=300)
-        time.sleep(trial.delay)  # the random moment
+        deadline = time.monotonic() + MOMENT_SECONDS
+        while not (announced.exists() and line in announced.read_text().splitlines()):
+            if run.process.poll() is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        time.sleep(trial.delay)
+        return True
 
-    def _resume_problems(self, trial: Trial, run: Launch, flags: list[str]) -> list[str]:
-        """Resume as the last line says, with the same command and ``--load``."""
-        checkpoints = run.output / "checkpoints"
-        has_saved = any(checkpoints.glob("iter_*"))
-        resumed = self.launch(
-            run.output.name, trial.setup, *flags, *(["--load", str(checkpoints)] if has_saved else [])
-        )
-        try:
-            resumed.out, resumed.err = resumed.process.communicate(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return [f"the resumed run did not end within {END_SECONDS} s"]
-        finally:
-            resumed.kill()
-        return [] if resumed.process.returncode == 0 else [f"the resumed run failed: {resumed.err.splitlines()[-1]}"]
 
-    def _row_problems(self, trial: Trial, run: Launch, whole: Launch) -> list[str]:
-        """Compare the finished run with the uninterrupted one."""
-        steps = [json.loads(line)["step"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-        first = STEPS + 1 if trial.moment == "load" else 1  # the first iteration was trained by another run
-        wanted = list(range(first, ITERATIONS * STEPS + 1))
-        if sorted(step for step in steps if step) != wanted:
-            return [f"steps {steps}, not {wanted}"]
-        problems = []
-        repeats = "sglang" not in trial.setup and "async" not in trial.setup
-        for step in wanted if repeats else []:
-            found, right = compared(run.rows()[step]), compared(whole.rows()[step])
+def row_problems(first: Trial, output: Path, whole: Launch) -> list[str]:
+    """Compare the finished run in the folder ``output`` with the uninterrupted one."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["step"]]
+    first_step = STEPS + 1 if first.moment == "load" else 1  # the first iteration was trained by another run
+    wanted = list(range(first_step, ITERATIONS * STEPS + 1))
+    if sorted(steps) != wanted:
+        return [f"steps {steps}, not {wanted}"]
+    problems = []
+    repeats = "sglang" not in first.setup and "async" not in first.setup
+    for row in rows if repeats else []:
+        if row["step"]:
+            found, right = compared(row), compared(whole.rows()[row["step"]])
             differing = [name for name in right if found.get(name) != right[name]]
             if differing:
-                problems.append(f"step {step} differs: {differing[:5]}")
-        found_groups, whole_groups = (
-            [
-                [(group["group_index"], group["prompt"]["text"]) for group in map(json.loads, lines)]
-                for iteration in range(ITERATIONS)
-                if (lines := (each.output / f"groups_{iteration}.jsonl").read_text().splitlines())
-            ]
-            for each in (run, whole)
-        )
-        if found_groups != whole_groups:
-            problems.append("the prompts of the iterations differ")
-        return problems
+                problems.append(f"step {row['step']} differs: {differing[:5]}")
+    if prompts_of(output) != prompts_of(whole.output):
+        problems.append("the prompts of the iterations differ")
+    return problems
+
+
+def prompts_of(output: Path) -> list[list[tuple[int, str]]]:
+    """Return the index and the prompt of each group, by iteration."""
+    files = [(output / f"groups_{iteration}.jsonl").read_text().splitlines() for iteration in range(ITERATIONS)]
+    return [[(group["group_index"], group["prompt"]["text"]) for group in map(json.loads, lines)] for lines in files]
 
 
 def send(trial: Trial, run: Launch) -> bool:
@@ -232,7 +245,6 @@ def table(results: list[dict[str, object]]) -> str:
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for each in results:
         trial, outcome = each["trial"], each["outcome"]
-        assert isinstance(trial, dict) and isinstance(outcome, dict)
         count = cells.setdefault((trial["setup"], trial["target"], trial["signal"]), Counter())
         count["tried"] += 1
         kind = "problems" if outcome["problems"] else "continued" if outcome["status"] == 0 else "ended and resumed"
@@ -242,6 +254,12 @@ def table(results: list[dict[str, object]]) -> str:
     for key, count in sorted(cells.items()):
         lines.append("| " + " | ".join([*key, *(str(count[column]) for column in columns)]) + " |")
     return "\n".join(lines)
+
+
+def next_series(seed: int, number: int) -> list[Trial]:
+    """Return what to try after ``number`` trials: one of the strata, then random series."""
+    each_once = strata(seed)
+    return each_once[number : number + 1] or random_series(seed, number)
 
 
 def main() -> int:
@@ -260,19 +278,14 @@ def main() -> int:
     until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder))
-        for trial in islice(trials(given.seed), len(known), len(known) + given.trials):
-            if time.monotonic() > until:
-                break
-            try:
-                outcome = campaign.run_trial(trial)
-            except AssertionError as error:  # of Launch.wait_until
-                outcome = {"hit": False, "status": None, "problems": [str(error)[-1000:]]}
-            line = json.dumps({"trial": asdict(trial), "outcome": outcome}).replace(folder, "FOLDER")
-            with given.results.open("a") as file:
-                file.write(line + "\n")
-            print(f"{trial.name}: {outcome['problems'] or 'ok'}", flush=True)
-            if not outcome["problems"]:
-                shutil.rmtree(Path(folder) / trial.folder_name)
+        done = len(known)
+        while done < len(known) + given.trials and time.monotonic() < until:
+            for trial, outcome in campaign.run_series(next_series(given.seed, done)):
+                line = json.dumps({"trial": asdict(trial), "outcome": outcome}).replace(folder, "FOLDER")
+                with given.results.open("a") as file:
+                    file.write(line + "\n")
+                print(f"{trial.name}: {outcome['problems'] or 'ok'}", flush=True)
+                done += 1
     return 0
 
 

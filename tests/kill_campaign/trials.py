@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-health-check-interval", "2", "--rollout-num-gpus", "1"]
@@ -24,6 +23,7 @@ SETUPS: dict[str, list[str]] = {
     "fsdp, two sglang, sync": TWO_SGLANG,
 }
 STRATIFIED = "fsdp, torch, sync"  # every target, signal and moment once; the other set-ups are drawn at random
+SERIES = 3  # at most so many signals to a run and to those that resume it
 
 # By target: how its processes are found (a part of the name or the command line), and the pattern of what the last line
 # blames.
@@ -72,18 +72,30 @@ def targets_of(setup: str) -> list[str]:
     return [target for target in TARGETS if target not in missing]
 
 
-def trials(seed: int) -> Iterator[Trial]:
-    """Yield every target, signal and moment of ``STRATIFIED`` once, in random order, then random trials forever."""
+def drawn(rng: random.Random, setup: str, target: str, sent: str, moment: str, latest: int = 2) -> Trial:
+    """Draw the rest of a trial, whose moment comes for the first to the ``latest``th time."""
+    occurrence = 1 if moment == "load" else rng.randint(1, latest)
+    return Trial(setup, target, sent, moment, occurrence, round(rng.expovariate(5.0), 3), rng.random() < 0.3)
+
+
+def strata(seed: int) -> list[Trial]:
+    """Return every target, signal and moment of ``STRATIFIED`` once, in random order."""
     rng = random.Random(seed)
+    kinds = [(target, sent, moment) for target in targets_of(STRATIFIED) for sent in SIGNALS for moment in MOMENTS]
+    rng.shuffle(kinds)
+    return [drawn(rng, STRATIFIED, *kind) for kind in kinds]
 
-    def drawn(setup: str, target: str, sent: str, moment: str) -> Trial:
-        occurrence = 1 if moment == "load" else rng.randint(1, 2)
-        return Trial(setup, target, sent, moment, occurrence, round(rng.expovariate(5.0), 3), rng.random() < 0.3)
 
-    strata = [(target, sent, moment) for target in targets_of(STRATIFIED) for sent in SIGNALS for moment in MOMENTS]
-    rng.shuffle(strata)
-    for stratum in strata:
-        yield drawn(STRATIFIED, *stratum)
-    while True:
-        setup = rng.choice(list(SETUPS))
-        yield drawn(setup, rng.choice(targets_of(setup)), rng.choice(list(SIGNALS)), rng.choice(MOMENTS))
+def random_series(seed: int, number: int) -> list[Trial]:
+    """Return random trials of one set-up: for a run, for the run that resumes it, and so on.
+
+    A resumed run has fewer iterations left, so its signal comes at the first occurrence of a moment. All trials of a
+    series run with ``--max-restarts``, or none. ``number`` is the number of trials before it.
+    """
+    rng = random.Random(f"{seed} {number}")
+    setup = rng.choice(list(SETUPS))
+    found = [
+        drawn(rng, setup, rng.choice(targets_of(setup)), rng.choice(list(SIGNALS)), rng.choice(MOMENTS), latest)
+        for latest in (2, *[1] * (SERIES - 1))
+    ]
+    return [replace(trial, restarts=found[0].restarts) for trial in found]
