@@ -58,6 +58,10 @@ def allocates_in_children(samples):
 def never(samples): threading.Event().wait()
 async def blocks(samples): threading.Event().wait()
 async def awaits(samples): await asyncio.Event().wait()
+together = asyncio.Barrier(60)
+async def wait_for_60(samples):
+    await together.wait()
+    return fine(samples)
 blocked = []
 def blocks_for_bad(samples):
     blocked.extend(s for s in samples if s.response == "bad")
@@ -254,6 +258,17 @@ def test_only_the_sample_that_ends_the_process_or_disturbs_its_pipes_is_at_fault
 
     assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [1, 0, 0]
     assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
+
+
+def test_an_async_function_waits_in_many_calls_at_the_same_time(process, make_sample):
+    function = process("wait_for_60", seconds=60.0)
+    samples = [make_sample("x" * length) for length in range(60)]
+
+    async def all_at_once():
+        return await asyncio.gather(*(score([sample], function, None) for sample in samples))
+
+    assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [0] * 60
+    assert [sample.reward for sample in samples] == [float(length) for length in range(60)]
 
 
 def test_calls_beside_one_that_hangs_are_made_again_in_one_new_process(process, make_sample):
