@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 from miles.arguments.explain import explain_layout
 from miles.flags import count
 from miles.host.machine import GIB
-from miles.objective.aggregation import MODES
-from miles.objective.canary import mass_is_known
-from miles.objective.explain import objective_formula
 from miles.rehearsal.assumptions import prompt_length, response_length
+from miles.rehearsal.contract import contract_data, contract_text
 from miles.rehearsal.memory import total, worst_phase
 from miles.rehearsal.record import Kind, Phase, Tally, Usage
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
-
-WIDTH = 118
 
 
 def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
@@ -31,7 +26,7 @@ def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
         ("What would help", _advice(rehearsal, advice)),
         ("One optimizer step of the worst rank", _work(rehearsal)),
         ("Time", _time(rehearsal)),
-        ("Loss", _loss(rehearsal)),
+        ("Loss", contract_text(rehearsal.settings)),
     ]
     text = "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines)
     return f"{text}\n\nrehearsed in {elapsed:.0f} s, without weights and without a GPU"
@@ -178,32 +173,6 @@ def _mfu(rehearsal: Rehearsal, duration: float) -> float:
     return flops / (rate * 1e12 * duration * settings.cluster.world_size) if duration else 0.0
 
 
-def _loss(rehearsal: Rehearsal) -> list[str]:
-    settings = rehearsal.settings
-    formula = objective_formula(settings.loss, settings.step_shape, settings.added_losses)
-    lines, mass = formula.splitlines(), expected_mass(rehearsal)
-    if mass is not None:
-        lines.append(
-            f"divided by   {MODES[settings.loss.loss_aggregation].words}, of the whole step of N = "
-            f"{settings.global_batch_size}, before it is split"
-        )
-    lines += explain_layout(settings)[1:]
-    if mass is not None:
-        lines.append(f"canary       the weights of all tokens must add up to {mass:g}")
-    return [row for line in lines for row in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 13)]
-
-
-def expected_mass(rehearsal: Rehearsal) -> float | None:
-    """Return the loss mass of a step in which no token is masked (objective/canary.py); None if it is not known."""
-    loss = rehearsal.settings.loss
-    if not mass_is_known(loss):
-        return None
-    if MODES[loss.loss_aggregation].divides:
-        assert loss.loss_aggregation_divisor is not None
-        return response_length(rehearsal.settings) / loss.loss_aggregation_divisor
-    return 1.0
-
-
 def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> dict[str, Any]:
     """Return every figure: bytes, FLOP and seconds."""
     settings = rehearsal.settings
@@ -238,11 +207,7 @@ def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> d
             "seconds": _range(rehearsal.generation.duration),
             "balanced_tokens_per_second": [low, high],
         },
-        "loss": {
-            "aggregation": settings.loss.loss_aggregation,
-            "trajectories": settings.global_batch_size,
-            "expected_mass": expected_mass(rehearsal),
-        },
+        "loss": contract_data(settings),
         "rehearsal_seconds": elapsed,
     }
 
