@@ -1,10 +1,10 @@
-"""Keep what the scripts beside this one print, and make the tables of docs/performance.md from it.
+"""Keep what the scripts beside this one print, and make the tables of docs/performance.md and docs/rehearse.md from it.
 
     python benchmarks/reducers.py | python benchmarks/records.py add reducers "one thread of two quiet cores"
     python benchmarks/records.py write
 
 ``add NAME CONDITIONS`` reads the JSON of a script from standard input and adds a row to records.jsonl, with the date,
-the commit and the processor. ``write`` makes the tables of the page again, each between ``<!-- records: NAME -->`` and
+the commit and the processor. ``write`` makes the tables of the pages again, each between ``<!-- records: NAME -->`` and
 ``<!-- end -->``. A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
 """
 
@@ -24,6 +24,7 @@ from step_history import commit_of, processor_name  # benchmarks/step_history.py
 
 RECORDS = Path(__file__).with_name("records.jsonl")
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+OTHER_PAGES = {"rehearsal_scale": PAGE.with_name("rehearse.md")}  # of tables that are not on that page
 BLOCK = re.compile(r"(<!-- records: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Figures = Any  # the JSON of a script
 
@@ -202,11 +203,24 @@ def busy_neighbors(records: Sequence[Record]) -> str:
     return f"{_table(['setting', *columns], rows)}\n\nMeasured: {record.measured}."
 
 
+def rehearsal_scale(records: Sequence[Record]) -> str:
+    """Return what rehearsals of large models take, by layout and processor."""
+    newest = {record.processor: record for record in records if record.benchmark == "rehearsal_scale"}
+    rows = [
+        [layout, processor, f"{found['seconds']:.0f}", f"{found['cpu_seconds']:.0f}", f"{found['peak_gb']:.1f}"]
+        for processor, record in newest.items()
+        for layout, found in record.figures.items()
+    ]
+    heads = ["layout on 1,024 ranks", "processor", "seconds", "processor seconds", "GB of the largest process"]
+    return f"{_table(heads, rows)}\n\nMeasured: {', and '.join(record.measured for record in newest.values())}."
+
+
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "comparisons": comparisons,
     "start_up": start_up,
     "schedule_scale": schedule_scale,
     "busy_neighbors": busy_neighbors,
+    "rehearsal_scale": rehearsal_scale,
 }
 
 
@@ -248,10 +262,11 @@ def main() -> None:
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
     adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - {"comparisons"}))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
-    commands.add_parser("write", help="make the tables of docs/performance.md again")
+    commands.add_parser("write", help="make the tables of the pages again")
     given = parser.parse_args()
     if given.command == "write":
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
+        for page in (PAGE, *OTHER_PAGES.values()):
+            page.write_text(filled(page.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
         return
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     figures = read_json(sys.stdin.read())

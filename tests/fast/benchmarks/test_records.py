@@ -1,4 +1,4 @@
-"""benchmarks/records.py: the tables of docs/performance.md are those of the records."""
+"""benchmarks/records.py: the tables of docs/performance.md and docs/rehearse.md are those of the records."""
 
 import importlib
 import sys
@@ -19,10 +19,13 @@ def records():
         sys.path.remove(str(FOLDER))
 
 
-def test_the_tables_of_the_page_are_those_of_the_records(records):
-    page = records.PAGE.read_text(encoding="utf-8")
-    assert {name for _, name, _ in records.BLOCK.findall(page)} == {*records.TABLES}
-    assert records.filled(page, records.read_records()) == page
+def test_the_tables_of_the_pages_are_those_of_the_records(records):
+    found = {}
+    for path in (records.PAGE, *records.OTHER_PAGES.values()):
+        page = path.read_text(encoding="utf-8")
+        found |= {name: path for _, name, _ in records.BLOCK.findall(page)}
+        assert records.filled(page, records.read_records()) == page
+    assert found == dict.fromkeys(records.TABLES, records.PAGE) | records.OTHER_PAGES
 
 
 def test_every_comparison_has_a_script_and_a_record(records):
