@@ -1,10 +1,10 @@
-"""Keep what the scripts beside this one print, and make the tables of docs/performance.md and docs/rehearse.md from it.
+"""Keep what the scripts beside this one print, and make tables of the documentation from it.
 
     python benchmarks/reducers.py | python benchmarks/records.py add reducers "one thread of two quiet cores"
     python benchmarks/records.py write
 
 ``add NAME CONDITIONS`` reads the JSON of a script from standard input and adds a row to records.jsonl, with the date,
-the commit and the processor. ``write`` makes the tables of the pages again, each between ``<!-- records: NAME -->`` and
+the commit and the processor. ``write`` makes the tables of docs/*.md again, each between ``<!-- records: NAME -->`` and
 ``<!-- end -->``. A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
 """
 
@@ -23,8 +23,7 @@ from typing import Any
 from step_history import commit_of, processor_name  # benchmarks/step_history.py
 
 RECORDS = Path(__file__).with_name("records.jsonl")
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-OTHER_PAGES = {"rehearsal_scale": PAGE.with_name("rehearse.md")}  # of tables that are not on that page
+PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 BLOCK = re.compile(r"(<!-- records: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Figures = Any  # the JSON of a script
 
@@ -262,10 +261,10 @@ def main() -> None:
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
     adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - {"comparisons"}))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
-    commands.add_parser("write", help="make the tables of the pages again")
+    commands.add_parser("write", help="make the tables of docs/*.md again")
     given = parser.parse_args()
     if given.command == "write":
-        for page in (PAGE, *OTHER_PAGES.values()):
+        for page in PAGES:
             page.write_text(filled(page.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
         return
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
