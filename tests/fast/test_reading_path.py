@@ -71,4 +71,4 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "translate/examples.py",
         "rehearsal/assumptions.py",
         "rehearsal/contract.py",
-    }, "hooks, SFT, what a run's report stores, the page of objectives, the worked example of other trainers, rehearsals"
+    }, "hooks, SFT, what a report stores, the page of objectives, the worked example of other trainers, rehearsals"
