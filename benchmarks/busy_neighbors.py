@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--train-tokens", type=int, default=256, help="tokens of a forward and backward pass")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
@@ -44,15 +45,16 @@ def parse() -> argparse.Namespace:
 state: dict[str, Any] = {}  # what a contender's process has loaded
 
 
-def load(environment: Mapping[str, str], path: str, threads: int) -> None:
+def load(environment: Mapping[str, str], path: str, dtype_name: str, threads: int) -> None:
     """Load the model in a process whose OpenMP starts under ``environment``."""
     import torch
     from transformers import AutoModelForCausalLM
 
     assert environment.items() <= os.environ.items()
     torch.set_num_threads(threads)
-    state["engine"] = Embedded(path, torch.float32, "cpu")
-    state["model"] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    dtype = getattr(torch, dtype_name)
+    state["engine"] = Embedded(path, dtype, "cpu")
+    state["model"] = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 def generate(sequences: int, new_tokens: int, vocab_size: int) -> float:
@@ -93,7 +95,9 @@ def start_contender(environment: Mapping[str, str], args: argparse.Namespace) ->
     os.environ.update(environment)
     try:
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(1, context, initializer=load, initargs=(environment, args.model, args.threads))
+        pool = ProcessPoolExecutor(
+            1, context, initializer=load, initargs=(environment, args.model, args.dtype, args.threads)
+        )
         pool.submit(os.getpid).result()
     finally:
         for name in environment:

@@ -77,7 +77,9 @@ def _trl(figures: Figures) -> str:
     median, ratios = figures["median_seconds"], figures["trl_over_miles"]
     steps = f"{median['miles']['step']:.1f} and {median['trl']['step']:.1f} s per step"
     parts = ", ".join(f"{part} {ratios[part]:.1f}" for part in ("generate", "train") if part in ratios)
-    return f"{steps}: {times(ratios['step'])} ({parts})"
+    learned = figures.get("last_rewards", {})
+    rewards = f"; last rewards {learned['miles']:.2f} and {learned['trl']:.2f}" if learned else ""
+    return f"{steps}: {times(ratios['step'])} ({parts}){rewards}"
 
 
 def _torch_engine(figures: Figures) -> str:
@@ -189,7 +191,7 @@ def schedule_scale(records: Sequence[Record]) -> str:
     rows = [[way, *(f"{record.figures[way]['seconds']:.1f}" for record in newest.values())] for way in ways]
     table = _table(["micro-batches", *(f"seconds ({processor})" for processor in newest)], rows)
     figures = [*newest.values()][-1].figures
-    peak = max(figures[way]["peak_gb"] for way in ways)
+    peak = max(record.figures[way]["peak_gb"] for record in newest.values() for way in ways)
     size = f"{figures['samples']:,} samples over {figures['ranks']:,} ranks, in at most {peak:.2f} GB"
     return f"{table}\n\n{size}. Measured: {', and '.join(record.measured for record in newest.values())}."
 
@@ -200,6 +202,30 @@ def busy_neighbors(records: Sequence[Record]) -> str:
     columns = _union(record.figures.values())
     rows = [[name, *(f"{found[column]:.3g}" for column in columns)] for name, found in record.figures.items()]
     return f"{_table(['setting', *columns], rows)}\n\nMeasured: {record.measured}."
+
+
+def quickstart_steps(records: Sequence[Record]) -> str:
+    """Return the seconds of the parts of a quickstart step by processor, and what the newest runs learned."""
+    newest = {record.processor: record for record in records if record.benchmark == "quickstart_steps"}
+    medians = {processor: record.figures["median_seconds"] for processor, record in newest.items()}
+    parts = [[part, *(f"{found[part]:.2f}" for found in medians.values())] for part in _union(medians.values())]
+    record = [*newest.values()][-1]
+    runs = record.figures["runs"]
+    steps = _union(run["accuracy"] for run in runs)
+    learned = [
+        [str(run["seed"]), f"{run['backend']}, {run['engine']}"]
+        + [f"{run['accuracy'][step]:.3f}" if step in run["accuracy"] else "" for step in steps]
+        + [str(run["seconds"])]
+        for run in runs
+    ]
+    return "\n\n".join(
+        [
+            _table(["part", *(f"seconds ({processor})" for processor in newest)], parts),
+            "Accuracy on held-out prompts after so many steps, and the seconds of all steps:",
+            _table(["seed", "backend and engine", *steps, "seconds"], learned),
+            f"Measured: {record.measured}.",
+        ]
+    )
 
 
 def rehearsal_scale(records: Sequence[Record]) -> str:
@@ -219,6 +245,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "start_up": start_up,
     "schedule_scale": schedule_scale,
     "busy_neighbors": busy_neighbors,
+    "quickstart_steps": quickstart_steps,
     "rehearsal_scale": rehearsal_scale,
 }
 

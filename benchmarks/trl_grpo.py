@@ -1,4 +1,4 @@
-"""Run a few GRPO steps with TRL for vs_trl.py, in TRL's own environment, and write their seconds as JSON."""
+"""Run GRPO steps with TRL for vs_trl.py, in TRL's own environment, and write their seconds and rewards as JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ def last_number(completions: list, label: list[str], **_: object) -> list[float]
 
 
 class TimedTrainer(GRPOTrainer):
-    """Add up the seconds of generation, scoring included."""
+    """Add up the seconds of generation, scoring included, and keep the rewards."""
 
     generate_seconds = 0.0
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.rewards: list[float] = []
+
+    def _calculate_rewards(self, *args, **kwargs):
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self.rewards += rewards.sum(dim=1).tolist()
+        return rewards
 
     def _generate_and_score_completions(self, *args, **kwargs):
         started = time.perf_counter()
@@ -48,7 +57,9 @@ class StepTimer(TrainerCallback):
         assert self.trainer is not None
         now, generated = time.perf_counter(), self.trainer.generate_seconds
         step, generate = now - self._mark[0], generated - self._mark[1]
-        self.steps.append({"step": step, "generate": generate, "train": step - generate})
+        rewards, self.trainer.rewards = self.trainer.rewards, []
+        reward = sum(rewards) / len(rewards)
+        self.steps.append({"step": step, "generate": generate, "train": step - generate, "reward": reward})
         self._mark = (now, generated)
 
 
@@ -79,7 +90,7 @@ def configuration(options: argparse.Namespace) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train and write ``[{step, generate, train}, ...]``."""
+    """Train and write ``[{step, generate, train, reward}, ...]``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)

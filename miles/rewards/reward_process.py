@@ -86,7 +86,7 @@ class RewardProcess:
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return one result per sample."""
-        async with call_slots():
+        async with call_slots(self._shared.makes_coroutines):
             for _ in range(MAX_RESUBMISSIONS):
                 worker = await self._living_worker()
                 try:
@@ -148,6 +148,7 @@ class _Worker:
         self._writing = threading.Lock()
         self.alive = True
         self.stopped = False  # by this side
+        self.makes_coroutines = False  # the function, once it is imported
         self._ready: Future[None] = Future()
         threading.Thread(target=self._read_replies, name="reward-replies", daemon=True).start()
         threading.Thread(target=self._show_output, name="reward-output", daemon=True).start()
@@ -238,6 +239,7 @@ class _Worker:
                 if "broken" in reply:
                     return str(reply["broken"])
                 if "ready" in reply:
+                    self.makes_coroutines = reply["makes_coroutines"]
                     self._ready.set_result(None)
                 elif "refused" in reply:
                     self._ready.set_exception(InputError(reply["refused"]))

@@ -33,7 +33,7 @@ from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
 from miles.rewards.sandboxed import uses_more
 from miles.stacks import answer_requests
-from miles.user_code.calls import UserCall
+from miles.user_code.calls import UserCall, makes_coroutines
 from miles.user_code.loading import import_function
 
 CHECK_SECONDS = 0.25  # between two looks at the memory
@@ -151,7 +151,7 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
     except BaseException as error:  # whatever the module raises
         fault = one_line(name_and_words(error), LONGEST_FAULT)
         return reply(refused=f"--custom-rm-path {path}: its module raised {fault}; correct it")
-    reply(ready=True)
+    reply(ready=True, makes_coroutines=makes_coroutines(function))
     for request in _messages(requests, token, reply):
         number, samples = pickle.loads(request)
         call = UserCall(function, (samples,))

@@ -1,8 +1,9 @@
 """Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 
-A call has a daemon thread to itself until it returns (``miles/threads.py``). A coroutine runs on one event loop that
-all such calls share and nothing else uses: a blocking call in it delays only them. Whatever a function raises arrives
-as an ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+A call of a function has a daemon thread to itself until it returns (``miles/threads.py``). A coroutine runs on one
+event loop that all such calls share and nothing else uses: a blocking call in it delays only them. It needs no thread
+while it waits, so many more calls of coroutine functions are made at a time. Whatever a function raises arrives as an
+ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 ``KeyboardInterrupt`` would end the event loop.
 """
 
@@ -24,6 +25,7 @@ from miles.threads import in_thread, start_in_thread
 from miles.user_code.errors import as_exception, ordinary_errors
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of one kind at a time, as in asyncio.to_thread
+MAX_COROUTINES = 256  # calls of coroutine functions at a time; each may have a connection open
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ async def call_user_code(function: Callable[..., Any], *args: Any, seconds: floa
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
         Exception: Any other exception that it raises.
     """
-    async with call_slots():
+    async with call_slots(makes_coroutines(function)):
         call = UserCall(function, args)
         try:
             async with asyncio.timeout(seconds or None):
@@ -110,8 +112,13 @@ def _call(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, An
         return function(*args, **named)
 
 
+def makes_coroutines(function: Callable[..., Any]) -> bool:
+    """Return whether a call of ``function`` only makes a coroutine, and so does not need a thread."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class UserCall:
-    """One call in a thread that it has to itself, and its outcome."""
+    """One call, in a thread that it has to itself unless it only makes a coroutine, and its outcome."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.outcome: Future[Any] = Future()
@@ -119,7 +126,11 @@ class UserCall:
         self._args = args
         self._coroutine: Future[Any] | None = None
         self._abandoned = False
-        start_in_thread(self._run)
+        if makes_coroutines(function):
+            self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(function, args), _shared_loop())
+            self._coroutine.add_done_callback(lambda coroutine: self._settle(coroutine.result))
+        else:
+            start_in_thread(lambda: self._settle(self._returned))
 
     def abandon(self) -> None:
         """Cancel a coroutine that is still running."""
@@ -127,29 +138,31 @@ class UserCall:
         if self._coroutine is not None:
             self._coroutine.cancel()
 
-    def _run(self) -> None:
+    def _returned(self) -> Any:
+        result = self._function(*self._args)
+        if not inspect.isawaitable(result):
+            return result
+        self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(lambda: result), _shared_loop())
+        if self._abandoned:
+            self._coroutine.cancel()
+        return self._coroutine.result()
+
+    def _settle(self, result: Callable[[], Any]) -> None:
+        """Make what ``result`` returns or raises the outcome."""
         try:
-            result = self._function(*self._args)
-            if inspect.isawaitable(result):
-                self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(result), _shared_loop())
-                if self._abandoned:
-                    self._coroutine.cancel()
-                result = self._coroutine.result()
+            value = result()
         except BaseException as error:
-            failure = as_exception(error)
-            self._settle(lambda: self.outcome.set_exception(failure))
+            if self.outcome.set_running_or_notify_cancel():  # False if the caller waits no longer
+                self.outcome.set_exception(as_exception(error))
         else:
-            self._settle(lambda: self.outcome.set_result(result))
-
-    def _settle(self, settle: Callable[[], None]) -> None:
-        if self.outcome.set_running_or_notify_cancel():  # False if the caller waits no longer
-            settle()
+            if self.outcome.set_running_or_notify_cancel():
+                self.outcome.set_result(value)
 
 
-async def _ordinary(awaitable: Awaitable[Any]) -> Any:
-    """Return the result; an error that is no ``Exception`` must not reach the event loop."""
+async def _ordinary(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...] = ()) -> Any:
+    """Return the awaited result of a call; an error that is no ``Exception`` must not reach the event loop."""
     with ordinary_errors(""):
-        return await awaitable
+        return await function(*args)
 
 
 def _shared_loop() -> asyncio.AbstractEventLoop:
@@ -170,18 +183,25 @@ def _only_loop() -> asyncio.AbstractEventLoop:
 
 _Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]  # they bound the calls at a time
 _call_slots: _Slots = WeakKeyDictionary()
+_coroutine_slots: _Slots = WeakKeyDictionary()
 _blocking_slots: _Slots = WeakKeyDictionary()
 
 
-def limit_calls(number: int) -> None:
-    """Allow ``number`` calls of reward functions at a time on the running event loop, in one of several processes."""
-    _call_slots[asyncio.get_running_loop()] = asyncio.Semaphore(number)
+def limit_calls(share: Callable[[int], int]) -> None:
+    """Divide the calls of reward functions at a time among processes: this one makes the ``share`` of a number."""
+    loop = asyncio.get_running_loop()
+    _call_slots[loop] = asyncio.Semaphore(share(MAX_THREADS))
+    _coroutine_slots[loop] = asyncio.Semaphore(share(MAX_COROUTINES))
 
 
-def call_slots() -> asyncio.Semaphore:
-    """Return the semaphore of the running event loop, which bounds the calls of reward functions at a time."""
-    return _slots(_call_slots)
+def call_slots(coroutines: bool) -> asyncio.Semaphore:
+    """Return the semaphore of the running event loop which bounds the calls of reward functions at a time.
+
+    Args:
+        coroutines: Whether the function makes coroutines (``makes_coroutines``).
+    """
+    return _slots(_coroutine_slots, MAX_COROUTINES) if coroutines else _slots(_call_slots)
 
 
-def _slots(slots: _Slots) -> asyncio.Semaphore:
-    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+def _slots(slots: _Slots, number: int | None = None) -> asyncio.Semaphore:
+    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(number or MAX_THREADS))

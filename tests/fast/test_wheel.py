@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[2]
 FLAGS = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 10"
 FLAGS += " --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 64"
 WHOLE = os.environ.get("QUICKSTART") == "whole"
-ITERATIONS = 34 if WHOLE else 100  # of a tiny model, which are over in seconds
+ITERATIONS = 40 if WHOLE else 100  # of a tiny model, which are over in seconds
 SHORT = f"--num-rollout {ITERATIONS} --rollout-batch-size 2 --n-samples-per-prompt 2 --eval-interval 50 --fp32"
 MODEL = "outputs/models/SmolLM2-135M-Instruct"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

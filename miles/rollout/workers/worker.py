@@ -41,7 +41,7 @@ from miles.rollout.workers.messages import (
 )
 from miles.rollout.workers.packed import pack
 from miles.sample import PromptGroup
-from miles.user_code.calls import MAX_THREADS, limit_calls
+from miles.user_code.calls import limit_calls
 
 LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each side about a millisecond
 ENOUGH = 32  # groups that are sent without waiting for more
@@ -130,7 +130,7 @@ class GenerationWorker:
         settings = plan.settings
         rollout, reward = settings.rollout, settings.reward
         workers = rollout.num_rollout_workers
-        limit_calls(plan.share(MAX_THREADS))
+        limit_calls(plan.share)
         if rollout.agent_command is not None:
             programs = replace(rollout, agent_concurrency=plan.share(rollout.agent_concurrency))
             settings = replace(settings, rollout=programs)

@@ -42,7 +42,7 @@ def test_the_run_has_the_settings_of_the_file_and_flags_win(model, started, tmp_
     assert quickstart.main(words) == 0
     assert capsys.readouterr().out == "quickstart: held-out accuracy 0.000 -> 0.500 in 5 s\n"
     (found,) = started
-    assert (found.rollout.num_rollout, found.optimizer.lr, found.optimizer.adam_beta2) == (34, 1e-5, 0.95)
+    assert (found.rollout.num_rollout, found.optimizer.lr, found.optimizer.adam_beta2) == (40, 1e-5, 0.95)
     assert (found.training.seed, found.data.rollout_seed, found.rollout.rollout_engine) == (3, 3, "torch")
     assert found.model.hf_checkpoint == str(model) and found.checkpoint.save == "out/checkpoints"
     assert found.evaluation.eval_prompt_data == ("heldout", "out/data/heldout.jsonl")

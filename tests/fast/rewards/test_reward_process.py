@@ -58,6 +58,10 @@ def allocates_in_children(samples):
 def never(samples): threading.Event().wait()
 async def blocks(samples): threading.Event().wait()
 async def awaits(samples): await asyncio.Event().wait()
+together = asyncio.Barrier(60)
+async def wait_for_60(samples):
+    await together.wait()
+    return fine(samples)
 blocked = []
 def blocks_for_bad(samples):
     blocked.extend(s for s in samples if s.response == "bad")
@@ -256,6 +260,17 @@ def test_only_the_sample_that_ends_the_process_or_disturbs_its_pipes_is_at_fault
     assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
 
 
+def test_an_async_function_waits_in_many_calls_at_the_same_time(process, make_sample):
+    function = process("wait_for_60", seconds=60.0)
+    samples = [make_sample("x" * length) for length in range(60)]
+
+    async def all_at_once():
+        return await asyncio.gather(*(score([sample], function, None) for sample in samples))
+
+    assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [0] * 60
+    assert [sample.reward for sample in samples] == [float(length) for length in range(60)]
+
+
 def test_calls_beside_one_that_hangs_are_made_again_in_one_new_process(process, make_sample):
     function = process("blocks_for_bad", seconds=3.0)
     batches = [[make_sample("bad")], [make_sample("dddd")], [make_sample("ee")], [make_sample("f")]]
@@ -393,7 +408,8 @@ def test_dropped_samples_get_no_reward(process, make_sample):
 def test_shared_memory_counts_once():
     program = (
         "import mmap, os, sys\nkept = mmap.mmap(-1, 64 << 20)\nfor _ in range(64): kept.write(b'x' * (1 << 20))\n"
-        "other = os.fork()\nassert kept[::4096].count(b'x') == 16384\nprint(os.getpid(), flush=True)\nsys.stdin.read()"
+        "other = os.fork()\nassert kept[::4096].count(b'x') == 16384\nos.write(1, b'%d\\n' % os.getpid())\n"
+        "sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         pids = [int(process.stdout.readline()) for _ in range(2)]

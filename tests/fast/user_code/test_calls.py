@@ -178,3 +178,23 @@ async def test_only_the_wait_for_a_thread_is_in_the_context_of_who_waits(monkeyp
     end.set()
     await first
     assert await asyncio.wait_for(second, 30), "the wait is over when the function runs"
+
+
+async def test_many_coroutines_wait_at_the_same_time_however_few_threads_there_are(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    together = asyncio.Barrier(calls.MAX_COROUTINES)
+
+    class Judge:
+        async def __call__(self, answer):
+            await together.wait()
+            return answer
+
+    answers = range(calls.MAX_COROUTINES)
+    asked = [call_user_code(Judge(), answer, seconds=0) for answer in answers]
+    assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [*answers]
+
+
+async def test_the_processes_of_a_run_divide_the_calls_at_a_time():
+    calls.limit_calls(lambda number: number // 4)
+    assert calls.call_slots(coroutines=True)._value == calls.MAX_COROUTINES // 4
+    assert calls.call_slots(coroutines=False)._value == calls.MAX_THREADS // 4
