@@ -306,6 +306,18 @@ def _phases(seconds: Mapping[str, float]) -> str:
     return f"{seconds['step']:.2f} s: {parts}"
 
 
+def rehearsal_scale(records: Sequence[Record]) -> str:
+    """Return what rehearsals of large models take, by layout and processor."""
+    newest = {record.processor: record for record in records if record.benchmark == "rehearsal_scale"}
+    rows = [
+        [layout, processor, f"{found['seconds']:.0f}", f"{found['cpu_seconds']:.0f}", f"{found['peak_gb']:.1f}"]
+        for processor, record in newest.items()
+        for layout, found in record.figures.items()
+    ]
+    heads = ["layout on 1,024 ranks", "processor", "seconds", "processor seconds", "GB of the largest process"]
+    return f"{_table(heads, rows)}\n\nMeasured: {', and '.join(record.measured for record in newest.values())}."
+
+
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "comparisons": comparisons,
     "start_up": start_up,
@@ -317,6 +329,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "async_on_cpu": async_on_cpu,
     "rollout_workers": rollout_workers,
     "profiles": profiles,
+    "rehearsal_scale": rehearsal_scale,
 }
 
 
