@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers.models.auto import AutoModelForCausalLM
 
-OF_TIME = ("time/", "perf/")  # metrics that differ between equal runs
+OF_TIME = ("time/", "perf/", "weight_sync/")  # metrics that differ between equal runs
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
