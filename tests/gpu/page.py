@@ -269,8 +269,8 @@ def runs(folder: Path) -> Iterator[str]:
     head = ["run", "steps", "step", "by phase", launcher, "peak GiB", "foreseen", "engine - trainer"]
     yield from table(head, rows)
     yield (
-        "\nThe launcher's share of a step: seconds outside the phases, and of the phase `train` outside the trainer's own. "
-        "The last column is the largest mean difference of a step's log-probs between engine and trainer."
+        "\nThe launcher's share of a step: seconds outside the phases, and of the phase `train` outside the trainer's "
+        "own. The last column is the largest mean difference of a step's log-probs between engine and trainer."
     )
     quickstart = folder / "run-quickstart.log"
     said = re.findall(r"^quickstart: held-out .*$", quickstart.read_text(), re.M) if quickstart.exists() else []
