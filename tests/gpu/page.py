@@ -21,7 +21,6 @@ PACKAGES = ("torch", "transformers", "ray", "megatron-core", "transformer-engine
 AIM = 0.45
 LAUNCHER_AIM = 0.03
 WARM = 2  # iterations at the start of a run that its medians leave out
-PARITY = re.compile(r"^(?:fsdp|megatron), .*distances.*$", re.MULTILINE)
 
 
 def environment() -> dict[str, str]:
@@ -106,10 +105,12 @@ def figures(recorded: str) -> str:
 
 
 def gradients(folder: Path) -> Iterator[str]:
-    log = folder / "gradients.log"
-    found = PARITY.findall(log.read_text()) if log.exists() else []
     yield "\n## Gradients in bf16: distance from an fp32 oracle, relative to its norm (bound 0.05)\n"
-    yield from (f"- {line}" for line in found or ["not measured"])
+    path = folder / "gradients.xml"
+    found = [one for one in results(path) if one.figures] if path.exists() else []
+    yield from (f"- {one.name}: {figures(one.figures)}, {one.result}" for one in found)
+    if not found:
+        yield "- not measured"
 
 
 def measured(folder: Path, name: str) -> dict[str, Any] | None:

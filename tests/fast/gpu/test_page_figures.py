@@ -168,11 +168,14 @@ def test_runs_show_the_launchers_share_and_memory_against_what_was_foreseen(tmp_
     assert lines[-1] == "\nquickstart: held-out accuracy 0.1 -> 0.9 in 60 s"
 
 
-def test_gradients_are_those_of_the_log(tmp_path):
+def test_gradients_are_those_that_the_tests_recorded(tmp_path):
     assert list(page.gradients(tmp_path))[-1] == "- not measured"
-    said = "fsdp, dense: 9000 tokens/s, peak 1.00 GiB; distances averages 1.6e-02"
-    (tmp_path / "gradients.log").write_text(f"noise\n{said}\nmore noise: distances\n")
-    assert list(page.gradients(tmp_path))[-1] == f"- {said}"
+    recorded = "<properties><property name='figures' value='{&quot;padded&quot;: 0.016}'/></properties>"
+    failed = f"<testcase name='test_b[fsdp]'>{recorded}<failure message='assert'/></testcase>"
+    cases = f"<testcase name='test_a[fsdp]'>{recorded}</testcase>{failed}<testcase name='test_c'><skipped/></testcase>"
+    (tmp_path / "gradients.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    said = ["- test_a[fsdp]: padded 1.6e-02, ok", "- test_b[fsdp]: padded 1.6e-02, FAILED"]
+    assert list(page.gradients(tmp_path))[1:] == said
 
 
 def test_figures_are_those_of_the_gpu_that_cuda_names():
