@@ -87,7 +87,7 @@ class RolloutDriver:
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
         self._weights: tuple[Weights | None, int] | None = None  # the newest, if workers are replaced
-        self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended, if it has any
+        self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended
         self._whole_updates = 0  # in which an engine took all weights
         self._actor: Any = with_heartbeat(RolloutActor).options(**placement.rollout_options())
         self.num_iterations = self._start()
@@ -187,9 +187,10 @@ class RolloutDriver:
             self._update = None
 
     def _note_update(self, metrics: dict[str, Metric]) -> None:
-        if metrics:
+        if "weight_sync/whole" in metrics:  # with --update-weight-transfer-mode disk-delta
             self._whole_updates += metrics["weight_sync/whole"].value > 0
-            self.weight_metrics = metrics | {"weight_sync/whole_updates": Metric(self._whole_updates)}
+            metrics = metrics | {"weight_sync/whole_updates": Metric(self._whole_updates)}
+        self.weight_metrics = metrics or self.weight_metrics
 
     def progress(self) -> str | None:
         """Say how many groups of the iteration in progress are ready. Any thread may call it.
@@ -332,7 +333,7 @@ class RolloutActor:
         If ``weights`` is None, the engine keeps those that it has.
 
         Returns:
-            With ``--update-weight-transfer-mode disk-delta`` the metrics ``weight_sync/…``, else none.
+            The metrics ``weight_sync/…``; none if no weights are sent.
         """
         if weights is None:
             await self.pipeline.update_weights(None, version, after)
@@ -343,7 +344,8 @@ class RolloutActor:
         if settings.sends_deltas and not has_servers:
             chunks = copied(sent, settings.sglang.update_weight_copy_dir, settings.weights_folder)
         seconds = await self.pipeline.update_weights(chunks, version, after)
-        return sent.metrics(seconds) if settings.sends_deltas else {}
+        found = sent.metrics(seconds)
+        return {"weight_sync/whole": Metric(1.0)} | found if settings.sends_deltas else found
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""

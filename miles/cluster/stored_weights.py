@@ -14,7 +14,7 @@ import ray
 
 from miles.metrics import Metric
 from miles.weight_sync.delta_files import DeltaOffer
-from miles.weight_sync.offered import OfferedWeights
+from miles.weight_sync.offered import OfferedWeights, whole_update
 from miles.weights import PackedChunk, WeightChunk, pack, unpack
 
 
@@ -68,12 +68,8 @@ class StoredWeights:
         self._bytes = 0  # of the last pass
 
     def metrics(self, load_seconds: float) -> dict[str, Metric]:
-        """Return what ``OfferedWeights.metrics`` does, of an update that has no delta."""
-        return {
-            "weight_sync/bytes": Metric(self._bytes),
-            "weight_sync/whole": Metric(1.0),
-            "weight_sync/load_seconds": Metric(load_seconds),
-        }
+        """Return the bytes that each engine got, and the seconds."""
+        return whole_update(self._bytes, load_seconds)
 
     def __iter__(self) -> Iterator[WeightChunk]:
         self._bytes = 0

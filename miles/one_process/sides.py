@@ -21,6 +21,7 @@ from miles.cluster.train_actor import TrainActor, TrainedIteration
 from miles.engine.host import LocalHost
 from miles.metrics import Metric
 from miles.rollout.ordering import IterationPlanner, OrderingRule
+from miles.weight_sync.offered import whole_update
 from miles.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class OneProcessRollout:
         self._thread.start()
         self._started: dict[int, Future[tuple[Any, ...]]] = {}
         self._update: Future[float] | None = None
+        self._bytes = 0  # of that update
         self.num_iterations = self._call(self._worker.build(LocalHost("cpu")))
         self._planner = IterationPlanner(OrderingRule.from_flags(settings.rollout), self.num_iterations)
 
@@ -72,13 +74,14 @@ class OneProcessRollout:
         self._settle_update()
         after = self._planner.load_weights(version)
         self._update = self._begin(self._worker.pipeline.update_weights(weights, version, after))
+        self._bytes = sum(tensor.nbytes for chunk in weights for tensor in chunk.tensors.values())
         if self._planner.awaits_loading:
             self._settle_update()
 
     def _settle_update(self) -> None:
         update, self._update = self._update, None
         if update is not None:
-            update.result()
+            self.weight_metrics = whole_update(self._bytes, update.result())
 
     def release_memory(self) -> None:
         """Raise: on CPU the sides do not take turns."""

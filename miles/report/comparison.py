@@ -15,7 +15,7 @@ from miles.tracking.run_files import METRICS
 from miles.tracking.run_header import RunHeader
 
 MOST_POINTS = 1500
-_MEASURED = ("time/", "perf/", "memory/", "engine/")  # depend on the machine: they never agree
+_MEASURED = ("time/", "perf/", "weight_sync/", "memory/", "engine/")  # depend on the machine: they never agree
 _OWN_PATHS = {("tracking", "output_dir")}
 _FINAL = ("rollout/reward", "rollout/response_length", "train/entropy_loss", "train/grad_norm", "time/step")
 _SEPARATOR = "\n"  # between the number of a run and the name of a metric

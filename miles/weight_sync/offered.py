@@ -27,6 +27,11 @@ class OffersDelta(Protocol):
         ...
 
 
+def whole_update(num_bytes: int, load_seconds: float) -> dict[str, Metric]:
+    """Return the metrics of an update that has sent all weights, in any mode."""
+    return {"weight_sync/bytes": Metric(num_bytes), "weight_sync/load_seconds": Metric(load_seconds)}
+
+
 class OfferedWeights:
     """Offer a delta. Iterating fetches all weights from the trainer, which blocks."""
 

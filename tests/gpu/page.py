@@ -7,17 +7,20 @@ import platform
 import re
 import statistics
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.devices import Figures, figures_of
 from tests.gpu.run_tests import results
 
 PACKAGES = ("torch", "transformers", "ray", "megatron-core", "transformer-engine", "sglang", "triton", "numpy")
 AIM = 0.45
+LAUNCHER_AIM = 0.03
 WARM = 2  # iterations at the start of a run that its medians leave out
-PARITY = re.compile(r"^(?:fsdp|megatron), .*distances.*$", re.MULTILINE)
 
 
 def environment() -> dict[str, str]:
@@ -36,6 +39,8 @@ def environment() -> dict[str, str]:
     found["CUDA of PyTorch"] = str(torch.version.cuda)
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     found["bf16 product of 8192 x 8192"] = f"{product_rate() / 1e12:.0f} TFLOP/s"
+    for kind, pinned in (("page-locked", True), ("ordinary", False)):
+        found[f"copy from {kind} host memory"] = f"{copy_rate(pinned) / 1e9:.1f} GB/s"
     return found
 
 
@@ -53,6 +58,21 @@ def product_rate(size: int = 8192, repeats: int = 20) -> float:
     last.record()
     last.synchronize()
     return 2.0 * size**3 * repeats / (first.elapsed_time(last) / 1000)
+
+
+def copy_rate(pinned: bool, size: int = 1 << 30, repeats: int = 5) -> float:
+    """Return the bytes per second from the host's memory to the GPU: a ceiling of weight updates on one GPU."""
+    import torch
+
+    source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8, device="cuda")
+    source = source.pin_memory() if pinned else source
+    target.copy_(source)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return size * repeats / (time.perf_counter() - started)
 
 
 def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
@@ -85,17 +105,27 @@ def figures(recorded: str) -> str:
 
 
 def gradients(folder: Path) -> Iterator[str]:
-    log = folder / "gradients.log"
-    found = PARITY.findall(log.read_text()) if log.exists() else []
     yield "\n## Gradients in bf16: distance from an fp32 oracle, relative to its norm (bound 0.05)\n"
-    yield from (f"- {line}" for line in found or ["not measured"])
+    path = folder / "gradients.xml"
+    found = [one for one in results(path) if one.figures] if path.exists() else []
+    yield from (f"- {one.name}: {figures(one.figures)}, {one.result}" for one in found)
+    if not found:
+        yield "- not measured"
+
+
+def measured(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return what a part has written; None if it has not run to its end."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() and path.stat().st_size else None
 
 
 def steps(folder: Path) -> Iterator[str]:
     yield f"\n## A training step (aim: MFU of {AIM:.0%} or more)"
     rows = []
     for path in sorted(folder.glob("step-*.json")):
-        one: dict[str, Any] = json.loads(path.read_text())
+        one = measured(folder, path.stem)
+        if one is None:
+            continue
         rows.append(
             [
                 path.stem.removeprefix("step-"),
@@ -103,42 +133,190 @@ def steps(folder: Path) -> Iterator[str]:
                 f"{1000 * one['seconds']:.1f} ({1000 * one['spread'][0]:.1f} to {1000 * one['spread'][1]:.1f})",
                 f"{one['tokens_per_second']:.0f}",
                 f"{one['tflops']:.1f}",
-                "peak unknown" if one["mfu"] is None else f"{one['mfu']:.1%}",
+                "peak unknown" if one["mfu"] is None else f"{one['mfu']:.1%}{met(one['mfu'] >= AIM)}",
                 f"{one['peak_memory_gib']:.1f}",
+                against(one["peak_memory_gib"], one["foreseen_gib"]),
                 "-" if one["idle_share"] is None else f"{one['idle_share']:.1%}",
                 ", ".join(f"{k.removeprefix('time/')} {1000 * v:.0f}" for k, v in one["phases"].items()),
             ]
         )
-    head = ["step", "tokens", "ms", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "no kernel runs", "ms by phase"]
+    head = [
+        "step",
+        "tokens",
+        "ms",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak GiB",
+        "foreseen",
+        "no kernel runs",
+        "ms by phase",
+    ]
     yield from table(head, rows)
+
+
+def met(is_met: bool) -> str:
+    return ", met" if is_met else ", MISSED"
+
+
+def against(measured: float, foreseen: float | None) -> str:
+    """Return what ``--rehearse`` foresees, in GiB, and the share of it that was measured, if anything was."""
+    if foreseen is None:
+        return "not foreseen"
+    return f"{foreseen:.1f}" + (f" ({measured / foreseen:.0%} of it measured)" if measured else "")
+
+
+def logits(folder: Path) -> Iterator[str]:
+    yield "\n## Logits in fp32 (aim: never whole in memory)\n"
+    chunked, whole = measured(folder, "step-fsdp"), measured(folder, "step-fsdp-whole-logits")
+    if chunked is None:
+        yield "- not measured: no result of step-fsdp"
+        return
+    is_met = chunked["largest_gib"] < chunked["logits_gib"]
+    yield (
+        f"- largest tensor of a step: {chunked['largest_gib']:.3f} GiB; the whole logits of a micro-batch in fp32: "
+        f"{chunked['logits_gib']:.3f} GiB{met(is_met)}"
+    )
+    if whole is not None:
+        saved = whole["peak_memory_gib"] - chunked["peak_memory_gib"]
+        yield (
+            f"- `--log-probs-chunk-size -1`: largest tensor {whole['largest_gib']:.3f} GiB, peak {saved:+.1f} GiB, "
+            f"time x {whole['seconds'] / chunked['seconds']:.2f}"
+        )
+
+
+# Name, the part whose rate is divided, the part that it is divided by.
+RATIOS = (
+    ("packed against padded rows, samples of unequal length", "step-fsdp-unequal", "step-fsdp-padded"),
+    ("Megatron with its fused SwiGLU against without", "step-megatron-fused", "step-megatron"),
+    ("FSDP against Megatron", "step-fsdp", "step-megatron"),
+    ("micro-batches of double size", "step-fsdp-double", "step-fsdp"),
+)
+
+
+def ratios(folder: Path) -> Iterator[str]:
+    yield "\n## Ratios of tokens per second"
+    rows = []
+    for title, part, base in RATIOS:
+        one, other = measured(folder, part), measured(folder, base)
+        if one is None or other is None:
+            lacking = " and ".join(n for n, found in ((part, one), (base, other)) if found is None)
+            rows.append([title, f"not measured: no result of {lacking}"])
+        else:
+            rows.append([title, f"{one['tokens_per_second'] / other['tokens_per_second']:.2f}"])
+    found = measured(folder, "server-speed") or {}
+    fast, slow = found.get("tokens_per_second", {}), found.get("without_graphs", {})
+    title = "engine with CUDA graphs against without, responses at a time: ratio"
+    shown = [f"{n}: {fast[n] / slow[n]:.2f} ({fast[n]:.0f} tokens/s)" for n in fast if n in slow]
+    rows.append([title, ", ".join(shown) or "not measured: no result of server-speed"])
+    yield from table(["what", "ratio"], rows)
+
+
+def link_of(mode: str, over: str, gpu: Figures | None) -> tuple[str, float | None]:
+    """Return the narrowest link that weights cross, and its GB/s; None for a device that the table does not have."""
+    name = "NVLink" if over == "NCCL" and (gpu is None or gpu.nvlink) else "PCIe"
+    return name, None if gpu is None else gpu.nvlink if name == "NVLink" else gpu.pcie
+
+
+def sync_row(what: str, mode: str, over: str, size: float, seconds: float, gpu: Figures | None) -> list[str]:
+    link, bandwidth = link_of(mode, over, gpu)
+    rate = size / seconds / 1e9
+    share = ["unknown", "-"] if bandwidth is None else [f"{bandwidth:.0f}", f"{rate / bandwidth:.1%}"]
+    return [what, mode, over, f"{size / 1e6:.1f}", f"{seconds:.3f}", f"{rate:.2f}", link, *share]
+
+
+def weights(folder: Path) -> Iterator[str]:
+    """Tell what share of their link weight updates reach: one server's by each way, and those of runs."""
+    yield "\n## Weight updates: share of the link's bandwidth by the data sheet"
+    gpu = figures_of((measured(folder, "environment") or {}).get("GPU", "").replace(",", " "))
+    found = measured(folder, "server-speed") or {}
+    rows = [
+        sync_row("server", one["mode"], one["over"], one["bytes"], one["seconds"], gpu)
+        for one in found.get("updates", [])
+    ]
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        logged = [row for row in rows_of(path) if row.get("weight_sync/load_seconds")]
+        if logged:
+            size = statistics.median(row["weight_sync/bytes"] for row in logged)
+            seconds = statistics.median(row["weight_sync/load_seconds"] for row in logged)
+            rows.append(sync_row(path.parent.name, "the run's", "the host", size, seconds, gpu))
+    head = ["engine of", "mode", "over", "MB", "seconds", "GB/s", "narrowest link", "its GB/s", "share"]
+    yield from table(head, rows) if rows else ["\nnot measured"]
+    if "no NCCL" in found:
+        yield f"\nOver NCCL: not measured, {found['no NCCL']}."
+
+
+def memory(folder: Path) -> Iterator[str]:
+    yield "\n## Memory that a colocated server releases\n"
+    found = (measured(folder, "server-speed") or {}).get("memory", {"not measured": "no result of server-speed"})
+    if "not measured" in found:
+        yield f"- not measured: {found['not measured']}"
+        return
+    freed = found["serving"] - found["released"]
+    yield (
+        f"- {freed / 1024**3:.1f} GiB of {found['serving'] / 1024**3:.1f} that all processes hold while it serves; "
+        f"{found['taken back'] / 1024**3:.1f} after it has taken them back"
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def runs(folder: Path) -> Iterator[str]:
     yield f"\n## Runs through Ray: median seconds by phase, without the first {WARM} iterations"
-    rows = []
-    for path in sorted(folder.glob("*/metrics.jsonl")):
-        logged = [json.loads(line) for line in path.read_text().splitlines()]
-        logged = [row for row in logged if "train/grad_norm" in row]
-        warm = logged[WARM:] or logged
-        names = sorted({name for row in warm for name in row if name.startswith("time/")})
-        median = {n.removeprefix("time/"): statistics.median(row.get(n, 0.0) for row in warm) for n in names}
-        step = median.pop("step", 0.0)
-        outside = step - sum(median.get(name, 0.0) for name in ("generate", "train", "sync_weights", "eval"))
-        trained = sum(median.get(name, 0.0) for name in ("log_probs", "forward_backward", "optimizer"))
-        rows.append(
-            [
-                path.parent.name,
-                str(len(logged)),
-                f"{step:.2f}",
-                ", ".join(f"{name} {seconds:.2f}" for name, seconds in median.items()),
-                f"{median.get('train', 0.0) - trained:.2f}",
-                f"{outside:.2f}",
-                f"{max(abs(row.get('train/train_rollout_logprob_abs_diff', 0.0)) for row in logged):.1e}",
-            ]
-        )
-    head = ["run", "steps", "step", "by phase", "train, outside the trainer", "outside phases", "engine - trainer"]
+    rows = [run_row(path) for path in sorted(folder.glob("*/metrics.jsonl"))]
+    launcher = f"launcher (aim: < {LAUNCHER_AIM:.0%})"
+    head = ["run", "steps", "step", "by phase", launcher, "peak GiB", "foreseen", "engine - trainer"]
     yield from table(head, rows)
-    yield "\nThe last column is the largest mean difference of a step's log-probs between engine and trainer."
+    yield (
+        "\nThe launcher's share of a step: seconds outside the phases, and of the phase `train` outside the trainer's "
+        "own. The last column is the largest mean difference of a step's log-probs between engine and trainer."
+    )
+    quickstart = folder / "run-quickstart.log"
+    said = re.findall(r"^quickstart: held-out .*$", quickstart.read_text(), re.M) if quickstart.exists() else []
+    yield from (f"\n{line}" for line in said)
+
+
+def launcher_share(row: dict[str, Any]) -> float:
+    """Return what an iteration spends outside its phases, and in the phase ``train`` outside the trainer."""
+    work = sum(row.get(f"time/{name}", 0.0) for name in ("generate", "sync_weights", "eval"))
+    work += sum(row.get(f"time/{name}", 0.0) for name in ("log_probs", "forward_backward", "optimizer"))
+    return 1.0 - work / row["time/step"]
+
+
+def iterations(logged: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the row of each iteration's last step, with the seconds of all of its steps."""
+    seconds: Counter[str] = Counter()
+    for row in logged:
+        seconds.update({name: value for name, value in row.items() if name.startswith("time/")})
+        if "time/step" in row:
+            yield row | seconds
+            seconds.clear()
+
+
+def run_row(path: Path) -> list[str]:
+    logged = [row for row in rows_of(path) if "train/grad_norm" in row]
+    timed = list(iterations(logged))
+    if not timed:
+        return [path.parent.name, str(len(logged)), *["-"] * 6]
+    warm = timed[WARM:] or timed
+    names = sorted({name for row in warm for name in row if name.startswith("time/")})
+    median = {n.removeprefix("time/"): statistics.median(row.get(n, 0.0) for row in warm) for n in names}
+    step = median.pop("step")
+    share = statistics.median(map(launcher_share, warm))
+    peak = max((row.get("perf/trainer_memory_gib", 0.0) for row in logged), default=0.0)
+    foreseen = [row["perf/trainer_memory_foreseen_gib"] for row in logged if "perf/trainer_memory_foreseen_gib" in row]
+    return [
+        path.parent.name,
+        str(len(logged)),
+        f"{step:.2f}",
+        ", ".join(f"{name} {seconds:.2f}" for name, seconds in median.items()),
+        f"{share:.1%}{met(share < LAUNCHER_AIM)}",
+        f"{peak:.1f}",
+        against(peak, foreseen[-1] if foreseen else None),
+        f"{max(abs(row.get('train/train_rollout_logprob_abs_diff', 0.0)) for row in logged):.1e}",
+    ]
 
 
 def page(folder: Path) -> Iterator[str]:
@@ -146,7 +324,7 @@ def page(folder: Path) -> Iterator[str]:
     given = folder / "environment.json"
     found: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
     yield from (f"- {name}: {value}" for name, value in found.items())
-    for section in (parts, tests, gradients, steps, runs):
+    for section in (parts, tests, gradients, steps, logits, ratios, weights, memory, runs):
         yield from section(folder)
 
 

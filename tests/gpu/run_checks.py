@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers.models.auto import AutoModelForCausalLM
 
-OF_TIME = ("time/", "perf/")  # metrics that differ between equal runs
+SERVER_TITLES = ("sglang::scheduler", "sglang_on_cpu")
+KILLED_ROLLOUTS = 6  # of two steps each
+OF_TIME = ("time/", "perf/", "weight_sync/")  # metrics that differ between equal runs
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
@@ -34,6 +37,31 @@ def assert_equal_runs(first: Path, second: Path) -> None:
     assert weights.keys() == others.keys()
     unequal = [name for name in weights if not torch.equal(weights[name], others[name])]
     assert not unequal, f"weights differ in {', '.join(unequal)}"
+
+
+def engine_against_trainer(folder: Path) -> float:
+    """Return the largest mean difference of a step's log-probs between engine and trainer."""
+    return max(abs(row["train/train_rollout_logprob_abs_diff"]) for row in metrics(folder).values())
+
+
+def kill_server(run: Any) -> None:
+    """Kill a server of a run with ``--use-fault-tolerance`` after its first steps, and wait for the run's end.
+
+    Fails unless another server takes its place, and the run ends well with all of its steps.
+    """
+    run.wait_until(lambda: run.has_rows() and max(run.rows()) >= 2)
+    next(process for process in run.left() if _is_server(process)).kill()
+    assert run.wait() == 0, run.err
+    assert sorted(run.rows()) == list(range(1, 2 * KILLED_ROLLOUTS + 1))
+    assert (run.output / "engines" / "engine_0.log").read_text().count("server_args=") >= 2, "no other server started"
+    assert run.none_left(), run.left()
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return any(title in " ".join(process.cmdline()) for title in SERVER_TITLES)
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return False
 
 
 def assert_adapter(base: Path, adapter: Path, export: Path, dtype: torch.dtype) -> None:

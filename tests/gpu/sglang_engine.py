@@ -1,7 +1,8 @@
-"""Check one SGLang server: ``python sglang_engine.py KIND FOLDER``, or with ``stop`` for the kind.
+"""Check one SGLang server: ``python sglang_engine.py KIND FOLDER``.
 
-With a family's kind the server generates, is sent other weights and generates again (``engine_checks.py``); with
-``stop`` a text ends a response. Prints one JSON object. DEVICE is the server's, by default ``cuda``.
+With a family's kind the server generates, is sent other weights and generates again (``engine_checks.py``), with
+``deterministic`` the dense family's does so under ``--deterministic-mode``; with ``stop`` a text ends a response.
+Prints one JSON object. DEVICE is the server's, by default ``cuda``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from miles.arguments.validate import validate
 from miles.engine.base import start_engine
 from miles.engine.host import LocalHost
 from tests.gpu.engine_checks import assert_follows, assert_stops, follow_an_update, stop_at_a_text, write_two
-from tests.gpu.tiny_families import write_readable
+from tests.gpu.tiny_families import DENSE, write_readable
 
 # A task that is never asked for: only the engine of the run is started.
 RUN = "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 1"
@@ -32,6 +33,8 @@ SMALL = "--sglang-max-total-tokens 8192 --sglang-max-running-requests 16 --sglan
 ON_GPU = "--bf16 --no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.5"
 ON_GPU += " --sglang-cuda-graph-max-bs-decode 16 --sglang-cuda-graph-backend-prefill disabled"
 BY_KIND = {kind: "--sglang-max-mamba-cache-size 96" for kind in ("qwen3_5_moe_text", "qwen3_next", "nemotron_h")}
+DETERMINISTIC = "deterministic"  # the dense family again
+BY_KIND[DETERMINISTIC] = "--deterministic-mode"
 STOPS = "--rollout-stop", "never written"  # the server has a tokenizer; the texts themselves are the requests'
 
 
@@ -47,7 +50,7 @@ def settings_of(kind: str, model: Path, output: Path, device: str) -> Settings:
 
 
 async def check_family(kind: str, folder: Path, device: str) -> dict[str, float]:
-    first, other = write_two(kind, folder)
+    first, other = write_two(DENSE if kind == DETERMINISTIC else kind, folder)
     engine = await start_engine(settings_of(kind, first, folder / "run", device), LocalHost(device))
     try:
         return await follow_an_update(engine, first, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron", "megatron, distributed optimizer"])
-def test_the_trainer_leaves_the_gpu_and_comes_back(run_program: Any, backend: str) -> None:
+def test_the_trainer_leaves_the_gpu_and_comes_back(run_program: Any, record_property: Any, backend: str) -> None:
     found = run_program("offloaded_trainer.py", backend)
-    print(f"\n{found}")
+    record_property("figures", json.dumps(found))
     assert found["is_equal"]
     assert found["trained"] >= 14  # bytes per parameter: fp32 weights and two moments, and weights in bf16
     assert found["offloaded"] <= 0.5  # cuBLAS's and other libraries' own memory

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from miles.model_families.installed_transformers import READ_AS
 from tests.gpu.engine_checks import BOUND
+from tests.gpu.sglang_engine import DETERMINISTIC
 from tests.gpu.tiny_families import DENSE, FAMILIES, served_architectures
 
 SECONDS = 180  # of one server, with the compilation of its kernels
@@ -31,6 +32,11 @@ def test_a_response_ends_at_a_text(run_program: Any, record_property: Any) -> No
     record_property(
         "figures", json.dumps({"tokens": len(found["ended"]["tokens"]), "reason": found["ended"]["reason"]})
     )
+
+
+@pytest.mark.timeout(SECONDS)
+def test_log_probs_in_deterministic_mode(run_program: Any, record_property: Any) -> None:
+    record_property("figures", json.dumps(run_program("sglang_engine.py", DETERMINISTIC)))
 
 
 @pytest.mark.timeout(SECONDS)

@@ -3,11 +3,14 @@
 The tests need SGLang's own GPU environment, and torch-memory-saver for the colocated runs.
 """
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.fast.conftest import byte_tokenizer
+from tests.gpu.run_checks import engine_against_trainer
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -42,13 +45,14 @@ def test_broadcast_to_an_engine_of_two_gpus(launch):
 
 
 @pytest.mark.parametrize("mode", ["broadcast", "ipc"])
-def test_trainer_and_engine_take_turns_on_one_gpu(launch, mode):
+def test_trainer_and_engine_take_turns_on_one_gpu(launch, mode, record_property):
     """The engine takes most of the memory, so the trainer only fits while the engine has released it."""
     claim = ["--colocate", "--offload-train", "--offload-rollout", "--sglang-mem-fraction-static", "0.85"]
     run = launch(f"turns_{mode}", *FLAGS, *CHECKED, *claim, "--update-weight-transfer-mode", mode)
     assert run.wait() == 0, run.err
     assert_learns(run)
     log = (run.output / "engines" / "engine_0.log").read_text()
+    record_property("figures", json.dumps({"engine - trainer": engine_against_trainer(run.output)}))
     assert log.count("POST /release_memory_occupation") == 4  # before the trainer is built, and after each iteration
     assert log.count("POST /resume_memory_occupation") == 8  # weights and cache, per update
 

@@ -1,4 +1,6 @@
-"""Test runs with SGLang on one GPU: two equal ones with ``--deterministic-mode``, and one that trains an adapter."""
+"""Test runs with SGLang on one GPU: two equal ones with ``--deterministic-mode``, one that trains an adapter, and one
+whose server is killed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.run_checks import assert_adapter, assert_equal_runs, metrics
+from tests.gpu.run_checks import (
+    KILLED_ROLLOUTS,
+    assert_adapter,
+    assert_equal_runs,
+    engine_against_trainer,
+    kill_server,
+    metrics,
+)
 from tests.gpu.sglang_engine import ENGINE, ON_GPU, SMALL
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,22 +26,32 @@ pytestmark = pytest.mark.timeout(300)
 SHORT = "--num-rollout 2 --rollout-max-response-len 32"
 DETERMINISTIC = f"{SHORT} --deterministic-mode --global-batch-size 16"
 LORA = f"{SHORT} --lora-rank 4 --lora-alpha 8 --lr 3e-2 --lr-decay-style constant"
+KILLED = f"--use-fault-tolerance --num-rollout {KILLED_ROLLOUTS} --rollout-max-response-len 32"
 LORA += " --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3 --check-weight-update-equal"
 # Difference of log-probs between engine and trainer, both in bf16, with equal weights.
 SAME_WEIGHTS = 0.05
 
 
 def flags(more: str, device: str = "cuda") -> list[str]:
-    return ["--device", device, *f"{ENGINE} {SMALL} {ON_GPU} {more}".split()]
+    return ["--device", device, *f"{ENGINE} {SMALL} {ON_GPU if device == 'cuda' else ''} {more}".split()]
 
 
-def test_two_deterministic_runs_are_equal(launch: Any, workplace: Path) -> None:
+def test_a_server_that_dies_on_one_gpu_is_replaced(launch: Any, record_property: Any) -> None:
+    run = launch("sglang_killed", *flags(KILLED))
+    kill_server(run)
+    difference = engine_against_trainer(run.output)
+    record_property("figures", json.dumps({"engine - trainer": difference}))
+    assert difference < SAME_WEIGHTS
+
+
+def test_two_deterministic_runs_are_equal(launch: Any, workplace: Path, record_property: Any) -> None:
     runs = []
     for number in range(2):
         folder = workplace / f"sglang_repeated_{number}"
         run = launch(folder.name, *flags(DETERMINISTIC), "--save-hf", str(folder / "hf"))
         assert run.wait() == 0, run.err
         runs.append(run.output)
+    record_property("figures", json.dumps({"engine - trainer": engine_against_trainer(runs[0])}))
     assert_equal_runs(*runs)
     assert all(row["train/grad_norm"] > 0 for row in metrics(runs[0]).values())
 

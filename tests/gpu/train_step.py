@@ -6,9 +6,12 @@ micro-batches, and the optimizer. Writes one JSON object:
 - ``seconds``: the median of the timed steps, with the device synchronized around each;
 - ``tokens_per_second`` of tokens that the model computes, and ``mfu``, the share of the GPU's dense bf16 peak that the
   arithmetic of the model would take at that speed. Recomputed and elementwise work does not count;
-- ``peak_memory_gib``, and ``idle_share``: how much of a profiled step no kernel was running.
+- ``peak_memory_gib``, what ``--rehearse`` foresees of it, the largest tensor of a step, and the size of the whole
+  logits of a micro-batch in fp32;
+- ``idle_share``: how much of a profiled step no kernel was running.
 
-``RESULT.txt`` gets the profiler's table of that step.
+``RESULT.txt`` gets the profiler's table of that step. A step that a GPU has too little memory for, as ``--rehearse``
+foresees it, is skipped as ``run.sh`` reads it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import argparse
 import json
 import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +37,16 @@ from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
 from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
+from miles.rehearsal.beside_run import FORESEEN, ForeseenMemory
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
+from tests.gpu.devices import figures_of
+from tests.gpu.run_tests import SKIPPED
 
 PROMPT_TOKENS = 64
-# Dense bf16 operations per second by the vendor's data sheets.
-PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+SPARE_GIB = 6  # of a GPU's memory: CUDA itself, and what the allocator cannot use
 
 
 def options_given() -> argparse.Namespace:
@@ -53,6 +59,8 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=int, default=8192, help="tokens per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--sample-tokens", type=int, default=2048, help="tokens of a sample, its prompt among them")
+    parser.add_argument("--unequal", action="store_true", help="samples of an eighth of --sample-tokens up to it")
+    parser.add_argument("--fused", action="store_true", help="Megatron's fused SwiGLU, which the backend leaves off")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     return parser.parse_args()
@@ -71,21 +79,29 @@ def settings_of(options: argparse.Namespace, samples: int) -> Settings:
     return validate(parse(shlex.split(words))).settings
 
 
-def random_batch(settings: Settings, options: argparse.Namespace, samples: int, vocabulary: int) -> TrainBatch:
+def lengths_of(options: argparse.Namespace) -> list[int]:
+    """Return the tokens of each sample, an even number of them: as many as the micro-batches hold."""
+    tokens, longest = options.micro_batches * options.micro_tokens, options.sample_tokens
+    if not options.unequal:
+        return [longest] * max(2, tokens // longest // 2 * 2)
+    number = max(2, tokens * 16 // 9 // longest // 2 * 2)
+    return np.linspace(max(longest // 8, 2), longest, number).astype(int).tolist()
+
+
+def random_batch(settings: Settings, lengths: Sequence[int], vocabulary: int) -> TrainBatch:
     """Return samples of random tokens, each with a prompt of its own, so that none is computed once for several."""
     rng = np.random.default_rng(0)
-    length = options.sample_tokens - PROMPT_TOKENS
+    prompt_tokens = min(PROMPT_TOKENS, min(lengths) // 2)
     groups = []
-    for number in range(samples // 2):
+    for number, both in enumerate(rng.permutation(lengths).reshape(-1, 2).tolist()):
         own = []
-        for i in range(2):
-            prompt = Prompt("", tuple(rng.integers(4, vocabulary, PROMPT_TOKENS).tolist()))
-            tokens = rng.integers(4, vocabulary, length).tolist()
-            own.append(
-                Sample(prompt, number, 2 * number + i, tokens, "", [1] * length, [-11.9] * length, reward=float(i))
-            )
+        for i, length in enumerate(both):
+            prompt = Prompt("", tuple(rng.integers(4, vocabulary, prompt_tokens).tolist()))
+            size = length - prompt_tokens
+            tokens = rng.integers(4, vocabulary, size).tolist()
+            own.append(Sample(prompt, number, 2 * number + i, tokens, "", [1] * size, [-11.9] * size, reward=float(i)))
         groups.append(PromptGroup(number, own[0].prompt, own))
-    (batch,) = convert(groups, loss=settings.loss, global_batch_size=samples)
+    (batch,) = convert(groups, loss=settings.loss, global_batch_size=len(lengths))
     return batch
 
 
@@ -117,7 +133,8 @@ class Device:
     @property
     def peak(self) -> float | None:
         """Operations per second; None for a device that the table does not have."""
-        return next((peak for name, peak in PEAKS.items() if name in self.name.replace("-", " ").split()), None)
+        found = figures_of(self.name)
+        return None if found is None else found.bf16
 
     @property
     def peak_memory_gib(self) -> float:
@@ -148,19 +165,56 @@ class Device:
         return 1.0 - busy / seconds
 
 
-def main() -> None:
-    options = options_given()
-    device = Device(options.device)
-    store = dist.FileStore(str(options.result.with_suffix(".store")), 1)
-    dist.init_process_group("nccl" if device.is_gpu else "gloo", store=store, rank=0, world_size=1)
-    samples = max(2, options.micro_batches * options.micro_tokens // options.sample_tokens // 2 * 2)
-    settings = settings_of(options, samples)
+def largest_allocation(work: Callable[[], Any]) -> int:
+    """Return the bytes of the largest tensor that ``work`` makes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = profiled.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def foreseen_gib(settings: Settings) -> float | None:
+    """Return the peak that ``--rehearse`` foresees, or None with a note of its reason on stderr."""
+    with ForeseenMemory(settings) as foreseen:
+        foreseen.wait()
+        found = foreseen.beside({})
+    return found[FORESEEN].value if found else None
+
+
+def skip_if_too_large(foreseen: float | None, device: Device) -> None:
+    """End the program, as ``run.sh`` reads it, if the GPU has less memory."""
+    if device.is_gpu and foreseen is not None:
+        has = torch.cuda.get_device_properties(device.torch).total_memory / 1024**3
+        if foreseen > has - SPARE_GIB:
+            print(f"skipped: --rehearse foresees {foreseen:.0f} GiB; this GPU has {has:.0f}")
+            sys.exit(SKIPPED)
+
+
+def fuse(backend: Any) -> None:
+    """Have Megatron's MLPs use their fused SwiGLU. They read the field at each call."""
+    from megatron.core.transformer.mlp import MLP  # not at the top: FSDP needs no Megatron
+
+    changed = [
+        part.config for chunk in backend.policy.stage.chunks for part in chunk.modules() if isinstance(part, MLP)
+    ]
+    assert changed, "the model has no MLP of Megatron's"
+    for config in changed:
+        config.bias_activation_fusion = True
+
+
+def measure(options: argparse.Namespace, device: Device) -> dict[str, Any]:
+    lengths = lengths_of(options)
+    settings = settings_of(options, len(lengths))
     config = AutoConfig.from_pretrained(options.model)
-    batch = random_batch(settings, options, samples, config.vocab_size)
+    batch = random_batch(settings, lengths, config.vocab_size)
+    foreseen = foreseen_gib(settings)
+    skip_if_too_large(foreseen, device)
     (shard,) = schedule_step(batch, 1, settings.training, settings.parallel)
     backend = build_backend(settings, device.torch, total_steps=1000)
+    if options.fused:
+        fuse(backend)
     trainer = Trainer(backend, settings.loss, token_ranks=1)
-
     phases: list[dict[str, float]] = []
 
     def step() -> None:
@@ -189,9 +243,19 @@ def main() -> None:
         "tflops": done / 1e12,
         "mfu": None if device.peak is None else done / device.peak,
         "peak_memory_gib": device.peak_memory_gib,
-        "idle_share": device.idle_share(step, options.result.with_suffix(".txt")),
+        "foreseen_gib": foreseen,
+        "logits_gib": 4 * config.vocab_size * options.micro_tokens / 1024**3,
     }
-    options.result.write_text(json.dumps(found))
+    found["largest_gib"] = largest_allocation(step) / 1024**3
+    return found | {"idle_share": device.idle_share(step, options.result.with_suffix(".txt"))}
+
+
+def main() -> None:
+    options = options_given()
+    device = Device(options.device)
+    store = dist.FileStore(str(options.result.with_suffix(".store")), 1)
+    dist.init_process_group("nccl" if device.is_gpu else "gloo", store=store, rank=0, world_size=1)
+    options.result.write_text(json.dumps(measure(options, device)))
     dist.destroy_process_group()
 
 

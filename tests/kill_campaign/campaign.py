@@ -67,7 +67,11 @@ def folder_of(run: Launch) -> Path | None:
 
 def compared(row: dict[str, float]) -> dict[str, float]:
     """Return a row without times, and without what the first step of every process has once more."""
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "perf/", "train/loss_mass"))}
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.startswith(("time/", "perf/", "weight_sync/", "train/loss_mass"))
+    }
 
 
 class Campaign:

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
 from miles.cluster.rollout_actor import RolloutActor, RolloutDriver
+from miles.cluster.stored_weights import Weights, store
 from miles.cluster.train_actor import TrainActor
 from miles.data.stream import NoPromptsLeft
 from miles.parallel.dims import ParallelDims
@@ -124,3 +126,17 @@ async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tm
     third = await sync(2, loses=True)
     assert third["bytes"] > 2032 and (third["whole"], third["whole_updates"]) == (1, 2)
     assert (await sync(2))["whole_updates"] == 2, "the same weights again"
+
+
+@pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
+async def test_the_bytes_and_seconds_of_an_update_are_measured_in_every_mode(monkeypatch, mode):
+    monkeypatch.setattr("miles.cluster.stored_weights.ray.put", Stored)
+    weights = [{"a": torch.zeros(1000, dtype=torch.bfloat16)}, {"b": torch.ones(8)}]
+    actor, driver = object.__new__(RolloutActor), object.__new__(RolloutDriver)
+    sglang = SglangArguments(update_weight_transfer_mode=mode)
+    actor._settings = SimpleNamespace(sends_deltas=False, sglang=sglang, rollout=RolloutArguments())
+    actor._built = Loads()
+    sent = Weights(store(map(WeightChunk, weights)))
+    driver._note_update(await actor.update_weights(sent, 1, None))
+    found = {name: metric.value for name, metric in driver.weight_metrics.items()}
+    assert found == {"weight_sync/bytes": 2032, "weight_sync/load_seconds": 0.5}

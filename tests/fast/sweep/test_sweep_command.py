@@ -19,7 +19,11 @@ def metrics(folder):
     """Return the rows of a run without what depends on the machine, and the canary, which a resumed run has again."""
     file = MetricsFile(folder / "metrics.jsonl")
     file.refresh()
-    names = [name for name in file.names if not name.startswith(("time/", "perf/", "memory/", "train/loss_mass"))]
+    names = [
+        name
+        for name in file.names
+        if not name.startswith(("time/", "perf/", "weight_sync/", "memory/", "train/loss_mass"))
+    ]
     return list(file.steps), {name: list(map(repr, file.column(name))) for name in names}
 
 

@@ -20,7 +20,7 @@ def complete(folder):
 
 
 def trained(rows):
-    skipped = ("time/", "perf/", "train/loss_mass")
+    skipped = ("time/", "perf/", "weight_sync/", "train/loss_mass")
     return {
         step: {name: value for name, value in row.items() if not name.startswith(skipped)} for step, row in rows.items()
     }

@@ -80,7 +80,7 @@ def prompts(folder, iteration):
 
 
 def trained(row):
-    skipped = ("time/", "perf/", "train/loss_mass")
+    skipped = ("time/", "perf/", "weight_sync/", "train/loss_mass")
     return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
 

@@ -13,7 +13,7 @@ SMALL = ["--num-rollout", "2", "--global-batch-size", "16"]
 def measured(run):
     """Return the metrics that do not depend on time."""
     return {
-        step: {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+        step: {name: value for name, value in row.items() if not name.startswith(("time/", "perf/", "weight_sync/"))}
         for step, row in run.rows().items()
     }
 

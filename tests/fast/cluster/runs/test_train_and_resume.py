@@ -27,7 +27,7 @@ def flags(workplace):
 
 def trained(row):
     """Return the metrics that depend only on weights and data. (The canary runs only in the first step of a run.)"""
-    skipped = ("time/", "perf/", "train/loss_mass")
+    skipped = ("time/", "perf/", "weight_sync/", "train/loss_mass")
     return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
 
