@@ -20,10 +20,11 @@ import gc
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -342,6 +343,11 @@ def seconds_of(name: str, part: str, with_it: bool) -> tuple[float, float]:
         return time.process_time() - used, time.perf_counter() - started
 
 
+def peak_gib() -> float:
+    """Return the largest memory that this worker process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def ask_bench(question: Any) -> Any:
     """Return what ``question`` finds at the bench of this worker process."""
     return question(benches[0])
@@ -399,18 +405,27 @@ def measured(lever: Lever, options: argparse.Namespace, base: Worker) -> list[di
     workers = (other, base) if lever in TRIED else (base, other)
     found = [head | {"part": part} | measure(lever, part, workers, options.repeats) for part in lever.parts]
     if other is not base:
+        peaks = {way: worker.run(peak_gib) for way, worker in zip(("with", "without"), workers, strict=True)}
+        found = [row | {"peak_gib": peaks} for row in found]
         other.close()
     return found
 
 
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+def rounded(value: Any) -> Any:
+    """Return ``value`` with four digits of each number."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--samples", required=True, type=Path, help="samples.jsonl of a quickstart")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if has_bf16() else "float32")
     parser.add_argument("--repeats", type=int, default=3, help="passes that count, with each lever and without it")
     parser.add_argument("--only", default="", metavar="NAME", help="measure the levers whose names contain this")
-    return parser.parse_args(given)
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -422,7 +437,7 @@ def main() -> None:
     rows = {lever.name: measured(lever, options, base) for lever in chosen}
     base.close()
     order = [name for name in BY_NAME if name in rows]
-    print(json.dumps({"dtype": options.dtype, "levers": [row for name in order for row in rows[name]]}))
+    print(json.dumps({"dtype": options.dtype, "levers": [rounded(row) for name in order for row in rows[name]]}))
 
 
 if __name__ == "__main__":

@@ -202,6 +202,12 @@ TRIED = (
         engine_log_probs,
     ),
     Lever(
+        "a large `MALLOC_MMAP_THRESHOLD_` alone",
+        ("forward and backward",),
+        "glibc still trims the end of its heap",
+        environment={"MALLOC_MMAP_THRESHOLD_": str(64 << 30), "MALLOC_TRIM_THRESHOLD_": ""},
+    ),
+    Lever(
         "huge pages (`THP_MEM_ALLOC_ENABLE=1`)",
         ("forward and backward",),
         "for PyTorch's blocks, with blocks above 2 MiB returned",

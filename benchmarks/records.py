@@ -228,13 +228,48 @@ def quickstart_steps(records: Sequence[Record]) -> str:
     )
 
 
+def levers(records: Sequence[Record]) -> str:
+    """Return how many times as fast the levers of the newest record make their parts of a step."""
+    return _levers(_newest(records, "levers"), tried=False)
+
+
+def levers_tried(records: Sequence[Record]) -> str:
+    """Return the same of what was tried, and is not in miles."""
+    return _levers(_newest(records, "levers"), tried=True)
+
+
+def _levers(record: Record, tried: bool) -> str:
+    rows = []
+    for row in record.figures["levers"]:
+        if row["tried"] == tried:
+            if "tokens" in row:
+                both = [f"{row['tokens'][way]:,} tokens" for way in ("with", "without")]
+            else:
+                both = [f"{row['processor_seconds'][way]:.3g}" for way in ("with", "without")]
+            cells = [f"{row['lever']}: {row['what']}{_first_pass(row)}", row["part"], f"{row['times']:.2f}"]
+            rows.append([*cells, *both])
+    table = _table(["lever", "part", "times as fast", "processor seconds with it", "without it"], rows)
+    return f"{table}\n\nMeasured: {record.figures['dtype']}, {record.measured}."
+
+
+def _first_pass(row: Figures) -> str:
+    """Say how long the first pass took, if it did something that later ones do not, such as compile."""
+    if "first_wall_seconds" not in row or not row["tried"]:
+        return ""
+    first, usual = row["first_wall_seconds"]["with"], row["wall_seconds"]["with"]
+    return f"; the first pass took {first:.0f} s" if first > usual + 10 else ""
+
+
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "comparisons": comparisons,
     "start_up": start_up,
     "schedule_scale": schedule_scale,
     "busy_neighbors": busy_neighbors,
     "quickstart_steps": quickstart_steps,
+    "levers": levers,
+    "levers_tried": levers_tried,
 }
+OF_OTHER_SCRIPTS = {"comparisons", "levers_tried"}  # tables without a script of their name
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -273,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
-    adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - {"comparisons"}))
+    adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - OF_OTHER_SCRIPTS))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
     commands.add_parser("write", help="make the tables of docs/performance.md again")
     given = parser.parse_args()

@@ -2,11 +2,15 @@
 
 import copy
 import importlib
+import json
+import os
 import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,7 +122,7 @@ def cases():
 
 
 COMPILED = "`torch.compile` of the decoder layers"
-OTHER_WORK = {"prompt lookup"}  # the calls of this pair compute other rows
+OTHER_ROWS = "prompt lookup"  # the calls of this pair decode other rows
 
 
 @pytest.fixture
@@ -136,7 +140,112 @@ def test_a_lever_changes_the_operations_and_not_the_result(levers, make_bench, l
     bench = make_bench("bfloat16" if lever.half else "float32")
     (with_it, operations), (without, others) = (computed(levers, bench, lever.name, part, way) for way in (True, False))
     assert operations != others
-    if lever.name not in OTHER_WORK:
+    if lever.name != OTHER_ROWS:
         tolerance = 0.05 if lever.half else 1e-4
         for a, b in zip(with_it, without, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1e-6, b.abs().max().item()))
+
+
+def test_a_replacement_that_the_code_no_longer_has_or_calls_is_refused(levers):
+    with pytest.raises(LookupError, match="no function gone"), levers.patched(sampling, "gone", lambda: None):
+        pass
+    with (
+        pytest.raises(LookupError, match=r"nothing called .*sampling\.sample"),
+        levers.patched(sampling, "sample", lambda: None),
+    ):
+        pass
+    with pytest.raises(AttributeError, match="GONE"):
+        levers.constant(sampling, "GONE", 1)(None).__enter__()
+    assert sampling.sample.__module__ == sampling.__name__
+
+
+def test_levers_of_the_optimizer_and_of_gradients_refuse_a_backend_without_them(levers, make_bench):
+    bench = make_bench("float32")
+    groups = bench.backend.policy.optimizer.adam.param_groups
+    groups[0]["fused"] = False
+    try:
+        with pytest.raises(LookupError, match="not fused"), levers.adamw(bench, foreach=True):
+            pass
+    finally:
+        groups[0]["fused"] = True
+    with (
+        levers.copied_gradients(bench),
+        pytest.raises(LookupError, match="NothingToReduce"),
+        levers.copied_gradients(bench),
+    ):
+        pass
+
+
+def test_only_whole_equal_prompts_are_shared_without_the_sharing_of_beginnings(levers, make_bench):
+    bench = make_bench("float32")
+    (batch,) = bench.batches(bench.groups)
+    samples, lengths = len(batch), np.asarray(batch.total_lengths)
+    kept = [
+        share(batch, lengths)[1] for share in (levers._share_prefixes, levers.prompts_shared, levers.nothing_shared)
+    ]
+    prompt = len(bench.groups[0].prompt.token_ids)
+    assert len(kept[1]) == len(bench.groups) * prompt + 6 * samples
+    assert len(kept[2]) == sum(lengths)
+    assert len(kept[0]) < len(kept[1])
+
+
+def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, make_bench):
+    tried = importlib.import_module("levers_tried")
+    assert tried.passes([1, 2, 3, 4, 5, 6], 2) == 4  # no pair of tokens occurred before
+    assert tried.passes([1, 2, 3, 4, 1, 2, 3, 4, 9], 6) == 1  # 3 and 4 are kept, and 9 is drawn
+    assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn in place of 7
+    assert 1 <= tried.tokens_per_pass(make_bench("float32")) <= 1 + tried.DRAFTS
+    whole, cut = tried.micro_batch_tokens(make_bench("float32"))
+    assert whole < cut
+
+
+def test_medians_leave_out_the_warm_up(levers, capsys):
+    seconds = iter([(9.0, 90.0), (8.0, 80.0), (1.0, 2.0), (3.0, 4.0)])
+
+    class Told:
+        def run(self, function, *given):
+            assert function is levers.seconds_of
+            return next(seconds)
+
+    lever = levers.BY_NAME["fused AdamW"]
+    row = levers.measure(lever, "optimizer", (Told(), Told()), repeats=1)
+    assert row["times"] == 3.0 and row["wall_times"] == 2.0
+    assert row["processor_seconds"] == {"with": 1.0, "without": 3.0}
+    assert row["first_wall_seconds"] == {"with": 90.0, "without": 80.0}
+    assert "optimizer without it" in capsys.readouterr().err
+
+
+def test_a_worker_starts_in_its_environment(levers, monkeypatch):
+    found = {}
+
+    class Pool:
+        def __init__(self, *given, **named):
+            pass
+
+        def submit(self, function):
+            found.update(os.environ)
+            return SimpleNamespace(result=function)
+
+    monkeypatch.setattr(levers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    before = dict(os.environ)
+    levers.Worker(None, os.environ | levers.RETURNED)
+    assert found["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in found
+    assert dict(os.environ) == before
+
+
+def test_names_of_recorded_tokens_are_those_of_the_vocabulary(levers, tmp_path, monkeypatch):
+    class Words:
+        @staticmethod
+        def encode(text, add_special_tokens):
+            return [len(word) for word in text.split()]
+
+    monkeypatch.setattr(lever_bench := importlib.import_module("lever_bench"), "load_tokenizer", lambda path: Words)
+    row = {"rollout_id": 1, "prompt": "a bb", "group": 0, "trajectory": 0, "reward": 1.0}
+    rows = [row | {"tokens": ["ccc", " dd"], "rollout_log_probs": [-1.0, -2.0]}]
+    rows += [row | {"rollout_id": 2, "tokens": ["a a"], "rollout_log_probs": [-3.0]}]
+    file = tmp_path / "samples.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (first,), (second,) = lever_bench.recorded(file, "model")
+    assert first.prompt.token_ids == (1, 2) and first.samples[0].response_ids == [3, 2]
+    assert second.samples[0].response_ids == [1, 1] and second.samples[0].rollout_log_probs == [-3.0, -3.0]
