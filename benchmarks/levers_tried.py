@@ -13,11 +13,12 @@ from unittest import mock
 import ray
 import torch
 import torch.nn.functional as F
-from lever_bench import Bench, Call, Lever, patched  # benchmarks/lever_bench.py
+from lever_bench import Bench, Call, Lever, function, patched  # benchmarks/lever_bench.py
 
 from miles.batching.collate import collate
 from miles.batching.schedule import schedule_step
 from miles.engine.embedded import fused_layers
+from miles.engine.embedded.attention import DecodeStep, Layer
 from miles.training.trainer import Trainer
 
 DRAFTS = 3  # tokens that prompt lookup proposes at a time
@@ -84,15 +85,32 @@ def joined_projections(bench: Bench) -> tuple[Call, Call]:
 
 
 def fp32_cache(bench: Bench) -> tuple[Call, Call]:
-    """Return a layer's attention of a decoding step, with keys and values in fp32 and in the engine's dtype."""
-    config = bench.runner.model.config
-    rows, heads, width = len(bench.scored.batch), config.num_attention_heads, config.head_dim
-    length = max(bench.scored.batch.total_lengths)
-    q = torch.randn(rows, heads, 1, width, dtype=bench.dtype)
-    k, v = torch.randn(2, rows, config.num_key_value_heads, length, width, dtype=bench.dtype)
-    k32, v32 = k.float(), v.float()
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
-    return repeated(lambda: attend(q.float(), k32, v32).to(q.dtype)), repeated(lambda: attend(q, k, v))
+    """Return the attention of a decoding step with keys and values in fp32, and in the engine's dtype."""
+    config, rows = bench.runner.model.config, len(bench.scored.batch)
+    groups, length = config.num_key_value_heads, max(bench.scored.batch.total_lengths)
+    q = torch.randn(rows, groups, config.num_attention_heads // groups, config.head_dim, dtype=bench.dtype)
+    shape = 2, rows, groups, length, config.head_dim
+    ours = [torch.randn(shape, dtype=q.dtype) for _ in range(config.num_hidden_layers)]
+    in_fp32 = [cache.float() for cache in ours]
+    mask = torch.zeros(rows, 1, 1, length)
+
+    def attend(layers: list[torch.Tensor]) -> torch.Tensor:
+        dtype = layers[0].dtype
+        found = [F.scaled_dot_product_attention(q.to(dtype), k, v, attn_mask=mask.to(dtype)) for k, v in layers]
+        return torch.stack(found).to(q.dtype)
+
+    return repeated(lambda: attend(in_fp32)), repeated(lambda: attend(ours))
+
+
+def attended_by_products(
+    step: DecodeStep, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """``DecodeStep.attend`` of plain layers as two products, with scores in fp32 between them."""
+    width = step.mask.shape[-1]
+    keys, values = step.cache.append(layer.number, key, value, step.rows, step.positions, width)
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    scores = (grouped @ keys.transpose(-1, -2)).float() * layer.scale + step.mask
+    return (scores.softmax(-1).to(values.dtype) @ values).reshape(*query.shape[:2], 1, -1)
 
 
 def one_norm(bench: Bench) -> tuple[Call, Call]:
@@ -235,6 +253,12 @@ TRIED = (
         pair=joined_projections,
     ),
     Lever("an fp32 cache of keys and values", ("attention",), "twice the memory", pair=fp32_cache, half=True),
+    Lever(
+        "attention of a decoding step as two products",
+        ("decoding",),
+        "in place of PyTorch's fused kernel",
+        function(DecodeStep, "attend", attended_by_products),
+    ),
     Lever("`F.rms_norm` in the engine", ("a norm",), "rounds otherwise than the trainer's", pair=one_norm),
     Lever(
         "prompt lookup",

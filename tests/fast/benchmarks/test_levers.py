@@ -80,14 +80,14 @@ def generated(runner, number):
 
 
 class Operations(TorchDispatchMode):
-    """Count operations by name and shapes."""
+    """Count operations by name, dtypes, layouts and shapes."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        shapes = tuple(str(a.layout) + str(tuple(a.shape)) for a in args if isinstance(a, torch.Tensor))
+        shapes = tuple(f"{a.dtype} {a.layout} {tuple(a.shape)}" for a in args if isinstance(a, torch.Tensor))
         self.counts[str(func), shapes] += 1
         return func(*args, **(kwargs or {}))
 
