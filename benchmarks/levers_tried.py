@@ -237,26 +237,38 @@ TRIED = (
         "in place of glibc's malloc",
         environment=RETURNED | {"LD_PRELOAD": JEMALLOC},
     ),
-    Lever("`F.rms_norm` in the trainer", BOTH, "in place of transformers' operations", torch_norms),
-    Lever("`torch.compile` of the decoder layers", ("forward and backward",), "for one shape", compiled_layers),
+    Lever(
+        "`F.rms_norm` in the trainer", BOTH, "in place of transformers' operations, and rounds otherwise", torch_norms
+    ),
+    Lever(
+        "`torch.compile` of the decoder layers",
+        ("forward and backward",),
+        "compiled again for each number of tokens",
+        compiled_layers,
+    ),
     Lever(
         "products in oneDNN's layout in the trainer",
         ("products of a layer",),
         "with the time of packing, as weights change in each step",
         pair=trainer_products,
     ),
-    Lever("the head in oneDNN's layout", ("the head",), "without the time of packing", pair=packed_head),
+    Lever(
+        "the head in oneDNN's layout",
+        ("the head",),
+        "without the time of packing, a second copy of the embedding",
+        pair=packed_head,
+    ),
     Lever(
         "one product for query, key and value",
         ("these products",),
-        "in place of three",
+        "in place of three, which are a small part of a step",
         pair=joined_projections,
     ),
     Lever("an fp32 cache of keys and values", ("attention",), "twice the memory", pair=fp32_cache, half=True),
     Lever(
         "attention of a decoding step as two products",
         ("decoding",),
-        "in place of PyTorch's fused kernel",
+        "in place of PyTorch's fused kernel; not built yet",
         function(DecodeStep, "attend", attended_by_products),
     ),
     Lever("`F.rms_norm` in the engine", ("a norm",), "rounds otherwise than the trainer's", pair=one_norm),

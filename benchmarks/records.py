@@ -239,25 +239,30 @@ def levers_tried(records: Sequence[Record]) -> str:
 
 
 def _levers(record: Record, tried: bool) -> str:
-    rows = []
+    rows: list[list[str]] = []
+    shown = ""
     for row in record.figures["levers"]:
-        if row["tried"] == tried:
-            if "tokens" in row:
-                both = [f"{row['tokens'][way]:,} tokens" for way in ("with", "without")]
-            else:
-                both = [f"{row['processor_seconds'][way]:.3g}" for way in ("with", "without")]
-            cells = [f"{row['lever']}: {row['what']}{_first_pass(row)}", row["part"], f"{row['times']:.2f}"]
-            rows.append([*cells, *both])
+        if row["tried"] != tried:
+            continue
+        if "tokens" in row:
+            both = [f"{row['tokens'][way]:,} tokens" for way in ("with", "without")]
+        else:
+            both = [f"{row['processor_seconds'][way]:.3g}" for way in ("with", "without")]
+        name = "" if row["lever"] == shown else f"{row['lever']}: {row['what']}{_notes(row)}"
+        rows.append([name, row["part"], f"{row['times']:.2f}", *both])
+        shown = row["lever"]
     table = _table(["lever", "part", "times as fast", "processor seconds with it", "without it"], rows)
     return f"{table}\n\nMeasured: {record.figures['dtype']}, {record.measured}."
 
 
-def _first_pass(row: Figures) -> str:
-    """Say how long the first pass took, if it did something that later ones do not, such as compile."""
-    if "first_wall_seconds" not in row or not row["tried"]:
-        return ""
-    first, usual = row["first_wall_seconds"]["with"], row["wall_seconds"]["with"]
-    return f"; the first pass took {first:.0f} s" if first > usual + 10 else ""
+def _notes(row: Figures) -> str:
+    """Say what a lever costs: memory, or a first pass that does what later ones do not, such as compile."""
+    notes = ""
+    if "peak_gib" in row and not row["tried"]:  # the processes have computed the same parts
+        notes += f"; a peak of {row['peak_gib']['with']:.1f} instead of {row['peak_gib']['without']:.1f} GiB"
+    if row["tried"] and "tokens" not in row and row["first_wall_seconds"]["with"] > row["wall_seconds"]["with"] + 15:
+        notes += f"; the first pass took {row['first_wall_seconds']['with']:.0f} s"
+    return notes
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
