@@ -231,6 +231,14 @@ LEVERS = (
         half=True,
     ),
     Lever(
+        "the same, where memory is returned",
+        ("forward and backward",),
+        "as on a host with less than 16 GiB",
+        function(packed_attention, "cached_attention", plain_attention),
+        environment=RETURNED,
+        half=True,
+    ),
+    Lever(
         "log-probs and entropy from logits that are not whole in fp32",
         BOTH,
         "with their gradient in closed form; without, autograd's log-softmax of all logits in fp32",
@@ -241,6 +249,14 @@ LEVERS = (
         BOTH,
         "without, a chunk at a time",
         constant(token_log_probs, "CACHED_BYTES", 0),
+        half=True,
+    ),
+    Lever(
+        "logits the same way, where memory is returned",
+        ("forward and backward",),
+        "as on a host with less than 16 GiB",
+        constant(token_log_probs, "CACHED_BYTES", 0),
+        environment=RETURNED,
         half=True,
     ),
     Lever(
@@ -402,11 +418,13 @@ def measured(lever: Lever, options: argparse.Namespace, base: Worker) -> list[di
     other = base
     if lever.environment is not None:
         other = Worker(options, os.environ | malloc_environment("cpu", os.environ) | lever.environment)
-    workers = (other, base) if lever in TRIED else (base, other)
+    with_it, without = (other, base) if lever in TRIED else (base, other)
+    workers = (other, other) if lever.change is not None else (with_it, without)
     found = [head | {"part": part} | measure(lever, part, workers, options.repeats) for part in lever.parts]
     if other is not base:
-        peaks = {way: worker.run(peak_gib) for way, worker in zip(("with", "without"), workers, strict=True)}
-        found = [row | {"peak_gib": peaks} for row in found]
+        if lever.change is None:  # each worker has computed one way
+            peaks = {"with": with_it.run(peak_gib), "without": without.run(peak_gib)}
+            found = [row | {"peak_gib": peaks} for row in found]
         other.close()
     return found
 

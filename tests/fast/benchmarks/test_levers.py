@@ -117,7 +117,7 @@ def cases():
         found = importlib.import_module("levers")
     finally:
         sys.path.remove(str(FOLDER))
-    named = [lever for lever in found.BY_NAME.values() if lever.environment is None and lever.tokens is None]
+    named = [lever for lever in found.BY_NAME.values() if lever.change is not None or lever.pair is not None]
     return [pytest.param(lever, part, id=f"{lever.name}, {part}") for lever in named for part in lever.parts]
 
 
@@ -232,6 +232,30 @@ def test_a_worker_starts_in_its_environment(levers, monkeypatch):
     levers.Worker(None, os.environ | levers.RETURNED)
     assert found["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in found
     assert dict(os.environ) == before
+
+
+def test_a_change_in_another_environment_is_measured_in_one_process(levers, monkeypatch):
+    class Named(str):
+        closed = False
+
+        def run(self, function):
+            return 1.0
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(levers, "Worker", lambda options, environment: Named(environment["MALLOC_MMAP_THRESHOLD_"]))
+    monkeypatch.setattr(levers, "measure", lambda lever, part, workers, repeats: {"workers": workers})
+    options, base, returned = SimpleNamespace(repeats=1), Named("base"), str(2 << 20)
+
+    def workers(name):
+        return [row["workers"] for row in levers.measured(levers.BY_NAME[name], options, base)]
+
+    assert workers("fused AdamW") == [("base", "base")]
+    assert workers("memory kept") == [("base", returned)] * 3
+    assert workers("jemalloc, as Ray ships it") == [(returned, "base")]
+    assert workers("the same, where memory is returned") == [(returned, returned)]
+    assert not base.closed
 
 
 def test_names_of_recorded_tokens_are_those_of_the_vocabulary(levers, tmp_path, monkeypatch):
