@@ -1,10 +1,10 @@
-"""Keep what the scripts beside this one print, and make the tables of docs/performance.md from it.
+"""Keep what the scripts beside this one print, and make tables of the documentation from it.
 
     python benchmarks/reducers.py | python benchmarks/records.py add reducers "one thread of two quiet cores"
     python benchmarks/records.py write
 
 ``add NAME CONDITIONS`` reads the JSON of a script from standard input and adds a row to records.jsonl, with the date,
-the commit and the processor. ``write`` makes the tables of the page again, each between ``<!-- records: NAME -->`` and
+the commit and the processor. ``write`` makes the tables of docs/*.md again, each between ``<!-- records: NAME -->`` and
 ``<!-- end -->``. A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from step_history import commit_of, processor_name  # benchmarks/step_history.py
 
 RECORDS = Path(__file__).with_name("records.jsonl")
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 BLOCK = re.compile(r"(<!-- records: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Figures = Any  # the JSON of a script
 
@@ -265,6 +265,96 @@ def _notes(row: Figures) -> str:
     return notes
 
 
+def backends(records: Sequence[Record]) -> str:
+    """Return the seconds of the parts of a step of both backends, by processor and conditions."""
+    newest = {(r.processor, r.conditions): r for r in records if r.benchmark == "backends"}
+    parts = _union(r.figures["megatron_over_fsdp"] for r in newest.values())
+    rows = []
+    for record in newest.values():
+        figures = record.figures
+        for name in ("fsdp", "megatron"):
+            rows.append([record.measured, name, *(f"{figures['median_seconds'][name][part]:.2f}" for part in parts)])
+        rows.append(["", "ratio", *(f"{figures['megatron_over_fsdp'][part]:.2f}" for part in parts)])
+    return _table(["measured", "", *(part.replace("_", " ") for part in parts)], rows)
+
+
+def weight_delta(records: Sequence[Record]) -> str:
+    """Return what changes in the weights after steps at a learning rate, and the cost of a delta and of all weights."""
+    record = _newest(records, "weight_delta")
+    rows = [
+        [
+            name.removeprefix("lr "),
+            f"{found['changed_fraction']:.1%}",
+            f"{found['bytes_ratio']:.1%}",
+            f"{found['disk_delta_seconds']:.2f}",
+            f"{found['disk_seconds']:.2f}",
+        ]
+        for name, found in record.figures.items()
+        if name.startswith("lr ")
+    ]
+    heads = ["learning rate", "elements that change", "bytes of the delta", "seconds, `disk-delta`", "seconds, `disk`"]
+    return f"{_table(heads, rows)}\n\nMeasured: {record.measured}."
+
+
+def async_on_cpu(records: Sequence[Record]) -> str:
+    """Return the seconds of the phases of a step with and without overlap."""
+    record = _newest(records, "async_on_cpu")
+    rows = [[row["case"], _phases(row["k=0"]), _phases(row["k=1"]), f"{row['gain']:.2f}"] for row in record.figures]
+    return f"{_table(['case', 'K = 0', 'K = 1', 'gain'], rows)}\n\nMeasured: {record.measured}."
+
+
+def rollout_workers(records: Sequence[Record]) -> str:
+    """Return the processor time, memory and files of generation in several processes."""
+    record = _newest(records, "rollout_workers")
+    columns = {
+        "requests at once": "requests_at_once",
+        "workers": "workers",
+        "at the server at a time": "connections",
+        "seconds": "seconds",
+        "CPU ms per request": "cpu_ms_per_request",
+        "of it in the rollout process": "of_which_rollout_process",
+        "Ray's own": "ray_cpu_ms_per_request",
+        "memory in all, GiB": "peak_memory_gb",
+        "open files of a process": "most_open_files_of_a_process",
+    }
+    rows = [[f"{row[key]:,}" for key in columns.values()] for row in record.figures]
+    return f"{_table([*columns], rows)}\n\nMeasured: {record.measured}."
+
+
+def profiles(records: Sequence[Record]) -> str:
+    """Return the seconds of a recorded iteration by process and kind of operation, for each backend and engine."""
+    record = _newest(records, "profiles")
+    found = record.figures
+    kinds = [
+        (process, kind)
+        for process in _union(each["processes"] for each in found.values())
+        for kind in _union(each["processes"][process] for each in found.values())
+    ]
+    rows = [["the iteration", "", *(f"{each['seconds']:.2f}" for each in found.values())]]
+    rows += [
+        [process, kind, *(f"{each['processes'][process].get(kind, 0):.2f}" for each in found.values())]
+        for process, kind in kinds
+    ]
+    return f"{_table(['process', 'kind', *found], rows)}\n\nMeasured: {record.measured}."
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "step")
+    return f"{seconds['step']:.2f} s: {parts}"
+
+
+def rehearsal_scale(records: Sequence[Record]) -> str:
+    """Return what rehearsals of large models take, by layout and processor."""
+    newest = {record.processor: record for record in records if record.benchmark == "rehearsal_scale"}
+    rows = [
+        [layout, processor, f"{found['seconds']:.0f}", f"{found['cpu_seconds']:.0f}", f"{found['peak_gb']:.1f}"]
+        for processor, record in newest.items()
+        for layout, found in record.figures.items()
+    ]
+    heads = ["layout on 1,024 ranks", "processor", "seconds", "processor seconds", "GB of the largest process"]
+    return f"{_table(heads, rows)}\n\nMeasured: {', and '.join(record.measured for record in newest.values())}."
+
+
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "comparisons": comparisons,
     "start_up": start_up,
@@ -273,6 +363,12 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "quickstart_steps": quickstart_steps,
     "levers": levers,
     "levers_tried": levers_tried,
+    "backends": backends,
+    "weight_delta": weight_delta,
+    "async_on_cpu": async_on_cpu,
+    "rollout_workers": rollout_workers,
+    "profiles": profiles,
+    "rehearsal_scale": rehearsal_scale,
 }
 OF_OTHER_SCRIPTS = {"comparisons", "levers_tried"}  # tables without a script of their name
 
@@ -315,10 +411,11 @@ def main() -> None:
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
     adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - OF_OTHER_SCRIPTS))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
-    commands.add_parser("write", help="make the tables of docs/performance.md again")
+    commands.add_parser("write", help="make the tables of docs/*.md again")
     given = parser.parse_args()
     if given.command == "write":
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
         return
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     figures = read_json(sys.stdin.read())

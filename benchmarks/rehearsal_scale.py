@@ -1,6 +1,7 @@
 """Measure what rehearsals of large models take: seconds of the command, and resident memory of its largest process.
 
     python benchmarks/rehearsal_scale.py [--keep FOLDER]
+    python benchmarks/rehearsal_scale.py | python benchmarks/records.py add rehearsal_scale "two quiet cores"
 
 The aim is under 60 s and 8 GB for 70B dense and 671B with experts on 1,024 ranks. The models are the shapes of
 Llama-3.3-70B and DeepSeek-V3 (their config.json on huggingface.co), and nothing is downloaded. ``--keep`` leaves the
@@ -115,17 +116,19 @@ def rehearse(name: str, folder: Path) -> tuple[float, float, float, str]:
 
 
 def main() -> None:
-    """Rehearse each layout in a process of its own, and print a table."""
+    """Rehearse each layout in a process of its own, and print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="the folder for what is written")
     parser.add_argument("names", nargs="*", choices=[*LAYOUTS, []], help="layouts; default: all")
     given = parser.parse_args()
     folder = given.keep or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    print("| layout on 1,024 ranks | seconds | of a processor | GB of the largest process |\n|---|---|---|---|")
+    figures: dict[str, dict[str, float]] = {}
     for name in given.names or LAYOUTS:
         took, busy, memory, _ = rehearse(name, folder)
-        print(f"| {name} | {took:.0f} | {busy:.0f} | {memory:.1f} |", flush=True)
+        figures[name] = {"seconds": took, "cpu_seconds": busy, "peak_gb": memory}
+        print(f"{name}: {took:.0f} s, {busy:.0f} s of a processor, {memory:.1f} GB", file=sys.stderr)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

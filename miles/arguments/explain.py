@@ -162,9 +162,7 @@ def explain_layout(settings: Settings) -> list[str]:
         of_nodes = [range(node * per_node, (node + 1) * per_node) for node in range(nodes)]
         lines.append(f"nodes: ranks {_groups(of_nodes)}")
     if dims.model_parallel_size > 1:
-        ranks = range(dims.world_size)
-        shards = [[r for r in ranks if dims.token_rank(r) == shard] for shard in range(dims.token_ranks)]
-        lines.append(f"same tokens, other weights (TP, PP): ranks {_groups(shards)}")
+        lines.append(f"same tokens, other weights (TP, PP): ranks {_groups(dims.weight_groups)}")
     if dims.context_parallel_size > 1:
         lines.append(f"share each sequence (CP): ranks {_groups(dims.context_groups(dims.context_parallel_size))}")
     if dims.token_ranks > 1:

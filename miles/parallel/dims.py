@@ -116,6 +116,19 @@ class ParallelDims:
         )
 
     @property
+    def weight_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that share their tokens and hold one copy of the dense weights, in the order of their token rank.
+
+        Every rank is in one of them.
+        """
+        tp = self.tensor_model_parallel_size
+        stages = range(0, self.world_size, self.ranks_per_stage)
+        return tuple(
+            tuple(stage + token_rank * tp + shard for stage in stages for shard in range(tp))
+            for token_rank in range(self.token_ranks)
+        )
+
+    @property
     def context_sizes(self) -> tuple[int, ...]:
         """The context-parallel sizes that a micro-batch may have, ascending."""
         if self.dynamic_context_parallel:

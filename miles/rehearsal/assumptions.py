@@ -71,39 +71,49 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
 
 @lru_cache(maxsize=2)  # most changes that are tried have the same samples
 def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int, given: LossArguments) -> TrainBatch:
-    """Convert samples to what a replica trains on."""
-    groups = _groups(samples, per_prompt, prompt_tokens, response_tokens)
-    default = AggregationFlags()  # no denominator is read, and the groups of a replica need not be whole
+    """Convert samples to what a replica trains on.
+
+    The converter gets responses of one token, and its columns are made longer afterwards: numbers that are all alike
+    need no lists.
+    """
+    default = AggregationFlags()  # the sample mean: the groups of a replica need not be whole
     loss = replace(given, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
-    (batch,) = convert(groups, loss=loss, global_batch_size=samples)
-    return batch
+    (batch,) = convert(_groups(samples, per_prompt), loss=loss, global_batch_size=samples)
+    ones, zeros = np.ones(response_tokens, np.float32), np.zeros(response_tokens, np.float32)
+    tokens = np.zeros((samples, prompt_tokens + response_tokens), np.int64)
+    for i, row in enumerate(tokens):
+        _write_digits(i // per_prompt, row[:prompt_tokens])
+        _write_digits(i % per_prompt, row[prompt_tokens:])
+    return replace(
+        batch,
+        tokens=[*tokens],
+        response_lengths=[response_tokens] * samples,
+        loss_masks=[ones] * samples,
+        rollout_log_probs=[zeros] * samples,
+        teacher_log_probs=None if batch.teacher_log_probs is None else [zeros] * samples,
+        sample_denoms=[float(response_tokens)] * samples,
+        trajectory_token_counts=[float(response_tokens)] * samples,
+        num_loss_tokens=samples * response_tokens,
+    )
 
 
-def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int) -> list[PromptGroup]:
-    """Return groups whose prompts, and whose responses, share at most their first few tokens."""
+def _groups(samples: int, per_prompt: int) -> list[PromptGroup]:
+    """Return groups of samples with one token each."""
     groups = []
-    ones, zeros = [1] * response_tokens, [0.0] * response_tokens
     for index, first in enumerate(range(0, samples, per_prompt)):
-        prompt = Prompt("", tuple(_ids(index, prompt_tokens)))
+        prompt = Prompt("", (0,))
         made = [
-            Sample(
-                prompt,
-                index,
-                i,
-                _ids(i - first, response_tokens),
-                "",
-                ones,
-                zeros,
-                teacher_log_probs=zeros,
-                reward=float(i % 2),
-            )
+            Sample(prompt, index, i, [0], "", [1], [0.0], teacher_log_probs=[0.0], reward=float(i % 2))
             for i in range(first, min(first + per_prompt, samples))
         ]
         groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
     return groups
 
 
-def _ids(number: int, tokens: int) -> list[int]:
-    """Return token ids that any vocabulary has: the hexadecimal digits of ``number``, the last first, then zeros."""
-    digits = [int(digit, 16) for digit in reversed(f"{number:x}")]
-    return (digits + [0] * tokens)[:tokens]
+def _write_digits(number: int, row: np.ndarray) -> None:
+    """Write token ids that any vocabulary has: the hexadecimal digits of ``number``, the last first.
+
+    So prompts, and the responses to one, share at most their first few tokens.
+    """
+    digits = [int(digit, 16) for digit in reversed(f"{number:x}")][: len(row)]
+    row[: len(digits)] = digits

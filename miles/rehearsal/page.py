@@ -1,18 +1,20 @@
-"""The page of a rehearsal: one HTML file with pictures of memory over the phases, and of the pipeline's schedule."""
+"""The page of a rehearsal: one HTML file with pictures of memory, of an iteration, and of the pipeline's schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
 from miles.host.machine import GIB
 from miles.rehearsal.memory import total
-from miles.rehearsal.record import Kind
+from miles.rehearsal.record import Kind, Phase
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.report import as_text
+from miles.rehearsal.timeline import timeline_of
 
 WIDTH, BAR, LEFT = 900, 26, 170
+LABEL = 150  # beside the bars of the timeline
 MOST_DRAWN = 12  # micro-batches in the picture of the schedule, unless the pipeline needs more to fill
 FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, in turns
 COLORS = {
@@ -25,6 +27,14 @@ COLORS = {
     Kind.KV_CACHE: "#97bbf5",
     Kind.ENGINE: "#9c6b4e",
     Kind.RUNTIME: "#9498a0",
+}
+PHASES: Mapping[str, str] = {
+    Phase.GENERATE: "#4269d0",
+    Phase.SCORE: "#6cc5b0",
+    Phase.TRAIN: "#efb118",
+    Phase.REDUCE: "#a463f2",
+    Phase.OPTIMIZE: "#ff725c",
+    Phase.SYNC: "#9c6b4e",
 }
 
 
@@ -39,11 +49,13 @@ def as_page(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
             f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages}){note}, GiB</h2>"
         ]
         parts += [_memory(rank, rehearsal.memory)]
+    parts += ["<h2>Timeline of an iteration</h2>", _timeline(rehearsal)]
     if rehearsal.stages > 1:
         parts += ["<h2>Schedule of the pipeline</h2>", "<p>Blue: forward; orange: backward; empty: waiting.</p>"]
         parts += [_schedule(rehearsal)]
     parts += ["<h2>Report</h2>", f"<pre>{escape(as_text(rehearsal, advice, elapsed))}</pre>"]
     style = (
+        ":root{color-scheme:light dark}svg text{fill:currentColor}"
         "body{font:14px system-ui;margin:2em auto;max-width:75em}pre{overflow-x:auto;font-size:12px}i{padding:0 .7em}"
     )
     return (
@@ -76,6 +88,38 @@ def _memory(rank: RankForecast, memory: int) -> str:
     edge = LEFT + memory * scale
     shapes.append(f"<line x1={edge:.1f} x2={edge:.1f} y1=0 y2={height} stroke=red stroke-dasharray=4 />")
     return f"<svg width={WIDTH} height={height}>{''.join(shapes)}</svg>"
+
+
+def _timeline(rehearsal: Rehearsal) -> str:
+    """Draw a bar per phase and side; a side that waits has a dashed one."""
+    timeline = timeline_of(rehearsal)
+    if timeline is None:
+        return "<p>None: the engines have no room to generate.</p>"
+    end = max(span.start + span.length for lane in timeline.lanes for span in lane.spans)
+    scale = (WIDTH - LEFT - LABEL) / (end or 1.0)
+    shapes, top, side = [], 0, ""
+    for lane in timeline.lanes:
+        if lane.side != side:
+            side = lane.side
+            shapes.append(f"<text x=0 y={top + 18} font-weight=bold>{side}</text>")
+            top += BAR
+        shapes.append(f"<text x=10 y={top + 18}>{lane.name}</text>")
+        right = float(LEFT)
+        fill = PHASES.get(lane.name)
+        look = f"fill='{fill}'" if fill else "fill=none stroke=currentColor stroke-dasharray=4"
+        for span in lane.spans:
+            left, width = LEFT + span.start * scale, span.length * scale
+            shapes.append(
+                f"<rect x={left:.2f} y={top} width={width:.2f} height={BAR} {look}>"
+                f"<title>{lane.side}, {lane.name}: {lane.seconds}</title></rect>"
+            )
+            right = left + width
+        shapes.append(f"<text x={right + 5:.1f} y={top + 18}>{lane.seconds}</text>")
+        top += BAR + 6
+    how = " Generation runs beside training." if timeline.overlaps else ""
+    unknown = " The time of weight sync is not known." if rehearsal.sync is None else ""
+    note = f"{timeline.seconds}, drawn at the middle of each range. Dashed: waiting.{how}{unknown}"
+    return f"<p>{note}</p><svg width={WIDTH} height={top}>{''.join(shapes)}</svg>"
 
 
 def _schedule(rehearsal: Rehearsal) -> str:

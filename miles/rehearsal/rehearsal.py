@@ -19,7 +19,7 @@ from miles.rehearsal import memory
 from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.changes import Change, changes
 from miles.rehearsal.devices import Device, device_of
-from miles.rehearsal.generation import Generation, foresee_generation
+from miles.rehearsal.generation import Generation, foresee_generation, sync_seconds
 from miles.rehearsal.record import Phase, Usage
 from miles.rehearsal.roofline import NOTHING, Seconds, seconds
 from miles.rehearsal.trace import RankTrace, trace_rank
@@ -107,7 +107,7 @@ class Rehearsal:
 
     def phase_seconds(self, phase: Phase) -> Seconds:
         """Return the time of a phase of one optimizer step, on the slowest rank, with the wait of the pipeline."""
-        found = [seconds(r.trace.tallies[phase], self.device) for r in self.ranks if phase in r.trace.tallies]
+        found = [seconds(r.trace.tallies[phase], self.device, phase) for r in self.ranks if phase in r.trace.tallies]
         if not found:
             return NOTHING
         slowest = Seconds(max(s.low for s in found), max(s.high for s in found))
@@ -123,9 +123,20 @@ class Rehearsal:
         return found
 
     @property
+    def scoring(self) -> Seconds:
+        """The time in which all samples of an iteration are scored; further passes over them use the same scores."""
+        return self.phase_seconds(Phase.SCORE) * self.settings.steps_per_pass
+
+    @property
     def training(self) -> Seconds:
-        """The trainer's time of an iteration, whose steps are all scored."""
-        return (self.step + self.phase_seconds(Phase.SCORE)) * self.settings.steps_per_iteration
+        """The trainer's time of an iteration."""
+        return self.step * self.settings.steps_per_iteration + self.scoring
+
+    @property
+    def sync(self) -> Seconds | None:
+        """The time in which the engines get new weights; nothing without engines, None if it is not known."""
+        engines = self.generation.engines
+        return sync_seconds(self.settings, self.size.parameters, engines, self.device) if engines else NOTHING
 
     @property
     def balanced_tokens_per_second(self) -> tuple[float, float]:

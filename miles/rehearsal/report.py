@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,16 +9,14 @@ from typing import Any
 from miles.arguments.explain import explain_layout
 from miles.flags import count
 from miles.host.machine import GIB
-from miles.objective.aggregation import MODES
-from miles.objective.canary import mass_is_known
-from miles.objective.explain import objective_formula
 from miles.rehearsal.assumptions import prompt_length, response_length
+from miles.rehearsal.contract import contract_data, contract_text
+from miles.rehearsal.generation import copies_sent
 from miles.rehearsal.memory import total, worst_phase
 from miles.rehearsal.record import Kind, Phase, Tally, Usage
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
-
-WIDTH = 118
+from miles.rehearsal.timeline import WAITS, Side, Timeline, timeline_of
 
 
 def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
@@ -31,7 +28,7 @@ def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
         ("What would help", _advice(rehearsal, advice)),
         ("One optimizer step of the worst rank", _work(rehearsal)),
         ("Time", _time(rehearsal)),
-        ("Loss", _loss(rehearsal)),
+        ("Loss", contract_text(rehearsal.settings)),
     ]
     text = "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines)
     return f"{text}\n\nrehearsed in {elapsed:.0f} s, without weights and without a GPU"
@@ -95,7 +92,7 @@ def _ranks(rehearsal: Rehearsal) -> list[str]:
 
 
 def _rank(rehearsal: Rehearsal, rank: RankForecast, note: str) -> str:
-    passes = seconds(rank.trace.tallies.get(Phase.TRAIN, Tally()), rehearsal.device)
+    passes = seconds(rank.trace.tallies.get(Phase.TRAIN, Tally()), rehearsal.device, Phase.TRAIN)
     stage = f"stage {rank.stage + 1} of {rehearsal.stages}" if rehearsal.stages > 1 else "every stage"
     words = f"rank {rank.trace.rank}, {stage}"
     peak, phase = rank.peak / GIB, worst_phase(rank.phases)
@@ -120,7 +117,7 @@ def _work(rehearsal: Rehearsal) -> list[str]:
         times = sum(tally.messages.values())
         lines.append(
             f"{phase:<22}{tally.flops / 1e12:>10.2f}{tally.bytes / 1e9:>12.1f}{sent / 1e9:>10.2f}{times:>13.0f}   "
-            f"{seconds(tally, rehearsal.device)}"
+            f"{seconds(tally, rehearsal.device, phase)}"
         )
         lines += [f"  {line}" for line in _collectives(tally, rehearsal)]
     return lines
@@ -154,20 +151,46 @@ def _time(rehearsal: Rehearsal) -> list[str]:
             f"{_micro_batches(rehearsal)}"
         )
     if generation.engines:
-        low, high = rehearsal.balanced_tokens_per_second
-        where = count(generation.engines, "engine") + f" of {count(generation.devices, 'device')}"
-        took = f"{generation.duration} per iteration of {generation.tokens} tokens, on {where}"
-        if generation.sequences:
-            took += f", {generation.sequences} sequences at a time on each"
-        else:
-            took = f"impossible on {where}: beside its weights there is no room for the cache of one sequence"
-        lines += [
-            f"generation   {took}",
-            f"balance      generation takes as long as training at {low:.0f} to {high:.0f} tokens/s of all engines",
-            f"engine       {generation.weight_bytes / GIB:.1f} GiB of weights and {generation.cache_bytes / GIB:.1f} "
-            f"GiB of KV cache on a device ({generation.kv_bytes_per_token / 1024:.1f} KiB per token)",
-        ]
+        lines += _generation(rehearsal)
+    timeline = timeline_of(rehearsal)
+    if timeline is not None:
+        lines += [f"iteration    {timeline.seconds}{_order(timeline)}", *_waits(timeline)]
     return lines
+
+
+def _generation(rehearsal: Rehearsal) -> list[str]:
+    generation = rehearsal.generation
+    low, high = rehearsal.balanced_tokens_per_second
+    where = count(generation.engines, "engine") + f" of {count(generation.devices, 'device')}"
+    took = f"{generation.duration} per iteration of {generation.tokens} tokens, on {where}"
+    if generation.sequences:
+        took += f", {generation.sequences} sequences at a time on each"
+    else:
+        took = f"impossible on {where}: beside its weights there is no room for the cache of one sequence"
+    if rehearsal.sync is None:
+        sync = "not known: files carry the weights, and the disk's speed is not"
+    else:
+        copies = copies_sent(rehearsal.settings, generation.engines)
+        sync = f"{rehearsal.sync}: all weights go to one host, and leave it {count(copies, 'time')}"
+    return [
+        f"generation   {took}",
+        f"balance      generation takes as long as training at {low:.0f} to {high:.0f} tokens/s of all engines",
+        f"engine       {generation.weight_bytes / GIB:.1f} GiB of weights and {generation.cache_bytes / GIB:.1f} "
+        f"GiB of KV cache on a device ({generation.kv_bytes_per_token / 1024:.1f} KiB per token)",
+        f"weight sync  {sync}",
+    ]
+
+
+def _order(timeline: Timeline) -> str:
+    if not any(lane.side is Side.ROLLOUT for lane in timeline.lanes):
+        return ""
+    return ", generation beside training" if timeline.overlaps else ", generation before training"
+
+
+def _waits(timeline: Timeline) -> Iterator[str]:
+    for lane in timeline.lanes:
+        if lane.name == WAITS:
+            yield f"             the {lane.side} side waits {lane.seconds}"
 
 
 def _mfu(rehearsal: Rehearsal, duration: float) -> float:
@@ -176,32 +199,6 @@ def _mfu(rehearsal: Rehearsal, duration: float) -> float:
     flops = 6 * rehearsal.size.active * rehearsal.worst.trace.step_tokens * settings.dims.token_ranks
     rate = rehearsal.device.bf16 if settings.training.bf16 else rehearsal.device.fp32
     return flops / (rate * 1e12 * duration * settings.cluster.world_size) if duration else 0.0
-
-
-def _loss(rehearsal: Rehearsal) -> list[str]:
-    settings = rehearsal.settings
-    formula = objective_formula(settings.loss, settings.step_shape, settings.added_losses)
-    lines, mass = formula.splitlines(), expected_mass(rehearsal)
-    if mass is not None:
-        lines.append(
-            f"divided by   {MODES[settings.loss.loss_aggregation].words}, of the whole step of N = "
-            f"{settings.global_batch_size}, before it is split"
-        )
-    lines += explain_layout(settings)[1:]
-    if mass is not None:
-        lines.append(f"canary       the weights of all tokens must add up to {mass:g}")
-    return [row for line in lines for row in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 13)]
-
-
-def expected_mass(rehearsal: Rehearsal) -> float | None:
-    """Return the loss mass of a step in which no token is masked (objective/canary.py); None if it is not known."""
-    loss = rehearsal.settings.loss
-    if not mass_is_known(loss):
-        return None
-    if MODES[loss.loss_aggregation].divides:
-        assert loss.loss_aggregation_divisor is not None
-        return response_length(rehearsal.settings) / loss.loss_aggregation_divisor
-    return 1.0
 
 
 def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> dict[str, Any]:
@@ -238,12 +235,24 @@ def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> d
             "seconds": _range(rehearsal.generation.duration),
             "balanced_tokens_per_second": [low, high],
         },
-        "loss": {
-            "aggregation": settings.loss.loss_aggregation,
-            "trajectories": settings.global_batch_size,
-            "expected_mass": expected_mass(rehearsal),
-        },
+        "weight_sync_seconds": None if rehearsal.sync is None else _range(rehearsal.sync),
+        "iteration": _timeline_json(timeline_of(rehearsal)),
+        "loss": contract_data(settings),
         "rehearsal_seconds": elapsed,
+    }
+
+
+def _timeline_json(timeline: Timeline | None) -> dict[str, Any] | None:
+    """Return the lanes of the picture: ranges, and where each is drawn: starts and lengths at the middle of these."""
+    if timeline is None:
+        return None
+    return {
+        "seconds": _range(timeline.seconds),
+        "generates_while_training": timeline.overlaps,
+        "lanes": [
+            {"side": lane.side, "name": lane.name, "seconds": _range(lane.seconds), "drawn": lane.spans}
+            for lane in timeline.lanes
+        ],
     }
 
 
@@ -259,7 +268,7 @@ def _rank_json(rank: RankForecast, rehearsal: Rehearsal) -> dict[str, Any]:
             phase: {
                 "flop": tally.flops,
                 "bytes": tally.bytes,
-                "seconds": _range(seconds(tally, rehearsal.device)),
+                "seconds": _range(seconds(tally, rehearsal.device, phase)),
                 "collectives": [
                     {"name": m.name, "ranks": len(m.ranks), "count": n, "bytes": m.bytes}
                     for m, n in tally.messages.items()

@@ -1,8 +1,8 @@
 """Estimate how long counted work takes on a device: a range from the possible to the usual.
 
 Every operation takes the longer of its arithmetic and its memory traffic (Williams et al., 2009). The short end has
-operations at full speed, memory traffic beside matrix products hidden by fusion, and communication hidden behind
-computation. The long end has the efficiencies below, no fusion, and nothing hidden.
+operations at full speed, memory traffic beside matrix products hidden by fusion in the passes of the model, and
+communication hidden behind computation. The long end has the efficiencies below, no fusion, and nothing hidden.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles.rehearsal.devices import Device
-from miles.rehearsal.record import Message, Tally
+from miles.rehearsal.record import Message, Phase, Tally
 
 USUAL_PRODUCT = 0.5  # share of the data sheet's rate that matrix products of a training step reach
 USUAL_MEMORY = 0.7
@@ -38,13 +38,14 @@ class Seconds:
 NOTHING = Seconds(0.0, 0.0)
 
 
-def seconds(tally: Tally, device: Device) -> Seconds:
-    """Return the time of a tally."""
+def seconds(tally: Tally, device: Device, phase: Phase) -> Seconds:
+    """Return the time of the tally of ``phase``."""
+    fuses = phase in (Phase.SCORE, Phase.TRAIN)  # the others have no products
     low = high = 0.0
     for work, count in tally.work.items():
         rate = (device.bf16 if work.itemsize == 2 else device.fp32) * 1e12
         arithmetic, memory = work.flops / rate, work.bytes / (device.bandwidth * 1e12)
-        if work.flops:
+        if work.flops or not fuses:
             low += count * max(arithmetic, memory)
         high += count * max(arithmetic / USUAL_PRODUCT, memory / USUAL_MEMORY)
     sending = communication(tally, device)

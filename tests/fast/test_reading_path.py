@@ -69,4 +69,6 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "rollout/sample_records.py",
         "arguments/pages/objective_variants.py",
         "translate/examples.py",
-    }, "hooks, SFT, what a run stores for its report, the page of objectives, the worked example of other trainers"
+        "rehearsal/assumptions.py",
+        "rehearsal/contract.py",
+    }, "hooks, SFT, what a report stores, the page of objectives, the worked example of other trainers, rehearsals"

@@ -17,6 +17,7 @@ continues. Several campaigns may run at the same time, with results and a seed o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -112,7 +113,8 @@ class Campaign:
     def run_series(self, series: list[Trial]) -> list[tuple[Trial, Outcome]]:
         """Run the trials of a series until a run reaches its end, and return what happened in each.
 
-        ``problems`` is empty if all is as it should be. A moment that a resumed run does not reach gives no trial.
+        ``problems`` is empty if all is as it should be. If a moment does not come, or the run has no process of the
+        target then, there is no trial.
         """
         first = series[0]
         whole = self.reference(first.setup)
@@ -128,14 +130,14 @@ class Campaign:
                 outcome = self._watch(trial, run)
             finally:
                 run.kill()
-            if trial and (outcome["hit"] or not results):
+            if trial and (outcome["hit"] or (outcome["problems"] and not results)):
                 results.append((trial, outcome))
-            else:  # the run resumed the one before it to the end
+            elif results:  # the run resumed the one before it to the end
                 results[-1][1]["problems"].extend(outcome["problems"])
             if outcome["problems"] or outcome["status"] == 0:
                 break
-        problems = results[-1][1]["problems"]
-        problems.extend([] if problems else row_problems(first, folder, whole))
+        if results and not results[-1][1]["problems"]:
+            results[-1][1]["problems"].extend(row_problems(first, folder, whole))
         return results
 
     def _watch(self, trial: Trial | None, run: Launch) -> Outcome:
@@ -207,7 +209,7 @@ def send(trial: Trial, run: Launch) -> bool:
     sought = TARGETS[trial.target][0]
     for process in run.left():
         try:
-            is_target = sought in process.name() or any(sought in word for word in process.cmdline()[:4])
+            is_target = sought in process.name() or any(sought in word for word in process.cmdline()[:5])
             if trial.target == "launcher":
                 is_target = process.pid == run.process.pid
             if is_target:
@@ -257,7 +259,7 @@ def table(results: list[dict[str, object]]) -> str:
 
 
 def next_series(seed: int, number: int) -> list[Trial]:
-    """Return what to try after ``number`` trials: one of the strata, then random series."""
+    """Return the series ``number`` of a campaign: one of the strata, then random ones."""
     each_once = strata(seed)
     return each_once[number : number + 1] or random_series(seed, number)
 
@@ -278,9 +280,11 @@ def main() -> int:
     until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder))
-        done = len(known)
-        while done < len(known) + given.trials and time.monotonic() < until:
-            for trial, outcome in campaign.run_series(next_series(given.seed, done)):
+        done = 0
+        for number in itertools.count(len(known)):
+            if done >= given.trials or time.monotonic() > until:
+                break
+            for trial, outcome in campaign.run_series(next_series(given.seed, number)):
                 line = json.dumps({"trial": asdict(trial), "outcome": outcome}).replace(folder, "FOLDER")
                 with given.results.open("a") as file:
                     file.write(line + "\n")

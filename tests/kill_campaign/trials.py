@@ -90,7 +90,7 @@ def random_series(seed: int, number: int) -> list[Trial]:
     """Return random trials of one set-up: for a run, for the run that resumes it, and so on.
 
     A resumed run has fewer iterations left, so its signal comes at the first occurrence of a moment. All trials of a
-    series run with ``--max-restarts``, or none. ``number`` is the number of trials before it.
+    series run with ``--max-restarts``, or none. Another ``number`` gives another series.
     """
     rng = random.Random(f"{seed} {number}")
     setup = rng.choice(list(SETUPS))

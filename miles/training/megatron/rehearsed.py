@@ -207,6 +207,32 @@ class _ShortBlock(TransformerBlock):
 
 
 @contextmanager
+def _groups_of_this_rank() -> Iterator[None]:
+    """Let Megatron create the process groups that this rank is in, and compute each division of the ranks once.
+
+    With 1,024 ranks it creates thousands of others.
+    """
+    create, divide = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
+
+    def create_own(ranks: list[int], *given: Any, **named: Any) -> Any:
+        return create(ranks, *given, **named) if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    def divide_once(world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
+        return [[*ranks] for ranks in _divided(divide, world_size, tuple(sizes), tuple(mask))]  # the caller's to change
+
+    parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = create_own, divide_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = create, divide
+
+
+@lru_cache(maxsize=64)
+def _divided(divide: Any, world_size: int, sizes: tuple[int, ...], mask: tuple[bool, ...]) -> Any:
+    return divide(world_size, [*sizes], [*mask])
+
+
+@contextmanager
 def rehearsed(
     settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
 ) -> Iterator[RehearsedBackend]:
@@ -244,7 +270,8 @@ def rehearsed(
     P2PCommunicator._communicate_shapes = expected_shapes
     BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
     try:
-        built.append(RehearsedMegatron(settings, device, total_steps))
+        with _groups_of_this_rank():
+            built.append(RehearsedMegatron(settings, device, total_steps))
         built[0].shorten(leave_out)
         yield built[0]
     finally:

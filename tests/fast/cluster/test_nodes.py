@@ -90,3 +90,14 @@ def test_an_engine_is_on_another_node_and_follows_when_a_node_returns(launch: Ca
     assert before < 16 and sorted(rows) == list(range(1, 17)), "the node was lost before the run had ended"
     # In the first step of each iteration, before the trainer's weights change: fp32, to 1e-4.
     assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in range(1, 17, 2))
+
+
+def test_an_engine_spans_two_nodes(launch: Callable[..., Any], nodes: Nodes) -> None:
+    nodes.add()
+    engine = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "1"]
+    run = launch("spanning_engine", "--ray-address", nodes.address, *SERVERS, *engine, "--num-rollout", "8")
+    run.wait_until(run.has_rows)
+    assert sorted(map(sorted, nodes.kinds())) == [["EngineActor"], ["EngineActor"], ["TrainActor"]]
+    assert run.wait() == 0, run.err
+    rows = run.rows()
+    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in range(1, 17, 2))

@@ -47,6 +47,7 @@ def test_every_rank_belongs_to_one_group_of_each_kind() -> None:
         ):
             assert sorted(rank for group in groups for rank in group) == everyone
             assert len(groups) == count and {len(group) for group in groups} == {size}
+        assert list(dims.weight_groups) == sharing
         for group in dims.token_groups:
             assert [dims.token_rank(rank) for rank in group] == list(range(dims.token_ranks))
         for size in dims.context_sizes:  # a group shares the samples of one replica: consecutive shards

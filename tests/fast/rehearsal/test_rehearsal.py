@@ -27,7 +27,6 @@ from miles.flags import FlagError
 from miles.launcher.attempt import foreseen_memory
 from miles.metrics import Metric
 from miles.model_families.registry import CONVERTED
-from miles.objective.settings import LossArguments
 from miles.rehearsal import command as rehearsal_command
 from miles.rehearsal import rehearsal as rehearsals
 from miles.rehearsal.assumptions import prompt_length, response_length, step_of_one_rank
@@ -39,7 +38,7 @@ from miles.rehearsal.page import as_page, one_forward_one_backward
 from miles.rehearsal.record import Kind, Phase
 from miles.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.rehearsal.report import as_json as figures_of
-from miles.rehearsal.report import as_text, expected_mass
+from miles.rehearsal.report import as_text
 from miles.rehearsal.trace_all import Tracers
 from tests.fast.rehearsal.agreement import figures
 
@@ -310,20 +309,6 @@ def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str
     found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings, Tracers())
     assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
     assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0
-
-
-@pytest.mark.parametrize(
-    ("loss", "mass"),
-    [
-        ({}, 1.0),
-        ({"loss_aggregation": "constant", "loss_aggregation_divisor": 48.0}, 2.0),
-        ({"loss_aggregation": "delta_l", "loss_aggregation_divisor": 48.0}, 2.0),
-        ({"custom_pg_loss_reducer_function_path": "mine:reduce"}, None),
-    ],
-)
-def test_the_mass_of_a_step_is_that_of_the_loss_contract(tmp_path, loss, mass):
-    settings = replace(FSDP["fsdp, 1 rank"].settings(tmp_path), loss=LossArguments(**loss))
-    assert expected_mass(SimpleNamespace(settings=settings)) == mass
 
 
 def test_an_engine_has_the_precision_of_the_run(tmp_path):

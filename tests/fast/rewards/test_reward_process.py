@@ -408,7 +408,8 @@ def test_dropped_samples_get_no_reward(process, make_sample):
 def test_shared_memory_counts_once():
     program = (
         "import mmap, os, sys\nkept = mmap.mmap(-1, 64 << 20)\nfor _ in range(64): kept.write(b'x' * (1 << 20))\n"
-        "other = os.fork()\nassert kept[::4096].count(b'x') == 16384\nprint(os.getpid(), flush=True)\nsys.stdin.read()"
+        "other = os.fork()\nassert kept[::4096].count(b'x') == 16384\nos.write(1, b'%d\\n' % os.getpid())\n"
+        "sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         pids = [int(process.stdout.readline()) for _ in range(2)]
