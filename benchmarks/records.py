@@ -228,6 +228,43 @@ def quickstart_steps(records: Sequence[Record]) -> str:
     )
 
 
+def levers(records: Sequence[Record]) -> str:
+    """Return how many times as fast the levers of the newest record make their parts of a step."""
+    return _levers(_newest(records, "levers"), tried=False)
+
+
+def levers_tried(records: Sequence[Record]) -> str:
+    """Return the same of what was tried, and is not in miles."""
+    return _levers(_newest(records, "levers"), tried=True)
+
+
+def _levers(record: Record, tried: bool) -> str:
+    rows: list[list[str]] = []
+    shown = ""
+    for row in record.figures["levers"]:
+        if row["tried"] != tried:
+            continue
+        if "tokens" in row:
+            both = [f"{row['tokens'][way]:,} tokens" for way in ("with", "without")]
+        else:
+            both = [f"{row['processor_seconds'][way]:.3g}" for way in ("with", "without")]
+        name = "" if row["lever"] == shown else f"{row['lever']}: {row['what']}{_notes(row)}"
+        rows.append([name, row["part"], f"{row['times']:.2f}", *both])
+        shown = row["lever"]
+    table = _table(["lever", "part", "times as fast", "processor seconds with it", "without it"], rows)
+    return f"{table}\n\nMeasured: {record.figures['dtype']}, {record.measured}."
+
+
+def _notes(row: Figures) -> str:
+    """Say what a lever costs: memory, or a first pass that does what later ones do not, such as compile."""
+    notes = ""
+    if "peak_gib" in row and not row["tried"]:  # the processes have computed the same parts
+        notes += f"; a peak of {row['peak_gib']['with']:.1f} instead of {row['peak_gib']['without']:.1f} GiB"
+    if row["tried"] and "tokens" not in row and row["first_wall_seconds"]["with"] > row["wall_seconds"]["with"] + 15:
+        notes += f"; the first pass took {row['first_wall_seconds']['with']:.0f} s"
+    return notes
+
+
 def backends(records: Sequence[Record]) -> str:
     """Return the seconds of the parts of a step of both backends, by processor and conditions."""
     newest = {(r.processor, r.conditions): r for r in records if r.benchmark == "backends"}
@@ -324,6 +361,8 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "schedule_scale": schedule_scale,
     "busy_neighbors": busy_neighbors,
     "quickstart_steps": quickstart_steps,
+    "levers": levers,
+    "levers_tried": levers_tried,
     "backends": backends,
     "weight_delta": weight_delta,
     "async_on_cpu": async_on_cpu,
@@ -331,6 +370,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
     "profiles": profiles,
     "rehearsal_scale": rehearsal_scale,
 }
+OF_OTHER_SCRIPTS = {"comparisons", "levers_tried"}  # tables without a script of their name
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -369,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
-    adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - {"comparisons"}))
+    adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - OF_OTHER_SCRIPTS))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
     commands.add_parser("write", help="make the tables of docs/*.md again")
     given = parser.parse_args()

@@ -1,0 +1,275 @@
+"""benchmarks/levers.py: each lever changes what is computed, and not the result."""
+
+import copy
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from miles.engine.base import SamplingParams
+from miles.engine.embedded import sampling
+from miles.engine.embedded.model_runner import ModelRunner
+from miles.engine.embedded.running_batch import RunningBatch, Sequence
+from miles.objective import token_log_probs
+from miles.sample import Prompt, PromptGroup, Sample
+from tests.fast.support.tiny_llama import tiny_llama
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+SHARED_START = [*range(20, 50)]
+
+
+@pytest.fixture(scope="module")
+def levers():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("levers")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def make_bench(levers, tmp_path_factory):
+    """Return the bench of a model that prefers some tokens, so that its samples begin alike."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama(seed=7, initializer_range=0.4, tie_word_embeddings=True).save_pretrained(folder)
+    groups = [generated(ModelRunner(str(folder), torch.float32, "cpu"), number) for number in range(4)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    benches = {}
+
+    def bench(dtype):
+        if dtype not in benches:
+            benches[dtype] = levers.Bench(str(folder), [groups], dtype)
+        return benches[dtype]
+
+    yield bench
+    dist.destroy_process_group()
+
+
+def generated(runner, number):
+    """Return four samples of a prompt; half of the groups have one reward."""
+    prompt = Prompt("", (*SHARED_START, 1 + number, 2))
+    sequences = [Sequence.start(prompt.token_ids, SamplingParams(6), frozenset(), 10 * number + i, 0) for i in range(4)]
+    batch = RunningBatch(runner)
+    batch.admit(sequences, 0)
+    while batch.sequences:
+        batch.step(0)
+        batch.retire()
+    samples = [
+        Sample(
+            prompt,
+            number,
+            4 * number + i,
+            response_ids=s.token_ids,
+            loss_mask=[1] * 6,
+            rollout_log_probs=s.log_probs,
+            reward=float(i if number % 2 else 1),
+        )
+        for i, s in enumerate(sequences)
+    ]
+    return PromptGroup(number, prompt, samples)
+
+
+class Operations(TorchDispatchMode):
+    """Count operations by name, dtypes, layouts and shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = tuple(f"{a.dtype} {a.layout} {tuple(a.shape)}" for a in args if isinstance(a, torch.Tensor))
+        self.counts[str(func), shapes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unchanged(bench):
+    """Restore weights and moments, so that two passes start from the same ones."""
+    adam = bench.backend.policy.optimizer.adam
+    state, weights = copy.deepcopy(adam.state_dict()), [p.detach().clone() for p in bench.parameters]
+    yield
+    adam.load_state_dict(state)
+    with torch.no_grad():
+        for parameter, weight in zip(bench.parameters, weights, strict=True):
+            parameter.copy_(weight)
+
+
+def computed(levers, bench, name, part, with_it):
+    """Return the results of a part, and the operations that it took."""
+    with unchanged(bench), levers.call_of(bench, name, part, with_it) as call, Operations() as operations:
+        found = [value.detach().clone() for value in call()]
+    return found, operations.counts
+
+
+def cases():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        found = importlib.import_module("levers")
+    finally:
+        sys.path.remove(str(FOLDER))
+    named = [lever for lever in found.BY_NAME.values() if lever.change is not None or lever.pair is not None]
+    return [pytest.param(lever, part, id=f"{lever.name}, {part}") for lever in named for part in lever.parts]
+
+
+COMPILED = "`torch.compile` of the decoder layers"
+OTHER_ROWS = "prompt lookup"  # the calls of this pair decode other rows
+
+
+@pytest.fixture
+def small_caches(monkeypatch):
+    """Blocks of a few rows of the tiny model."""
+    monkeypatch.setattr(token_log_probs, "CACHED_BYTES", 3 * 4 * 64)
+    monkeypatch.setattr(sampling, "CACHED_BYTES", 3 * 4 * 256)
+
+
+@pytest.mark.usefixtures("small_caches")
+@pytest.mark.parametrize(("lever", "part"), cases())
+def test_a_lever_changes_the_operations_and_not_the_result(levers, make_bench, lever, part):
+    if lever.name == COMPILED:
+        pytest.skip("compilation takes a compiler and many seconds")
+    bench = make_bench("bfloat16" if lever.half else "float32")
+    (with_it, operations), (without, others) = (computed(levers, bench, lever.name, part, way) for way in (True, False))
+    assert operations != others
+    if lever.name != OTHER_ROWS:
+        tolerance = 0.05 if lever.half else 1e-4
+        for a, b in zip(with_it, without, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1e-6, b.abs().max().item()))
+
+
+def test_a_replacement_that_the_code_no_longer_has_or_calls_is_refused(levers):
+    with pytest.raises(LookupError, match="no function gone"), levers.patched(sampling, "gone", lambda: None):
+        pass
+    with (
+        pytest.raises(LookupError, match=r"nothing called .*sampling\.sample"),
+        levers.patched(sampling, "sample", lambda: None),
+    ):
+        pass
+    with pytest.raises(AttributeError, match="GONE"):
+        levers.constant(sampling, "GONE", 1)(None).__enter__()
+    assert sampling.sample.__module__ == sampling.__name__
+
+
+def test_levers_of_the_optimizer_and_of_gradients_refuse_a_backend_without_them(levers, make_bench):
+    bench = make_bench("float32")
+    groups = bench.backend.policy.optimizer.adam.param_groups
+    groups[0]["fused"] = False
+    try:
+        with pytest.raises(LookupError, match="not fused"), levers.adamw(bench, foreach=True):
+            pass
+    finally:
+        groups[0]["fused"] = True
+    with (
+        levers.copied_gradients(bench),
+        pytest.raises(LookupError, match="NothingToReduce"),
+        levers.copied_gradients(bench),
+    ):
+        pass
+
+
+def test_only_whole_equal_prompts_are_shared_without_the_sharing_of_beginnings(levers, make_bench):
+    bench = make_bench("float32")
+    (batch,) = bench.batches(bench.groups)
+    samples, lengths = len(batch), np.asarray(batch.total_lengths)
+    kept = [
+        share(batch, lengths)[1] for share in (levers._share_prefixes, levers.prompts_shared, levers.nothing_shared)
+    ]
+    prompt = len(bench.groups[0].prompt.token_ids)
+    assert len(kept[1]) == len(bench.groups) * prompt + 6 * samples
+    assert len(kept[2]) == sum(lengths)
+    assert len(kept[0]) < len(kept[1])
+
+
+def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, make_bench):
+    tried = importlib.import_module("levers_tried")
+    assert tried.passes([1, 2, 3, 4, 5, 6], 2) == 4  # no pair of tokens occurred before
+    assert tried.passes([1, 2, 3, 4, 1, 2, 3, 4, 9], 6) == 1  # 3 and 4 are kept, and 9 is drawn
+    assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn in place of 7
+    assert 1 <= tried.tokens_per_pass(make_bench("float32")) <= 1 + tried.DRAFTS
+    whole, cut = tried.micro_batch_tokens(make_bench("float32"))
+    assert whole < cut
+
+
+def test_medians_leave_out_the_warm_up(levers, capsys):
+    seconds = iter([(9.0, 90.0), (8.0, 80.0), (1.0, 2.0), (3.0, 4.0)])
+
+    class Told:
+        def run(self, function, *given):
+            assert function is levers.seconds_of
+            return next(seconds)
+
+    lever = levers.BY_NAME["fused AdamW"]
+    row = levers.measure(lever, "optimizer", (Told(), Told()), repeats=1)
+    assert row["times"] == 3.0 and row["wall_times"] == 2.0
+    assert row["processor_seconds"] == {"with": 1.0, "without": 3.0}
+    assert row["first_wall_seconds"] == {"with": 90.0, "without": 80.0}
+    assert "optimizer without it" in capsys.readouterr().err
+
+
+def test_a_worker_starts_in_its_environment(levers, monkeypatch):
+    found = {}
+
+    class Pool:
+        def __init__(self, *given, **named):
+            pass
+
+        def submit(self, function):
+            found.update(os.environ)
+            return SimpleNamespace(result=function)
+
+    monkeypatch.setattr(levers, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    before = dict(os.environ)
+    levers.Worker(None, os.environ | levers.RETURNED)
+    assert found["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in found
+    assert dict(os.environ) == before
+
+
+def test_a_change_in_another_environment_is_measured_in_one_process(levers, monkeypatch):
+    class Named(str):
+        closed = False
+
+        def run(self, function):
+            return 1.0
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(levers, "Worker", lambda options, environment: Named(environment["MALLOC_MMAP_THRESHOLD_"]))
+    monkeypatch.setattr(levers, "measure", lambda lever, part, workers, repeats: {"workers": workers})
+    options, base, returned = SimpleNamespace(repeats=1), Named("base"), str(2 << 20)
+
+    def workers(name):
+        return [row["workers"] for row in levers.measured(levers.BY_NAME[name], options, base)]
+
+    assert workers("fused AdamW") == [("base", "base")]
+    assert workers("memory kept") == [("base", returned)] * 3
+    assert workers("jemalloc, as Ray ships it") == [(returned, "base")]
+    assert workers("the same, where memory is returned") == [(returned, returned)]
+    assert not base.closed
+
+
+def test_names_of_recorded_tokens_are_those_of_the_vocabulary(levers, tmp_path, monkeypatch):
+    class Words:
+        @staticmethod
+        def encode(text, add_special_tokens):
+            return [len(word) for word in text.split()]
+
+    monkeypatch.setattr(lever_bench := importlib.import_module("lever_bench"), "load_tokenizer", lambda path: Words)
+    row = {"rollout_id": 1, "prompt": "a bb", "group": 0, "trajectory": 0, "reward": 1.0}
+    rows = [row | {"tokens": ["ccc", " dd"], "rollout_log_probs": [-1.0, -2.0]}]
+    rows += [row | {"rollout_id": 2, "tokens": ["a a"], "rollout_log_probs": [-3.0]}]
+    file = tmp_path / "samples.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (first,), (second,) = lever_bench.recorded(file, "model")
+    assert first.prompt.token_ids == (1, 2) and first.samples[0].response_ids == [3, 2]
+    assert second.samples[0].response_ids == [1, 1] and second.samples[0].rollout_log_probs == [-3.0, -3.0]
