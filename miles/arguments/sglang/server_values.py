@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from miles.arguments.launch.abilities import has_servers
@@ -49,6 +50,8 @@ _RANGES: dict[str, tuple[float, bool, float]] = {
         _NOT_NEGATIVE,
     ),
 }
+# Flags whose text SGLang reads as JSON when a server starts, not when it reads its flags.
+_JSON = ("--json-model-override-args",)
 # Flags whose value is the path of a file, and those whose value is one if it ends so.
 FILES = (
     "--config",
@@ -96,6 +99,8 @@ def _check_words(prefix: str, words: Sequence[str], known: Mapping[str, Accepted
         field, accepted = _field(prefix, flag), known.get(flag)
         if accepted is None or not errors.none_about(field):
             continue
+        if prefix == SERVER and flag in _JSON:
+            accepted = replace(accepted, reading="json")
         fault = _fault(accepted, values)
         if fault is None and prefix == SERVER:
             fault = _out_of_range(flag, accepted, values)

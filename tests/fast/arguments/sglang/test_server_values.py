@@ -38,6 +38,7 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 1 "
         ("--sglang-dtype half float", "--sglang-dtype half float: takes one value; give one"),
         ("--sglang-cuda-graph-bs-decode 1 two", "--sglang-cuda-graph-bs-decode 1 two: SGLang reads a whole number"),
         ("--sglang-mm-process-config {image", "SGLang reads JSON; write it in single quotes"),
+        ("--sglang-json-model-override-args {layers", "SGLang reads JSON; write it in single quotes"),
         ("--rollout-num-gpus 2 --router-cache-threshold high", "--router-cache-threshold high: SGLang reads a number"),
         (
             "--rollout-num-gpus 2 --sglang-router-policy best",
