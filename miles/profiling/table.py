@@ -18,13 +18,13 @@ OTHER = "other operations"
 # The first pattern that a name contains decides. Names are those of ATen, c10d, FSDP2 and of CUDA's kernels.
 _KINDS = (
     ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
-    ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention"),
+    ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention|CachedAttention"),
     (
         "matrix products",
-        r"::(mm|bmm|addmm|baddbmm|addbmm|_?linear|mkldnn_linear|_grouped_mm|_scaled_mm)$|gemm|cutlass|xmma",
+        r"::(mm|bmm|addmm|baddbmm|addbmm|_?linear|mkldnn_linear|_linear_pointwise|_grouped_mm|_scaled_mm)$|gemm|cutlass|xmma",
     ),
     ("optimizer", r"adam|_foreach_|multi_tensor"),
-    ("copies and casts", r"copy|::(cat|clone|to|contiguous|stack|chunk_cat)$|memcpy|CatArray"),
+    ("copies and casts", r"copy|_reorder_\w+|::(cat|clone|to|contiguous|stack|chunk_cat)$|memcpy|CatArray"),
     ("filling", r"::(fill_|zero_|zeros|ones|full|masked_fill_?|zeros_like|ones_like)$|memset|FillFunctor"),
     ("indexing", r"index|gather|scatter|embedding|::(take|where|nonzero|sort|topk|unique)"),
     ("reductions", r"::(sum|mean|amax|max|min|logsumexp|norm|linalg_\w+|cumsum|all|any|var)$|softmax|reduce_kernel"),

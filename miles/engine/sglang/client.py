@@ -152,6 +152,13 @@ class SglangClient:
         """End every request that the server has."""
         await self.control("/abort_request", {"abort_all": True}, self._seconds)
 
+    async def begin_update(self) -> None:
+        """Open an update of the weights. Raises ``RequestRefused`` if one is open.
+
+        It moves no weights: a server whose scheduler hangs fails here, and not after the time that a transfer may take.
+        """
+        await self.control("/begin_weight_update", {}, self._seconds)
+
     async def release_memory(self) -> None:
         """Release the GPU memory of weights and cache."""
         await self.control("/release_memory_occupation", {}, self._seconds)

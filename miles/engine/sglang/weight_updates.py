@@ -155,13 +155,13 @@ class SglangReceiver:
     async def begin_update(self) -> None:
         """Open an update; see ``WeightReceiver``."""
         try:
-            await self._client.control("/begin_weight_update", {})
+            await self._client.begin_update()
         except RequestRefused as refusal:
             if SESSION_OPEN not in str(refusal):
                 raise
             # A sender that failed halfway, or died, left it open. This update overwrites what it sent.
             await self.end_update()
-            await self._client.control("/begin_weight_update", {})
+            await self._client.begin_update()
 
     async def end_update(self) -> None:
         """Close the update; see ``WeightReceiver``."""

@@ -1,21 +1,26 @@
-"""How the client parses a server's answer."""
+"""How the client parses a server's answer, and how long it waits."""
 
+import asyncio
 import base64
 import math
 import re
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from miles.engine.base import SamplingParams
 from miles.engine.sglang import fast_json
 from miles.engine.sglang.client import (
     EngineUnavailable,
     RequestRefused,
+    SglangClient,
     read_experts,
     read_generation,
     sampling_params,
 )
+from miles.engine.sglang.weight_updates import SglangReceiver
 
 
 def answer(tokens, *spans, version="7"):
@@ -145,3 +150,17 @@ def test_numbers_in_an_answer_may_be_of_either_kind():
     found = read_generation(made, vocab=9)
     assert (found.token_ids, found.log_probs) == ([1, 2], [0.0, -0.5])
     assert {type(token) for token in found.token_ids} == {int} and {type(p) for p in found.log_probs} == {float}
+
+
+async def test_an_update_does_not_wait_for_a_server_that_hangs():
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    app = web.Application()
+    app.add_routes([web.post("/begin_weight_update", hang)])
+    async with TestServer(app) as server:
+        client = SglangClient(str(server.make_url("")).rstrip("/"), 1, seconds=0.2)
+        receiver = SglangReceiver(client, 1, flush=False, process=None)
+        with pytest.raises(EngineUnavailable, match="Timeout"):
+            await asyncio.wait_for(receiver.begin_update(), 60)
+        await client.close()

@@ -136,6 +136,9 @@ def test_kinds_of_operations():
     expected = {
         "aten::mm": "matrix products",
         "aten::mkldnn_linear": "matrix products",
+        "mkldnn::_linear_pointwise": "matrix products",
+        "mkldnn::_reorder_linear_weight": "copies and casts",
+        "_CachedAttention": "attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
         "_c10d_functional::wait_tensor": "communication",
         "c10d::_allgather_base_": "communication",
