@@ -76,7 +76,7 @@ def _denominators(settings: Settings) -> dict[str, Any] | None:
 
 
 def _ranks(dims: ParallelDims) -> dict[str, Any]:
-    """Return groups of ranks, each of which has every rank once.
+    """Return groups of ranks; every rank is in one group of each kind.
 
     Under dynamic context parallelism each micro-batch chooses the size of the groups that share its sequences.
     """

@@ -226,7 +226,7 @@ def sync_row(what: str, mode: str, over: str, size: float, seconds: float, gpu: 
 
 
 def weights(folder: Path) -> Iterator[str]:
-    """Tell what share of their link weight updates reach: one server's by each way, and those of runs."""
+    """Return the share of their link that weight updates reach: one server's by each way, and those of runs."""
     yield "\n## Weight updates: share of the link's bandwidth by the data sheet"
     gpu = figures_of((measured(folder, "environment") or {}).get("GPU", "").replace(",", " "))
     found = measured(folder, "server-speed") or {}
