@@ -251,10 +251,10 @@ class Lever:
     Attributes:
         name: Its name.
         parts: The parts of a step that it changes: keys of ``PARTS``. For a pair, what its calls compute.
-        what: What it does, and what happens without it.
+        what: Says what it does, and what happens without it.
         change: Makes a block that is without it; with it if it is one of ``TRIED``.
-        environment: What a process has in its environment without it; with it if it is one of ``TRIED``. Beside a
-            ``change``, what it has with it and without it.
+        environment: Variables of a process without it; with it if it is one of ``TRIED``. Beside a ``change``, both
+            ways have them.
         pair: Returns a call with it and one without it.
         tokens_per_pass: How many tokens a call with it is good for, where one without is good for one.
         tokens: Returns the tokens that are computed with it and without it, if no time is measured.

@@ -345,8 +345,8 @@ def call_of(bench: Bench, name: str, part: str, with_it: bool) -> Iterator[Any]:
     if lever.pair is not None:
         yield bench.pair(lever.pair)[0 if with_it else 1]
         return
-    changes = lever.change is not None and with_it == (lever in TRIED)
-    with lever.change(bench) if lever.change is not None and changes else nullcontext():
+    change = lever.change if with_it == (lever in TRIED) else None
+    with change(bench) if change is not None else nullcontext():
         yield PARTS[part](bench)
 
 

@@ -282,7 +282,7 @@ TRIED = (
     Lever(
         "shared tokens across micro-batches",
         ("tokens of a step",),
-        f"computed once, where a step has {BUDGETS} micro-batches or so",
+        f"computed once in a step of about {BUDGETS} micro-batches",
         tokens=micro_batch_tokens,
     ),
 )

@@ -178,14 +178,14 @@ def start_up(records: Sequence[Record]) -> str:
             _table(["backend and engine", "seconds", "processor seconds", *kinds], totals),
             "Begin and end of each part, in seconds after the start of the process:",
             _table(["part", *ways], spans),
-            f"Measured: {record.measured}.",
+            _source(record),
         ]
     )
 
 
 def schedule_scale(records: Sequence[Record]) -> str:
     """Return the seconds in which a large step is scheduled, by kind of micro-batches and processor."""
-    newest = {record.processor: record for record in records if record.benchmark == "schedule_scale"}
+    newest = _newest_by_processor(records, "schedule_scale")
     sizes = {"samples", "ranks", "columns_gb"}
     ways = [way for way in _union(record.figures for record in newest.values()) if way not in sizes]
     rows = [[way, *(f"{record.figures[way]['seconds']:.1f}" for record in newest.values())] for way in ways]
@@ -193,7 +193,7 @@ def schedule_scale(records: Sequence[Record]) -> str:
     figures = [*newest.values()][-1].figures
     peak = max(record.figures[way]["peak_gb"] for record in newest.values() for way in ways)
     size = f"{figures['samples']:,} samples over {figures['ranks']:,} ranks, in at most {peak:.2f} GB"
-    return f"{table}\n\n{size}. Measured: {', and '.join(record.measured for record in newest.values())}."
+    return f"{table}\n\n{size}. {_source(*newest.values())}"
 
 
 def busy_neighbors(records: Sequence[Record]) -> str:
@@ -201,12 +201,12 @@ def busy_neighbors(records: Sequence[Record]) -> str:
     record = _newest(records, "busy_neighbors")
     columns = _union(record.figures.values())
     rows = [[name, *(f"{found[column]:.3g}" for column in columns)] for name, found in record.figures.items()]
-    return f"{_table(['setting', *columns], rows)}\n\nMeasured: {record.measured}."
+    return f"{_table(['setting', *columns], rows)}\n\n{_source(record)}"
 
 
 def quickstart_steps(records: Sequence[Record]) -> str:
     """Return the seconds of the parts of a quickstart step by processor, and what the newest runs learned."""
-    newest = {record.processor: record for record in records if record.benchmark == "quickstart_steps"}
+    newest = _newest_by_processor(records, "quickstart_steps")
     medians = {processor: record.figures["median_seconds"] for processor, record in newest.items()}
     parts = [[part, *(f"{found[part]:.2f}" for found in medians.values())] for part in _union(medians.values())]
     record = [*newest.values()][-1]
@@ -223,7 +223,7 @@ def quickstart_steps(records: Sequence[Record]) -> str:
             _table(["part", *(f"seconds ({processor})" for processor in newest)], parts),
             "Accuracy on held-out prompts after so many steps, and the seconds of all steps:",
             _table(["seed", "backend and engine", *steps, "seconds"], learned),
-            f"Measured: {record.measured}.",
+            _source(record),
         ]
     )
 
@@ -234,7 +234,7 @@ def levers(records: Sequence[Record]) -> str:
 
 
 def levers_tried(records: Sequence[Record]) -> str:
-    """Return the same of what was tried, and is not in miles."""
+    """Return the same of the ideas that miles does not follow."""
     return _levers(_newest(records, "levers"), tried=True)
 
 
@@ -256,7 +256,7 @@ def _levers(record: Record, tried: bool) -> str:
 
 
 def _notes(row: Figures) -> str:
-    """Say what a lever costs: memory, or a first pass that does what later ones do not, such as compile."""
+    """Return the costs of a lever: memory, or a longer first pass, as of compilation."""
     notes = ""
     if "peak_gib" in row and not row["tried"]:  # the processes have computed the same parts
         notes += f"; a peak of {row['peak_gib']['with']:.1f} instead of {row['peak_gib']['without']:.1f} GiB"
@@ -293,14 +293,14 @@ def weight_delta(records: Sequence[Record]) -> str:
         if name.startswith("lr ")
     ]
     heads = ["learning rate", "elements that change", "bytes of the delta", "seconds, `disk-delta`", "seconds, `disk`"]
-    return f"{_table(heads, rows)}\n\nMeasured: {record.measured}."
+    return f"{_table(heads, rows)}\n\n{_source(record)}"
 
 
 def async_on_cpu(records: Sequence[Record]) -> str:
     """Return the seconds of the phases of a step with and without overlap."""
     record = _newest(records, "async_on_cpu")
     rows = [[row["case"], _phases(row["k=0"]), _phases(row["k=1"]), f"{row['gain']:.2f}"] for row in record.figures]
-    return f"{_table(['case', 'K = 0', 'K = 1', 'gain'], rows)}\n\nMeasured: {record.measured}."
+    return f"{_table(['case', 'K = 0', 'K = 1', 'gain'], rows)}\n\n{_source(record)}"
 
 
 def rollout_workers(records: Sequence[Record]) -> str:
@@ -318,7 +318,7 @@ def rollout_workers(records: Sequence[Record]) -> str:
         "open files of a process": "most_open_files_of_a_process",
     }
     rows = [[f"{row[key]:,}" for key in columns.values()] for row in record.figures]
-    return f"{_table([*columns], rows)}\n\nMeasured: {record.measured}."
+    return f"{_table([*columns], rows)}\n\n{_source(record)}"
 
 
 def profiles(records: Sequence[Record]) -> str:
@@ -335,7 +335,7 @@ def profiles(records: Sequence[Record]) -> str:
         [process, kind, *(f"{each['processes'][process].get(kind, 0):.2f}" for each in found.values())]
         for process, kind in kinds
     ]
-    return f"{_table(['process', 'kind', *found], rows)}\n\nMeasured: {record.measured}."
+    return f"{_table(['process', 'kind', *found], rows)}\n\n{_source(record)}"
 
 
 def _phases(seconds: Mapping[str, float]) -> str:
@@ -345,14 +345,14 @@ def _phases(seconds: Mapping[str, float]) -> str:
 
 def rehearsal_scale(records: Sequence[Record]) -> str:
     """Return what rehearsals of large models take, by layout and processor."""
-    newest = {record.processor: record for record in records if record.benchmark == "rehearsal_scale"}
+    newest = _newest_by_processor(records, "rehearsal_scale")
     rows = [
         [layout, processor, f"{found['seconds']:.0f}", f"{found['cpu_seconds']:.0f}", f"{found['peak_gb']:.1f}"]
         for processor, record in newest.items()
         for layout, found in record.figures.items()
     ]
     heads = ["layout on 1,024 ranks", "processor", "seconds", "processor seconds", "GB of the largest process"]
-    return f"{_table(heads, rows)}\n\nMeasured: {', and '.join(record.measured for record in newest.values())}."
+    return f"{_table(heads, rows)}\n\n{_source(*newest.values())}"
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = {
@@ -380,6 +380,15 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _union(names: Iterable[Iterable[str]]) -> list[str]:
     return [*dict.fromkeys(name for some in names for name in some)]
+
+
+def _source(*records: Record) -> str:
+    """Return the sentence under a table that says where and when it was measured."""
+    return f"Measured: {', and '.join(record.measured for record in records)}."
+
+
+def _newest_by_processor(records: Sequence[Record], benchmark: str) -> dict[str, Record]:
+    return {record.processor: record for record in records if record.benchmark == benchmark}
 
 
 def _newest(records: Sequence[Record], benchmark: str) -> Record:

@@ -32,7 +32,7 @@ def contract_text(settings: Settings) -> list[str]:
 
 
 def contract_data(settings: Settings) -> dict[str, Any]:
-    """Return the same as data. Denominators and mass are None if a function of the user's divides."""
+    """Return the same as data. Denominators and mass are None if they are not known."""
     return {
         "aggregation": settings.loss.loss_aggregation,
         "trajectories": settings.global_batch_size,
@@ -44,11 +44,14 @@ def contract_data(settings: Settings) -> dict[str, Any]:
 
 def expected_mass(settings: Settings) -> float | None:
     """Return the loss mass of a step in which no token is masked (objective/canary.py); None if it is not known."""
-    return _of_step(settings).expected_loss_mass if mass_is_known(settings.loss) else None
+    step = _of_step(settings)
+    return None if step is None else step.expected_loss_mass
 
 
-def _of_step(settings: Settings) -> StepDenominators:
-    """Compute the denominators of a step as a run does, for responses of the assumed length."""
+def _of_step(settings: Settings) -> StepDenominators | None:
+    """Compute the denominators of a step as a run does, for responses of the assumed length; None if it has others."""
+    if not mass_is_known(settings.loss):
+        return None
     count, loss = settings.global_batch_size, settings.loss
     return step_denominators(
         loss.loss_aggregation,
@@ -62,9 +65,9 @@ def _of_step(settings: Settings) -> StepDenominators:
 
 def _denominators(settings: Settings) -> dict[str, Any] | None:
     """Return the numbers: a token weighs 1 / (``trajectories`` times its sample's denominator), on whichever rank."""
-    if not mass_is_known(settings.loss):
-        return None
     step = _of_step(settings)
+    if step is None:
+        return None
     return {
         "of_a_sample": MODES[settings.loss.loss_aggregation].denominator,
         "of_a_sample_without_masked_tokens": step.sample_denoms[0],

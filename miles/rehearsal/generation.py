@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from miles.arguments.launch.abilities import has_servers
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import value_of
-from miles.components import engine_spec
 from miles.model_families.cache_size import kv_bytes_per_token
 from miles.rehearsal.assumptions import prompt_length, response_length
 from miles.rehearsal.devices import Device
@@ -122,9 +122,8 @@ def sync_seconds(settings: Settings, parameters: int, engines: int, device: Devi
     Trainer ranks gather the weights, rank 0 copies them to its host, and from there they reach the engines. Each of
     these ways is assumed to be as fast as a network adapter, which has the bandwidth of the bus behind it.
     """
-    has_servers = engine_spec(settings.rollout.rollout_engine).has_servers
     sglang = settings.sglang
-    if sglang.writes_deltas or (has_servers and sglang.writes_weights):
+    if sglang.writes_deltas or (has_servers(settings) and sglang.writes_weights):
         return None
     size = (2 if settings.training.bf16 else 4) * parameters
     low = (1 + copies_sent(settings, engines)) * size / (device.network * 1e9)
@@ -133,5 +132,4 @@ def sync_seconds(settings: Settings, parameters: int, engines: int, device: Devi
 
 def copies_sent(settings: Settings, engines: int) -> int:
     """Return how often all weights leave the host of rank 0: once per engine in a broadcast, else once."""
-    has_servers = engine_spec(settings.rollout.rollout_engine).has_servers
-    return engines if has_servers and settings.sglang.update_weight_transfer_mode == "broadcast" else 1
+    return engines if has_servers(settings) and settings.sglang.update_weight_transfer_mode == "broadcast" else 1

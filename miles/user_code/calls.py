@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -71,7 +71,7 @@ async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> 
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
         Exception: Any other exception that it raises.
     """
-    slots = _slots(_blocking_slots)
+    slots = _slots(_blocking_slots, MAX_THREADS)
     with _while_waiting.get()():
         await slots.acquire()
     try:
@@ -150,13 +150,11 @@ class UserCall:
     def _settle(self, result: Callable[[], Any]) -> None:
         """Make what ``result`` returns or raises the outcome."""
         try:
-            value = result()
+            settle = partial(self.outcome.set_result, result())
         except BaseException as error:
-            if self.outcome.set_running_or_notify_cancel():  # False if the caller waits no longer
-                self.outcome.set_exception(as_exception(error))
-        else:
-            if self.outcome.set_running_or_notify_cancel():
-                self.outcome.set_result(value)
+            settle = partial(self.outcome.set_exception, as_exception(error))
+        if self.outcome.set_running_or_notify_cancel():  # False if the caller waits no longer
+            settle()
 
 
 async def _ordinary(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...] = ()) -> Any:
@@ -182,15 +180,15 @@ def _only_loop() -> asyncio.AbstractEventLoop:
 
 
 _Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]  # they bound the calls at a time
-_call_slots: _Slots = WeakKeyDictionary()
+_thread_slots: _Slots = WeakKeyDictionary()
 _coroutine_slots: _Slots = WeakKeyDictionary()
 _blocking_slots: _Slots = WeakKeyDictionary()
 
 
 def limit_calls(share: Callable[[int], int]) -> None:
-    """Divide the calls of reward functions at a time among processes: this one makes the ``share`` of a number."""
+    """Limit the calls of reward functions at a time on the running event loop to this process's ``share`` of them."""
     loop = asyncio.get_running_loop()
-    _call_slots[loop] = asyncio.Semaphore(share(MAX_THREADS))
+    _thread_slots[loop] = asyncio.Semaphore(share(MAX_THREADS))
     _coroutine_slots[loop] = asyncio.Semaphore(share(MAX_COROUTINES))
 
 
@@ -200,8 +198,8 @@ def call_slots(coroutines: bool) -> asyncio.Semaphore:
     Args:
         coroutines: Whether the function makes coroutines (``makes_coroutines``).
     """
-    return _slots(_coroutine_slots, MAX_COROUTINES) if coroutines else _slots(_call_slots)
+    return _slots(_coroutine_slots, MAX_COROUTINES) if coroutines else _slots(_thread_slots, MAX_THREADS)
 
 
-def _slots(slots: _Slots, number: int | None = None) -> asyncio.Semaphore:
-    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(number or MAX_THREADS))
+def _slots(slots: _Slots, number: int) -> asyncio.Semaphore:
+    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(number))

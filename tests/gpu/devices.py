@@ -22,7 +22,7 @@ class Figures:
     pcie: float
 
 
-# NVIDIA's data sheets; of SXM modules where there are several. They give NVLink and PCIe for both ways together.
+# From NVIDIA's data sheets, which add up both directions of NVLink and PCIe. A GPU with several forms has those of SXM.
 DEVICES = {
     "B200": Figures(2250e12, 7700, 900, 63.0),
     "H200": Figures(989e12, 4800, 450, 63.0),

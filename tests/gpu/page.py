@@ -212,14 +212,15 @@ def ratios(folder: Path) -> Iterator[str]:
     yield from table(["what", "ratio"], rows)
 
 
-def link_of(mode: str, over: str, gpu: Figures | None) -> tuple[str, float | None]:
+def link_of(over: str, gpu: Figures | None) -> tuple[str, float | None]:
     """Return the narrowest link that weights cross, and its GB/s; None for a device that the table does not have."""
-    name = "NVLink" if over == "NCCL" and (gpu is None or gpu.nvlink) else "PCIe"
-    return name, None if gpu is None else gpu.nvlink if name == "NVLink" else gpu.pcie
+    if over == "NCCL" and (gpu is None or gpu.nvlink):
+        return "NVLink", gpu and gpu.nvlink
+    return "PCIe", gpu and gpu.pcie
 
 
 def sync_row(what: str, mode: str, over: str, size: float, seconds: float, gpu: Figures | None) -> list[str]:
-    link, bandwidth = link_of(mode, over, gpu)
+    link, bandwidth = link_of(over, gpu)
     rate = size / seconds / 1e9
     share = ["unknown", "-"] if bandwidth is None else [f"{bandwidth:.0f}", f"{rate / bandwidth:.1%}"]
     return [what, mode, over, f"{size / 1e6:.1f}", f"{seconds:.3f}", f"{rate:.2f}", link, *share]
@@ -321,8 +322,7 @@ def run_row(path: Path) -> list[str]:
 
 def page(folder: Path) -> Iterator[str]:
     yield "# Figures of one GPU\n"
-    given = folder / "environment.json"
-    found: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
+    found = measured(folder, "environment") or {}
     yield from (f"- {name}: {value}" for name, value in found.items())
     for section in (parts, tests, gradients, steps, logits, ratios, weights, memory, runs):
         yield from section(folder)

@@ -13,9 +13,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers.models.auto import AutoModelForCausalLM
 
+from tests.fast.cluster.runs.launches import OF_TIME
+
 SERVER_TITLES = ("sglang::scheduler", "sglang_on_cpu")
 KILLED_ROLLOUTS = 6  # of two steps each
-OF_TIME = ("time/", "perf/", "weight_sync/")  # metrics that differ between equal runs
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:

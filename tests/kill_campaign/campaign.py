@@ -10,8 +10,8 @@ At the end the last run is left alone, and must have the rows of metrics.jsonl o
 responses do not repeat, its prompts) and have trained on every prompt once. A fault of that is a problem of the last
 trial.
 
-A trial appends one line to the results. What is there already is not tried again, so a campaign that was stopped
-continues. Several campaigns may run at the same time, with results and a seed of their own.
+A trial appends one line to the results. A campaign that was stopped continues after the trials in them. Several
+campaigns may run at the same time, with results and a seed of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
 import psutil  # noqa: E402
 
 from miles.stacks import RUN_FOLDER  # noqa: E402
-from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run  # noqa: E402
+from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run, trained  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
 from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, random_series, strata  # noqa: E402
 
@@ -63,15 +63,6 @@ def folder_of(run: Launch) -> Path | None:
         if folder:
             return Path(folder)
     return None
-
-
-def compared(row: dict[str, float]) -> dict[str, float]:
-    """Return a row without times, and without what the first step of every process has once more."""
-    return {
-        name: value
-        for name, value in row.items()
-        if not name.startswith(("time/", "perf/", "weight_sync/", "train/loss_mass"))
-    }
 
 
 class Campaign:
@@ -147,10 +138,12 @@ class Campaign:
     def _watch(self, trial: Trial | None, run: Launch) -> Outcome:
         """Make a trial on a run, if its moment comes, and check how the run ends."""
         outcome: Outcome = {"hit": False, "seconds": None, "status": None, "last": "", "problems": []}
-        problems, folder, began = outcome["problems"], None, time.monotonic()
+        problems, folder = outcome["problems"], None
         if trial:
             reached = self._has_reached(trial, run)
-            folder, outcome["hit"], began = folder_of(run), reached and send(trial, run), time.monotonic()
+            folder = folder_of(run)
+            outcome["hit"] = reached and send(trial, run)
+        began = time.monotonic()
         try:
             run.out, run.err = run.process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -191,12 +184,12 @@ def row_problems(first: Trial, output: Path, whole: Launch) -> list[str]:
         return [f"steps {steps}, not {wanted}"]
     problems = []
     repeats = "sglang" not in first.setup and "async" not in first.setup
-    for row in rows if repeats else []:
-        if row["step"]:
-            found, right = compared(row), compared(whole.rows()[row["step"]])
-            differing = [name for name in right if found.get(name) != right[name]]
-            if differing:
-                problems.append(f"step {row['step']} differs: {differing[:5]}")
+    expected = whole.rows()
+    for row in (row for row in rows if row["step"] and repeats):
+        found, right = trained(row), trained(expected[row["step"]])
+        differing = [name for name in right if found.get(name) != right[name]]
+        if differing:
+            problems.append(f"step {row['step']} differs: {differing[:5]}")
     if prompts_of(output) != prompts_of(whole.output):
         problems.append("the prompts of the iterations differ")
     return problems

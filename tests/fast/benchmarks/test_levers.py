@@ -1,13 +1,10 @@
 """benchmarks/levers.py: each lever changes what is computed, and not the result."""
 
 import copy
-import importlib
 import json
 import os
-import sys
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,19 +19,15 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.objective import token_log_probs
 from miles.sample import Prompt, PromptGroup, Sample
+from tests.fast.support.benchmark_scripts import benchmark
 from tests.fast.support.tiny_llama import tiny_llama
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
 SHARED_START = [*range(20, 50)]
 
 
 @pytest.fixture(scope="module")
 def levers():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("levers")
-    finally:
-        sys.path.remove(str(FOLDER))
+    return benchmark("levers")
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +105,9 @@ def computed(levers, bench, name, part, with_it):
 
 
 def cases():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        found = importlib.import_module("levers")
-    finally:
-        sys.path.remove(str(FOLDER))
-    named = [lever for lever in found.BY_NAME.values() if lever.change is not None or lever.pair is not None]
+    named = [
+        lever for lever in benchmark("levers").BY_NAME.values() if lever.change is not None or lever.pair is not None
+    ]
     return [pytest.param(lever, part, id=f"{lever.name}, {part}") for lever in named for part in lever.parts]
 
 
@@ -190,7 +180,7 @@ def test_only_whole_equal_prompts_are_shared_without_the_sharing_of_beginnings(l
 
 
 def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, make_bench):
-    tried = importlib.import_module("levers_tried")
+    tried = benchmark("levers_tried")
     assert tried.passes([1, 2, 3, 4, 5, 6], 2) == 4  # no pair of tokens occurred before
     assert tried.passes([1, 2, 3, 4, 1, 2, 3, 4, 9], 6) == 1  # 3 and 4 are kept, and 9 is drawn
     assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn in place of 7
@@ -202,13 +192,13 @@ def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, mak
 def test_medians_leave_out_the_warm_up(levers, capsys):
     seconds = iter([(9.0, 90.0), (8.0, 80.0), (1.0, 2.0), (3.0, 4.0)])
 
-    class Told:
+    class Timed:
         def run(self, function, *given):
             assert function is levers.seconds_of
             return next(seconds)
 
     lever = levers.BY_NAME["fused AdamW"]
-    row = levers.measure(lever, "optimizer", (Told(), Told()), repeats=1)
+    row = levers.measure(lever, "optimizer", (Timed(), Timed()), repeats=1)
     assert row["times"] == 3.0 and row["wall_times"] == 2.0
     assert row["processor_seconds"] == {"with": 1.0, "without": 3.0}
     assert row["first_wall_seconds"] == {"with": 90.0, "without": 80.0}
@@ -264,7 +254,7 @@ def test_names_of_recorded_tokens_are_those_of_the_vocabulary(levers, tmp_path, 
         def encode(text, add_special_tokens):
             return [len(word) for word in text.split()]
 
-    monkeypatch.setattr(lever_bench := importlib.import_module("lever_bench"), "load_tokenizer", lambda path: Words)
+    monkeypatch.setattr(lever_bench := benchmark("lever_bench"), "load_tokenizer", lambda path: Words)
     row = {"rollout_id": 1, "prompt": "a bb", "group": 0, "trajectory": 0, "reward": 1.0}
     rows = [row | {"tokens": ["ccc", " dd"], "rollout_log_probs": [-1.0, -2.0]}]
     rows += [row | {"rollout_id": 2, "tokens": ["a a"], "rollout_log_probs": [-3.0]}]

@@ -1,22 +1,15 @@
 """benchmarks/records.py: the tables of the documentation are those of the records."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
+from tests.fast.support.benchmark_scripts import FOLDER, benchmark
 
 
 @pytest.fixture(scope="module")
 def records():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("records")
-    finally:
-        sys.path.remove(str(FOLDER))
+    return benchmark("records")
 
 
 def test_the_tables_of_the_pages_are_those_of_the_records(records):

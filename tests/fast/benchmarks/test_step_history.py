@@ -1,22 +1,15 @@
 """benchmarks/step_history.py: the rows of the history, and the parts that it reports as slower."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_history.py"
+from tests.fast.support.benchmark_scripts import benchmark
 
 
 @pytest.fixture(scope="module")
 def history():
-    spec = importlib.util.spec_from_file_location("step_history", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["step_history"] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("step_history")
 
 
 @pytest.fixture

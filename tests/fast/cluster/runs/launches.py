@@ -34,7 +34,7 @@ def stuck_rank(trajectories):
     return [trajectory.rewards for trajectory in trajectories]
 
 def is_to_fail(samples):
-    """Return whether iteration FAIL_AT (default: the first) has begun, in which the run fails; each has 4 groups."""
+    """Return whether the run is in iteration FAIL_AT (default: the first), in which it fails; each has 4 groups."""
     return samples[0].group_index >= 4 * int(os.environ.get("FAIL_AT", 0))
 
 def raises(samples):
@@ -71,6 +71,7 @@ if "HOLD_SERVER" in os.environ and "sglang_on_cpu" in sys.orig_argv:
 """
 
 
+OF_TIME = ("time/", "perf/", "weight_sync/")  # how metrics begin that differ between equal runs
 UMASK = 0o027  # of every run: its group may read, others nothing
 # The processes of a run on one machine that may listen, as docs/security.md lists them.
 LOCAL_RAY = {
@@ -210,6 +211,11 @@ class Launch:
         """Return the rows of metrics.jsonl by step."""
         lines = (self.output / "metrics.jsonl").read_text().splitlines()
         return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def trained(row):
+    """Return the metrics that depend only on weights and data. (The canary runs only in the first step of a run.)"""
+    return {name: value for name, value in row.items() if not name.startswith((*OF_TIME, "train/loss_mass"))}
 
 
 def prepare_workplace(folder):

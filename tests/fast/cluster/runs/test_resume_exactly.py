@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from miles.training.checkpoint_manifest import read_manifest
+from tests.fast.cluster.runs.launches import trained
 
 STEPS, SAVED, ALL = 2, 2, 4  # optimizer steps per iteration; iterations when it is saved, and of the whole run
 SAME = ["--num-rollout", str(ALL), "--save-interval", str(SAVED), "--lr", "1e-3"]
@@ -77,11 +78,6 @@ def samples(folder, iteration):
 
 def prompts(folder, iteration):
     return [(group["group_index"], group["prompt"]) for group in samples(folder, iteration)]
-
-
-def trained(row):
-    skipped = ("time/", "perf/", "weight_sync/", "train/loss_mass")
-    return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from tests.fast.cluster.runs.launches import OF_TIME
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ["--num-rollout", "2", "--global-batch-size", "16"]
@@ -13,7 +15,7 @@ SMALL = ["--num-rollout", "2", "--global-batch-size", "16"]
 def measured(run):
     """Return the metrics that do not depend on time."""
     return {
-        step: {name: value for name, value in row.items() if not name.startswith(("time/", "perf/", "weight_sync/"))}
+        step: {name: value for name, value in row.items() if not name.startswith(OF_TIME)}
         for step, row in run.rows().items()
     }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback, kind_of
+from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback, kind_of, trained
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,12 +23,6 @@ def flags(workplace):
     sets = ["--eval-prompt-data", "held", str(workplace / "prompts.jsonl")]
     answers = ["--save-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl")]
     return [*SAVING, *sets, *answers, "--save", str(workplace / "whole_checkpoints")]
-
-
-def trained(row):
-    """Return the metrics that depend only on weights and data. (The canary runs only in the first step of a run.)"""
-    skipped = ("time/", "perf/", "weight_sync/", "train/loss_mass")
-    return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
 
 @pytest.fixture(scope="module")

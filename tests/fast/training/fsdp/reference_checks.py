@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import FIXED, TEMPERATURE
+from followed_reference import assert_needs_the_interval
 from stage import CPU, Stage, all_full, full, make_backend, make_batch, off_policy, shard_of, train
 from tolerance import log_prob_error, rounding_error
 from transformers import AutoModelForCausalLM
@@ -113,13 +114,7 @@ def resumed_reference_is_exact(stage: Stage) -> None:
         expected = _weights(getattr(straight, role))
         found = _weights(getattr(resumed, role))
         assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
-    message, other = "", _backend(stage, 1.0, bf16, ref_update_interval=None)
-    try:
-        other.load(folder)
-    except ValueError as error:
-        message = str(error)
-    assert "add --ref-update-interval" in message
-    assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
+    assert_needs_the_interval(_backend(stage, 1.0, bf16, ref_update_interval=None), folder)
     advised = _backend(stage, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
     for name, weight in _weights(advised.reference).items():
         assert torch.equal(weight, saved[name].to(weight.dtype)), name

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import batch_of
+from followed_reference import assert_needs_the_interval
 from layouts import CPU, TEMPERATURE, RankProcess, make_backend, plain_model, shard_of
 from state_checks import ADAM, CASE, PLAIN, log_probs
 from tolerance import log_prob_error, rounding_error
@@ -84,13 +85,7 @@ def resumed_reference_is_exact(process: RankProcess) -> None:
         assert all(torch.equal(_exact(resumed)[name], weight) for name, weight in _exact(straight).items())
         later = named_weights(resumed.policy.stage)
         assert all(torch.equal(later[name], weight) for name, weight in named_weights(straight.policy.stage).items())
-        message, other = "", _backend(process, model, 1.0, bf16, ref_update_interval=None)
-        try:
-            other.load(folder)
-        except ValueError as error:
-            message = str(error)
-        assert "add --ref-update-interval" in message
-        assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
+        assert_needs_the_interval(_backend(process, model, 1.0, bf16, ref_update_interval=None), folder)
         advised = _backend(process, model, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
         assert advised.reference is not None
         for name, weight in named_weights(advised.reference.stage).items():
