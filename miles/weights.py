@@ -21,6 +21,11 @@ class WeightChunk:
 
     tensors: dict[str, torch.Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightChunk]:
     """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor is a chunk of its own."""

@@ -34,11 +34,14 @@ class SharedMemoryTransport:
             shared = await in_thread(_share, chunk)
 
             async def receive(
-                receiver: WeightReceiver, shared: list[tuple[str, torch.Tensor]] = shared, last: bool = last
+                receiver: WeightReceiver,
+                shared: list[tuple[str, torch.Tensor]] = shared,
+                nbytes: int = chunk.nbytes,
+                last: bool = last,
             ) -> None:
                 # A process that unpickles a handle keeps it, so each process gets its own.
                 payloads = [_pickled(shared) for _ in range(receiver.num_ranks)]
-                await receiver.receive_shared(payloads, version, last)
+                await receiver.receive_shared(payloads, nbytes, version, last)
 
             await delivery.each(receive)
         await delivery.each(lambda receiver: receiver.end_update())

@@ -44,8 +44,11 @@ class WeightReceiver(Protocol):
     async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
         """Take part in one broadcast from rank 0 per tensor, in the order of ``chunk``; return when all are loaded."""
 
-    async def receive_shared(self, payloads: Sequence[bytes], version: int, last: bool) -> None:
-        """Load tensors from shared memory: ``payloads`` holds one pickled list of (name, tensor) per rank."""
+    async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
+        """Load tensors from shared memory: ``payloads`` holds one pickled list of (name, tensor) per rank.
+
+        The tensors have ``nbytes`` bytes.
+        """
 
     async def scramble(self) -> None:
         """Overwrite every weight with random numbers, so that a weight that is never sent shows."""

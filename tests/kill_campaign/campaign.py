@@ -4,14 +4,17 @@
     python tests/kill_campaign/campaign.py --results tests/kill_campaign/results.jsonl --table    what was tried so far
 
 A trial waits until a phase of the loop of a run begins, sends a signal to one process, and then checks that the run
-ends or continues within a bound, that the last line blames what was killed, and that no process and no file is left. A
-series of trials starts with a run of a tiny model. If a trial ends it, the next one is made on the run that resumes it.
-At the end the last run is left alone, and must have the rows of metrics.jsonl of an uninterrupted one (or, where
-responses do not repeat, its prompts) and have trained on every prompt once. A fault of that is a problem of the last
-trial.
+ends or continues within a bound. A run continues if the process that got the signal is gone, the run has restarted if
+it needs to, and two checkpoints have been saved since. Then the same run gets the next signal. If the run ends, the
+last line must blame what was killed, no process and no file may be left, and the next signal goes to the run that
+resumes it.
 
-A trial appends one line to the results. A campaign that was stopped continues after the trials in them. Several
-campaigns may run at the same time, with results and a seed of their own.
+A series is up to ``SERIES`` trials. Its last run is left alone, and must have the rows of metrics.jsonl of an
+uninterrupted one (or, where responses do not repeat, its prompts) and have trained on every prompt once. A fault of
+that is a problem of the last trial.
+
+A trial appends one line to the results, at the end of its series. A campaign that was stopped continues with what was
+tried least often. The files of a series with a problem are kept below ``--keep``.
 """
 
 from __future__ import annotations
@@ -20,16 +23,18 @@ import argparse
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,149 +46,251 @@ import psutil  # noqa: E402
 from miles.stacks import RUN_FOLDER  # noqa: E402
 from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run, trained  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
-from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, random_series, strata  # noqa: E402
+from tests.kill_campaign.trials import LOAD, REPLACED_BY_RESTART, SETUPS, SIGNALS, TARGETS, Plan, Trial  # noqa: E402
 
-ITERATIONS, STEPS = 4, 2
-MOMENT_SECONDS = 300  # from the start of a run to the moment
-END_SECONDS = 240  # from the signal to the end of the run, whether it stops or continues; the machine may be busy
+ITERATIONS, STEPS = 24, 2
+SERIES = 10
+SAVES = 2  # a run that has saved so often after a signal, without the process that got it, continues
+MOMENT_SECONDS = 300  # from the end of the previous trial, or the start of a run, to the moment
+END_SECONDS = 240  # from the signal to the end of the run, or until it continues; the machine may be busy
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
 STATUS_OF_TERM = 143
 
-Outcome = dict[str, Any]  # hit, seconds, status, last, problems
+
+class CampaignStopped(Exception):
+    """The campaign got SIGINT or SIGTERM."""
 
 
-def folder_of(run: Launch) -> Path | None:
-    """Return the temporary folder of a run, from the environment of its processes."""
-    for process in run.left():
-        try:
-            folder = process.environ().get(RUN_FOLDER)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        if folder:
-            return Path(folder)
-    return None
+@dataclass
+class Outcome:
+    """What happened in ``seconds`` after a signal. ``status`` is None if the run continued."""
+
+    seconds: float = 0.0
+    status: int | None = None
+    last: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+class AnnouncedRun(Launch):
+    """A run that writes its output, and the phases of its loop, into files of the folder ``logs``."""
+
+    def __init__(self, output: Path, logs: Path, flags: list[str], environment: dict[str, str]) -> None:
+        self.logs = logs
+        self.folders: set[Path] = set()  # temporary ones; a run that restarts gets another
+        logs.mkdir(parents=True)
+        announced = {"ANNOUNCED": str(logs / "announced"), "ANNOUNCED_TO": str(os.getpid())}
+        super().__init__(output, flags, **announced, **environment)
+
+    def start(self, command, environment):  # type: ignore[no-untyped-def]  # as that of Launch
+        with (self.logs / "stdout").open("w") as out, (self.logs / "stderr").open("w") as err:
+            super().start(command, environment, out, err)
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def count(self, phase: str) -> int:
+        """Return how often a phase has begun."""
+        announced = self.logs / "announced"
+        return announced.read_text().splitlines().count(phase) if announced.exists() else 0
+
+    def last_line(self) -> str:
+        lines = (self.logs / "stderr").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def note_folder(self) -> None:
+        """Note the temporary folder of the run, from the environment of its processes."""
+        for process in self.left():
+            try:
+                folder = process.environ().get(RUN_FOLDER)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if folder:
+                self.folders.add(Path(folder))
+
+    def end_problems(self) -> list[str]:
+        """Return what an ended run has left behind."""
+        problems = []
+        if not self.none_left(LEFT_SECONDS):
+            lines = [" ".join(words)[:60] for _, words in self.command_lines()]
+            problems.append(f"left after {LEFT_SECONDS} s: {lines}")
+        for folder in filter(Path.exists, self.folders):
+            problems.append(f"left files: {sorted(path.name for path in folder.iterdir())}")
+        return problems
 
 
 class Campaign:
     """Runs trials in one folder, against uninterrupted runs that are made once per set-up."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = prepare_workplace(folder)
+    def __init__(self, folder: Path, plan: Plan, ends_at: float) -> None:
+        self.folder, self.plan = prepare_workplace(folder), plan
         self.model = folder / "model"
         save_tiny_model(str(self.model))
         rows = (folder / "prompts.jsonl").read_text().splitlines()
         (folder / "held_out.jsonl").write_text("\n".join(rows[:2]) + "\n")
-        self.whole: dict[str, Launch] = {}
+        self.whole: dict[str, AnnouncedRun] = {}
+        self.locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # of ``whole``, by set-up
+        self.ends_at = ends_at  # time.monotonic() at which no trial is made any more
+        self.stopped = threading.Event()
 
-    def launch_or_resume(self, name: str, setup: str, flags: Sequence[str] = ()) -> Launch:
-        """Start a run in its folder ``name``, or resume the one that has saved there, with the same command.
+    def launch_or_resume(self, output: Path, setup: str, restarts: bool = False) -> AnnouncedRun:
+        """Start a run in the folder ``output``, or resume the one that has saved there, with the same command.
 
         It saves after every iteration and evaluates after every second.
         """
-        output = self.folder / name
-        (output / "announced").unlink(missing_ok=True)
         checkpoints = output / "checkpoints"
         words = [
-            *small_run(self.folder, self.model),
+            *map(str, small_run(self.folder, self.model)),
             *("--num-rollout", str(ITERATIONS), "--save", str(checkpoints), "--save-interval", "1"),
             *(["--load", str(checkpoints)] if any(checkpoints.glob("iter_*")) else []),
             *("--eval-prompt-data", "held_out", str(self.folder / "held_out.jsonl"), "--eval-interval", "2"),
             *("--save-debug-rollout-data", str(output / "groups_{iteration}.jsonl"), "--worker-timeout", "30"),
-            *("--no-report", "--use-fault-tolerance", *SETUPS[setup], *flags),
+            *("--no-report", "--use-fault-tolerance", *SETUPS[setup], *(["--max-restarts", "1"] if restarts else [])),
         ]
-        environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{importing_from(self.folder)}"}
-        program = ROOT / "tests" / "kill_campaign" / "announced_train.py"
-        return Launch(output, words, program, ANNOUNCED=str(output / "announced"), **environment)
+        logs = output / f"launch_{sum(1 for _ in output.glob('launch_*'))}"
+        paths = [str(Path(__file__).with_name("site")), str(ROOT), importing_from(self.folder)]
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        return AnnouncedRun(output, logs, words, environment)
 
-    def reference(self, setup: str) -> Launch:
+    def reference(self, setup: str) -> AnnouncedRun:
         """Return the uninterrupted run of ``setup``."""
-        if setup not in self.whole:
-            run = self.launch_or_resume("whole " + setup.replace(", ", "_"), setup)
-            if run.wait() != 0:
-                raise RuntimeError(f"the uninterrupted run failed: {run.err[-2000:]}")
-            self.whole[setup] = run
+        with self.locks[setup]:
+            if setup not in self.whole:
+                run = self.launch_or_resume(self.folder / ("whole_" + setup.replace(", ", "_")), setup)
+                try:
+                    self.wait_until(run.has_ended, MOMENT_SECONDS)
+                finally:
+                    run.kill()
+                if run.process.returncode != 0:
+                    raise RuntimeError(f"the uninterrupted run failed: {run.last_line()}")
+                self.whole[setup] = run
         return self.whole[setup]
 
-    def run_series(self, series: list[Trial]) -> list[tuple[Trial, Outcome]]:
-        """Run the trials of a series until a run reaches its end, and return what happened in each.
+    def run_lanes(self, lanes: int, seed: int, trials: int, results: Path, keep: Path | None) -> None:
+        """Run series in several threads until ``trials`` are made, the time is over or the campaign is stopped."""
+        numbers = itertools.count()
+        made: list[Trial] = []
 
-        ``problems`` is empty if all is as it should be. If a moment does not come, or the run has no process of the
-        target then, there is no trial.
-        """
-        first = series[0]
-        whole = self.reference(first.setup)
-        folder, flags = self.folder / first.folder_name, ["--max-restarts", "1"] if first.restarts else []
-        shutil.rmtree(folder, ignore_errors=True)
-        if first.moment == "load":
-            shutil.copytree(whole.output / "checkpoints" / "iter_0000001", folder / "checkpoints" / "iter_0000001")
-            shutil.copy(whole.output / "groups_0.jsonl", folder)
-        results: list[tuple[Trial, Outcome]] = []
-        for trial in [*series, None]:
-            run = self.launch_or_resume(folder.name, first.setup, flags)
+        def run_lane() -> None:
+            while len(made) < trials and time.monotonic() < self.ends_at:
+                number = next(numbers)
+                series = Series(self, random.Random(f"{seed} {number}"), self.folder / f"series_{number}")
+                series.run()
+                made.extend(trial for trial, _ in series.results)
+                append(results, series)
+                if series.problems and keep:
+                    shutil.copytree(series.output, keep / f"{seed}_{number}")
+                shutil.rmtree(series.output)
+
+        with ThreadPoolExecutor(lanes) as pool:
+            running = [pool.submit(run_lane) for _ in range(lanes)]
             try:
-                outcome = self._watch(trial, run)
+                for lane in as_completed(running):
+                    lane.result()
             finally:
-                run.kill()
-            if trial and (outcome["hit"] or (outcome["problems"] and not results)):
-                results.append((trial, outcome))
-            elif results:  # the run resumed the one before it to the end
-                results[-1][1]["problems"].extend(outcome["problems"])
-            if outcome["problems"] or outcome["status"] == 0:
-                break
-        if results and not results[-1][1]["problems"]:
-            results[-1][1]["problems"].extend(row_problems(first, folder, whole))
-        return results
+                self.stopped.set()  # one that failed stops the others
 
-    def _watch(self, trial: Trial | None, run: Launch) -> Outcome:
-        """Make a trial on a run, if its moment comes, and check how the run ends."""
-        outcome: Outcome = {"hit": False, "seconds": None, "status": None, "last": "", "problems": []}
-        problems, folder = outcome["problems"], None
-        if trial:
-            reached = self._has_reached(trial, run)
-            folder = folder_of(run)
-            outcome["hit"] = reached and send(trial, run)
-        began = time.monotonic()
-        try:
-            run.out, run.err = run.process.communicate(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            problems.append(f"still running after {END_SECONDS} s")
-            return outcome
-        outcome["seconds"] = round(time.monotonic() - began, 1)
-        outcome["status"] = status = run.process.returncode
-        outcome["last"] = last = (run.err.strip().splitlines() or [""])[-1]
-        if trial and outcome["hit"]:
-            problems += sentence_problems(trial, status, last)
-        elif status != 0:
-            problems.append(f"status {status}, and nothing was killed: {last}")
-        if not run.none_left(LEFT_SECONDS):
-            problems.append(f"left after {LEFT_SECONDS} s: {[' '.join(p.cmdline())[:60] for p in run.left()]}")
-        if folder is not None and folder.exists():
-            problems.append(f"left files: {sorted(path.name for path in folder.iterdir())}")
-        return outcome
-
-    def _has_reached(self, trial: Trial, run: Launch) -> bool:
-        """Wait for the random moment of a trial. Return False if the run ends before, or does not get there."""
-        line, announced = f"{trial.moment} {trial.occurrence}", run.output / "announced"
-        deadline = time.monotonic() + MOMENT_SECONDS
-        while not (announced.exists() and line in announced.read_text().splitlines()):
-            if run.process.poll() is not None or time.monotonic() > deadline:
+    def wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until ``holds()``. Return False after ``seconds``; raise CampaignStopped if the campaign is stopped."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
                 return False
-            time.sleep(0.05)
-        time.sleep(trial.delay)
+            if self.stopped.wait(0.05):
+                raise CampaignStopped
         return True
 
 
-def row_problems(first: Trial, output: Path, whole: Launch) -> list[str]:
+class Series:
+    """Trials on a run, and on those that resume it, until one reaches its end."""
+
+    def __init__(self, campaign: Campaign, rng: random.Random, output: Path) -> None:
+        self.campaign, self.rng, self.output = campaign, rng, output
+        self.setup, self.restarts = campaign.plan.setup(rng), rng.random() < 0.3
+        self.results: list[tuple[Trial, Outcome]] = []
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems of the last trial. None of those before it had any."""
+        return self.results[-1][1].problems if self.results else []
+
+    def run(self) -> None:
+        """Make the trials, then compare what was trained with the uninterrupted run."""
+        whole, status = self.campaign.reference(self.setup), None
+        while status != 0 and not self.problems:
+            status = self._run_once()
+        if not self.problems and self.results:
+            self.problems.extend(row_problems(self.setup, self.output, whole))
+
+    def _run_once(self) -> int | None:
+        """Start the run, or resume it, and send signals until it ends. Return its exit status, None if it hangs."""
+        run = self.campaign.launch_or_resume(self.output, self.setup, self.restarts)
+        plan, resumes = self.campaign.plan, bool(self.results)
+        try:
+            while not run.has_ended() and len(self.results) < SERIES and time.monotonic() < self.campaign.ends_at:
+                trial, resumes = plan.trial(self.rng, self.setup, resumes, self.restarts), False
+                target = self._send(trial, run)
+                if target is None:
+                    plan.give_back(trial)
+                elif not self._continues(trial, target, run):
+                    return self._end(run, trial)
+            return self._end(run, None)
+        finally:
+            run.kill()
+
+    def _send(self, trial: Trial, run: AnnouncedRun) -> psutil.Process | None:
+        """Wait for the moment of a trial and send its signal. Return the process that got it, None if there is none."""
+        begins = run.count(trial.moment) + trial.occurrence
+        if not self.campaign.wait_until(lambda: run.has_ended() or run.count(trial.moment) >= begins, MOMENT_SECONDS):
+            raise RuntimeError(f"{trial.name}: the run does not get there; see {run.logs}")
+        time.sleep(trial.delay)
+        run.note_folder()
+        return send(trial, run)
+
+    def _continues(self, trial: Trial, target: psutil.Process, run: AnnouncedRun) -> bool:
+        """Wait until a run continues or ends after a signal, and note the trial. Return whether it continues."""
+        outcome, began = Outcome(), time.monotonic()
+        self.results.append((trial, outcome))
+        loads = run.count(LOAD) + (trial.target in REPLACED_BY_RESTART)
+        enough: list[int] = []  # saves, counted from the moment at which the target was gone or replaced
+
+        def continues() -> bool:
+            if not enough and (trial.is_pause or is_gone(target)) and run.count(LOAD) >= loads:
+                enough.append(run.count("save") + SAVES)
+            return bool(enough) and run.count("save") >= enough[0]
+
+        if not self.campaign.wait_until(lambda: run.has_ended() or continues(), END_SECONDS):
+            outcome.problems.append(f"neither ended nor continued after {END_SECONDS} s")
+        outcome.seconds = round(time.monotonic() - began, 1)
+        return not outcome.problems and not run.has_ended()
+
+    def _end(self, run: AnnouncedRun, killed_by: Trial | None) -> int | None:
+        """Wait for the end of a run and note its problems, and its end if the last trial has caused it."""
+        if self.problems:
+            return None
+        if not self.campaign.wait_until(run.has_ended, MOMENT_SECONDS):
+            raise RuntimeError(f"the run does not end; see {run.logs}")
+        status, last = run.process.returncode, run.last_line()
+        problems = run.end_problems()
+        if killed_by:
+            self.results[-1][1].status, self.results[-1][1].last = status, last
+            problems += sentence_problems(killed_by, status, last)
+        elif status != 0:
+            problems.append(f"status {status}, and nothing was killed: {last}")
+        if problems and not self.results:
+            raise RuntimeError(f"a run that got no signal has problems: {problems}; see {run.logs}")
+        self.problems.extend(problems)
+        return status
+
+
+def row_problems(setup: str, output: Path, whole: Launch) -> list[str]:
     """Compare the finished run in the folder ``output`` with the uninterrupted one."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["step"]]
-    first_step = STEPS + 1 if first.moment == "load" else 1  # the first iteration was trained by another run
-    wanted = list(range(first_step, ITERATIONS * STEPS + 1))
-    if sorted(steps) != wanted:
-        return [f"steps {steps}, not {wanted}"]
+    if sorted(steps) != list(range(1, ITERATIONS * STEPS + 1)):
+        return [f"steps {steps}, not 1 to {ITERATIONS * STEPS}"]
     problems = []
-    repeats = "sglang" not in first.setup and "async" not in first.setup
+    repeats = "sglang" not in setup and "async" not in setup
     expected = whole.rows()
     for row in (row for row in rows if row["step"] and repeats):
         found, right = trained(row), trained(expected[row["step"]])
@@ -201,8 +308,16 @@ def prompts_of(output: Path) -> list[list[tuple[int, str]]]:
     return [[(group["group_index"], group["prompt"]["text"]) for group in map(json.loads, lines)] for lines in files]
 
 
-def send(trial: Trial, run: Launch) -> bool:
-    """Send the signal to one process of the target. Return False if the run has no such process now."""
+def is_gone(process: psutil.Process) -> bool:
+    """Return whether a process has ended, even if its parent has not noticed."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def send(trial: Trial, run: Launch) -> psutil.Process | None:
+    """Send the signal to one process of the target, and return it. Return None if the run has no such process now."""
     sought = TARGETS[trial.target][0]
     for process in run.left():
         try:
@@ -215,11 +330,11 @@ def send(trial: Trial, run: Launch) -> bool:
         except psutil.NoSuchProcess:
             continue
     else:
-        return False
-    if trial.target == "launcher" and trial.signal == "STOP":
+        return None
+    if trial.is_pause:
         time.sleep(PAUSE_SECONDS)
         run.process.send_signal(signal.SIGCONT)
-    return True
+    return process
 
 
 def sentence_problems(trial: Trial, status: int, last: str) -> list[str]:
@@ -239,14 +354,25 @@ def sentence_problems(trial: Trial, status: int, last: str) -> list[str]:
     return []
 
 
-def table(results: list[dict[str, object]]) -> str:
+def append(path: Path, series: Series) -> None:
+    """Append the trials of a series to the results, and print them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for trial, outcome in series.results:
+        line = json.dumps({"trial": asdict(trial), "outcome": asdict(outcome)})
+        with path.open("a") as file:
+            file.write(line.replace(str(series.campaign.folder), "FOLDER") + "\n")
+        print(f"{trial.name}: {outcome.seconds} s, {outcome.problems or 'ok'}", flush=True)
+
+
+def table(results: list[dict[str, Any]]) -> str:
     """Return the results as a Markdown table by set-up, target and signal."""
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for each in results:
         trial, outcome = each["trial"], each["outcome"]
         count = cells.setdefault((trial["setup"], trial["target"], trial["signal"]), Counter())
         count["tried"] += 1
-        kind = "problems" if outcome["problems"] else "continued" if outcome["status"] == 0 else "ended and resumed"
+        has_continued = outcome["status"] in (0, None)
+        kind = "problems" if outcome["problems"] else "continued" if has_continued else "ended and resumed"
         count[kind] += 1
     columns = ("tried", "continued", "ended and resumed", "problems")
     lines = ["| set-up | target | signal | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
@@ -255,38 +381,30 @@ def table(results: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def next_series(seed: int, number: int) -> list[Trial]:
-    """Return the series ``number`` of a campaign: one of the strata, then random ones."""
-    each_once = strata(seed)
-    return each_once[number : number + 1] or random_series(seed, number)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per trial; appended to")
-    parser.add_argument("--trials", type=int, default=10, help="trials of this call")
-    parser.add_argument("--minutes", type=float, help="start no trial after this time")
+    parser.add_argument("--trials", type=int, default=10, help="start no series after so many trials of this call")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no trial after this time")
+    parser.add_argument("--lanes", type=int, default=2, help="series at the same time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="copy the files of a series with a problem into this folder")
     parser.add_argument("--table", action="store_true", help="print the table of the results and end")
     given = parser.parse_args()
     known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     if given.table:
         print(table(known))
         return 0
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
+    plan = Plan(Trial(**each["trial"]).kind for each in known)
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder))
-        done = 0
-        for number in itertools.count(len(known)):
-            if done >= given.trials or time.monotonic() > until:
-                break
-            for trial, outcome in campaign.run_series(next_series(given.seed, number)):
-                line = json.dumps({"trial": asdict(trial), "outcome": outcome}).replace(folder, "FOLDER")
-                with given.results.open("a") as file:
-                    file.write(line + "\n")
-                print(f"{trial.name}: {outcome['problems'] or 'ok'}", flush=True)
-                done += 1
+        campaign = Campaign(Path(folder), plan, time.monotonic() + 60 * given.minutes)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: campaign.stopped.set())
+        try:
+            campaign.run_lanes(given.lanes, given.seed, given.trials, given.results, given.keep)
+        except CampaignStopped:
+            print("the campaign was stopped; series that were running are not in the results", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -1,10 +1,14 @@
-"""What the campaign tries: set-ups, targets, signals, moments, and the order of the trials."""
+"""What the campaign tries: set-ups, targets, signals, moments, and which of them comes next."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
-from dataclasses import dataclass, replace
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-health-check-interval", "2", "--rollout-num-gpus", "1"]
@@ -22,8 +26,6 @@ SETUPS: dict[str, list[str]] = {
     "megatron, sglang, async": [*MEGATRON, *SGLANG, *ASYNC],
     "fsdp, two sglang, sync": TWO_SGLANG,
 }
-STRATIFIED = "fsdp, torch, sync"  # every target, signal and moment once; the other set-ups are drawn at random
-SERIES = 3  # at most so many signals to a run and to those that resume it
 
 # By target: how its processes are found (a part of the name or the command line), and the pattern of what the last line
 # blames.
@@ -38,15 +40,21 @@ TARGETS: dict[str, tuple[str, str]] = {
     "engine actor": ("ray::EngineActor", r"engine \d"),
     "router": ("sglang::router", "the router"),
 }
+REPLACED_BY_RESTART = ("gcs", "raylet", "trainer rank")  # the others are replaced while the run continues
 OF_SGLANG = ("engine", "scheduler", "engine actor")
 OF_TWO = ("router",)
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}
-MOMENTS = ("load", "generate", "train", "sync_weights", "eval", "save")
+LOAD = "load"  # the moment that only a run that resumes has, once
+MOMENTS = (LOAD, "generate", "train", "sync_weights", "eval", "save")
+Kind = tuple[str, str, str, str]  # set-up, target, signal, moment
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One kill. ``delay`` is the seconds between the beginning of the moment's phase and the signal."""
+    """One signal. It is sent ``delay`` seconds after the moment's phase began for the ``occurrence``th time from now.
+
+    With ``restarts`` the run has ``--max-restarts 1``.
+    """
 
     setup: str
     target: str
@@ -57,45 +65,50 @@ class Trial:
     restarts: bool
 
     @property
-    def name(self) -> str:
-        """The trial as a key, without what is drawn at random."""
-        return " | ".join((self.setup, self.target, self.signal, self.moment))
+    def kind(self) -> Kind:
+        """The trial without what is drawn at random."""
+        return self.setup, self.target, self.signal, self.moment
 
     @property
-    def folder_name(self) -> str:
-        """The same as the name of a folder."""
-        return self.name.replace(" | ", "_").replace(", ", "_").replace(" ", "_")
+    def is_pause(self) -> bool:
+        """Whether the process continues after a while."""
+        return self.target == "launcher" and self.signal == "STOP"
+
+    @property
+    def name(self) -> str:
+        return " | ".join(self.kind)
 
 
-def targets_of(setup: str) -> list[str]:
+def kinds_of(setup: str) -> list[Kind]:
+    """Return every target, signal and moment of a set-up."""
     missing = (() if "sglang" in setup else OF_SGLANG) + (() if "two sglang" in setup else OF_TWO)
-    return [target for target in TARGETS if target not in missing]
+    targets = [target for target in TARGETS if target not in missing]
+    return list(itertools.product([setup], targets, SIGNALS, MOMENTS))
 
 
-def drawn(rng: random.Random, setup: str, target: str, sent: str, moment: str, latest: int = 2) -> Trial:
-    """Draw the rest of a trial, whose moment comes for the first to the ``latest``th time."""
-    occurrence = 1 if moment == "load" else rng.randint(1, latest)
-    return Trial(setup, target, sent, moment, occurrence, round(rng.expovariate(5.0), 3), rng.random() < 0.3)
+class Plan:
+    """Draws trials at random from the kinds that were tried least often. Threads may share it."""
 
+    def __init__(self, tried: Iterable[Kind]) -> None:
+        self.count = Counter(tried)
+        self.lock = threading.Lock()
 
-def strata(seed: int) -> list[Trial]:
-    """Return every target, signal and moment of ``STRATIFIED`` once, in random order."""
-    rng = random.Random(seed)
-    kinds = [(target, sent, moment) for target in targets_of(STRATIFIED) for sent in SIGNALS for moment in MOMENTS]
-    rng.shuffle(kinds)
-    return [drawn(rng, STRATIFIED, *kind) for kind in kinds]
+    def setup(self, rng: random.Random) -> str:
+        """Draw a set-up. One that has more kinds that were never tried comes more often."""
+        new = {setup: sum(not self.count[kind] for kind in kinds_of(setup)) for setup in SETUPS}
+        return rng.choices(list(SETUPS), [1 + number for number in new.values()])[0]
 
+    def trial(self, rng: random.Random, setup: str, resumes: bool, restarts: bool) -> Trial:
+        """Draw a trial for a run of ``setup``, and count it as tried. ``resumes``: the run is about to load."""
+        kinds = [kind for kind in kinds_of(setup) if resumes or kind[3] != LOAD]
+        with self.lock:
+            fewest = min(self.count[kind] for kind in kinds)
+            kind = rng.choice([kind for kind in kinds if self.count[kind] == fewest])
+            self.count[kind] += 1
+        occurrence = 1 if kind[3] == LOAD else rng.randint(1, 2)
+        return Trial(*kind, occurrence, round(rng.expovariate(5.0), 3), restarts)
 
-def random_series(seed: int, number: int) -> list[Trial]:
-    """Return random trials of one set-up: for a run, for the run that resumes it, and so on.
-
-    A resumed run has fewer iterations left, so its signal comes at the first occurrence of a moment. All trials of a
-    series run with ``--max-restarts``, or none. Another ``number`` gives another series.
-    """
-    rng = random.Random(f"{seed} {number}")
-    setup = rng.choice(list(SETUPS))
-    found = [
-        drawn(rng, setup, rng.choice(targets_of(setup)), rng.choice(list(SIGNALS)), rng.choice(MOMENTS), latest)
-        for latest in (2, *[1] * (SERIES - 1))
-    ]
-    return [replace(trial, restarts=found[0].restarts) for trial in found]
+    def give_back(self, trial: Trial) -> None:
+        """Count a trial as not tried, because its signal reached no process."""
+        with self.lock:
+            self.count[trial.kind] -= 1

@@ -29,6 +29,7 @@ WRONG_KEY = (
     "--sglang-admin-api-key"
 )
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
+SLOWEST_TRANSFER = 20e6  # bytes per second, from memory or over a network; a transfer that takes longer hangs
 
 
 class EngineUnavailable(Exception):
@@ -56,7 +57,7 @@ class SglangClient:
         Args:
             url: The address of the server or router.
             connections: The number of requests at a time.
-            seconds: The time limit of everything but responses and weight transfers (``control``).
+            seconds: The time limit of everything but responses and weight transfers (``control``, ``transfer``).
             key: The key for generation; None if the server wants none.
             admin_key: The key for control calls.
         """
@@ -140,6 +141,10 @@ class SglangClient:
             raise RequestRefused(f"{self.shown}{path}: {answer.get('message')}")
         return answer
 
+    async def transfer(self, path: str, body: dict[str, Any], nbytes: int) -> None:
+        """Make a control call during which the server receives ``nbytes`` bytes of weights."""
+        await self.control(path, body, self._seconds + nbytes / SLOWEST_TRANSFER)
+
     async def pause(self, mode: str) -> None:
         """Stop at the next token. ``mode`` is that of ``--pause-generation-mode``."""
         await self.control("/pause_generation", {"mode": mode}, self._seconds)
@@ -155,7 +160,7 @@ class SglangClient:
     async def begin_update(self) -> None:
         """Open an update of the weights. Raises ``RequestRefused`` if one is open.
 
-        It moves no weights: a server whose scheduler hangs fails here, and not after the time that a transfer may take.
+        It moves no weights, so it may take no longer than a health check.
         """
         await self.control("/begin_weight_update", {}, self._seconds)
 

@@ -197,13 +197,13 @@ class SglangReceiver:
             "group_name": group,
             **self._version(version, last),
         }
-        await self._client.control("/update_weights_from_distributed", body)
+        await self._client.transfer("/update_weights_from_distributed", body, chunk.nbytes)
 
-    async def receive_shared(self, payloads: Sequence[bytes], version: int, last: bool) -> None:
+    async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
         """Load tensors from shared memory; see ``WeightReceiver``."""
         encoded = [base64.b64encode(payload).decode() for payload in payloads]
         body = {"serialized_named_tensors": encoded, **self._version(version, last)}
-        await self._client.control("/update_weights_from_tensor", body)
+        await self._client.transfer("/update_weights_from_tensor", body, nbytes)
 
     async def scramble(self) -> None:
         """Overwrite every weight with random numbers."""

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -21,6 +22,7 @@ from miles.engine.sglang.client import (
     sampling_params,
 )
 from miles.engine.sglang.weight_updates import SglangReceiver
+from miles.weights import WeightChunk
 
 
 def answer(tokens, *spans, version="7"):
@@ -157,10 +159,16 @@ async def test_an_update_does_not_wait_for_a_server_that_hangs():
         await asyncio.Event().wait()
 
     app = web.Application()
-    app.add_routes([web.post("/begin_weight_update", hang)])
+    app.add_routes([web.post("/begin_weight_update", hang), web.post("/update_weights_from_{source}", hang)])
+    chunk = WeightChunk({"a": torch.zeros(1000)})
     async with TestServer(app) as server:
         client = SglangClient(str(server.make_url("")).rstrip("/"), 1, seconds=0.2)
         receiver = SglangReceiver(client, 1, flush=False, process=None)
-        with pytest.raises(EngineUnavailable, match="Timeout"):
-            await asyncio.wait_for(receiver.begin_update(), 60)
+        for call in (
+            receiver.begin_update(),
+            receiver.receive_shared([b""], chunk.nbytes, 1, last=False),
+            receiver.receive_broadcast(chunk, "group", 1, last=False),
+        ):
+            with pytest.raises(EngineUnavailable, match="Timeout"):
+                await asyncio.wait_for(call, 60)
         await client.close()

@@ -114,7 +114,7 @@ class Launch:
         folder.mkdir(parents=True, exist_ok=True)
         self.start([sys.executable, program, *flags, "--output-dir", folder], environment)
 
-    def start(self, command, environment):
+    def start(self, command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
         """Start the process."""
         self.mark = uuid.uuid4().hex
         environ = {**os.environ, "LAUNCH_MARK": self.mark, "OMP_NUM_THREADS": "1", **environment}
@@ -122,8 +122,8 @@ class Launch:
             list(map(str, command)),
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
             start_new_session=True,
             preexec_fn=_prepare,
