@@ -148,7 +148,7 @@ class Campaign:
             *("--no-report", "--use-fault-tolerance", *SETUPS[setup], *(["--max-restarts", "1"] if restarts else [])),
         ]
         logs = output / f"launch_{sum(1 for _ in output.glob('launch_*'))}"
-        paths = [str(Path(__file__).with_name("site")), str(ROOT), importing_from(self.folder)]
+        paths = [str(Path(__file__).with_name("announcing")), str(ROOT), importing_from(self.folder)]
         environment = {"PYTHONPATH": os.pathsep.join(paths)}
         return AnnouncedRun(output, logs, words, environment)
 
@@ -161,8 +161,8 @@ class Campaign:
                     self.wait_until(run.has_ended, MOMENT_SECONDS)
                 finally:
                     run.kill()
-                if run.process.returncode != 0:
-                    raise RuntimeError(f"the uninterrupted run failed: {run.last_line()}")
+                if run.process.returncode != 0 or run.count("save") != ITERATIONS:
+                    raise RuntimeError(f"the uninterrupted run failed: {run.last_line()}; see {run.logs}")
                 self.whole[setup] = run
         return self.whole[setup]
 

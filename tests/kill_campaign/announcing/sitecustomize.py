@@ -1,0 +1,62 @@
+"""Write a line to the file $ANNOUNCED whenever a phase of a launcher's loop begins. Every Python process imports this.
+
+A line is the name of the phase: load, generate, train, sync_weights, eval or save. Launchers are the children of the
+process $ANNOUNCED_TO, also after a restart, in which the launcher becomes another program.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+
+def announce(phase):
+    with Path(os.environ["ANNOUNCED"]).open("a") as file:
+        file.write(phase + "\n")
+
+
+def announce_phases(module):
+    """Announce each phase that is timed."""
+
+    class AnnouncedTimer(module.PhaseTimer):
+        def phase(self, name):
+            announce(name)
+            return super().phase(name)
+
+    module.PhaseTimer = AnnouncedTimer
+
+
+def announce_loads(module):
+    """Announce that a checkpoint is looked for and loaded."""
+
+    class AnnouncedLoop(module.TrainingLoop):
+        def resume(self):
+            announce("load")
+            return super().resume()
+
+    module.TrainingLoop = AnnouncedLoop
+
+
+CHANGES = {"miles.tracking.phase_timer": announce_phases, "miles.loop": announce_loads}
+
+
+class Changer(PathFinder):
+    """Imports the modules in ``CHANGES`` and changes them."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name not in CHANGES:
+            return None
+        spec = super().find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module):
+            execute(module)
+            CHANGES[name](module)
+
+        spec.loader.exec_module = execute_and_change
+        return spec
+
+
+if os.getppid() == int(os.environ["ANNOUNCED_TO"]):
+    sys.meta_path.insert(0, Changer)
