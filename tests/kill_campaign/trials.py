@@ -27,8 +27,7 @@ SETUPS: dict[str, list[str]] = {
     "fsdp, two sglang, sync": TWO_SGLANG,
 }
 
-# By target: how its processes are found (a part of the name or the command line), and the pattern of what the last line
-# blames.
+# By target: the kind of its process (``launches.kind_of``), and the pattern of what the last line blames.
 TARGETS: dict[str, tuple[str, str]] = {
     "launcher": ("train.py", "stopped by"),
     "gcs": ("gcs_server", "Ray's GCS"),
