@@ -1,19 +1,30 @@
-"""Check that a checkpoint is complete and unchanged, before anything of it is loaded."""
+"""Check that a checkpoint is complete and unchanged, before anything of it is loaded.
+
+Files with the hashes of a manifest are as they were written. Without a manifest, a checkpoint of an earlier version,
+they are read as far as possible, for which this imports torch.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from miles.components import TRAIN_BACKENDS
 from miles.training.checkpoint_files import DamagedFile, read_json_object
-from miles.training.checkpoint_folder import STATE, critic_folder, is_reference, read_state, reference_folder
+from miles.training.checkpoint_folder import (
+    STATE,
+    critic_folder,
+    is_random_state,
+    is_reference,
+    random_state_of,
+    read_state,
+    reference_folder,
+)
 from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, has_manifest
-from miles.training.random_state import is_random_state, random_state_of
-from miles.training.restricted_pickle import check_files_of_index, read_index, read_tensors
 
 
 def check_checkpoint(folder: Path) -> CheckCost | None:
-    """Check the checkpoint ``folder``: every file against the manifest, and that the small ones can be read.
+    """Check every file of the checkpoint ``folder`` against its manifest, if it has one, and read the small ones.
 
     Returns:
         What the comparison with the manifest took; None for a checkpoint of an earlier version, which has none.
@@ -32,12 +43,12 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
     if state.get("manifest") and not has_manifest(folder):
         raise DamagedFile(f"{MANIFEST} is missing")
     cost = check_against_manifest(folder) if has_manifest(folder) else None
-    _check_tensors(folder, state.get("backend", "fsdp"))
+    _check_contents(folder, state, is_verified=cost is not None)
     for within in (critic_folder(folder), reference_folder(folder)):
         if not within.is_dir():
             continue
         try:
-            _check_tensors(within, read_state(within).get("backend", "fsdp"))
+            _check_contents(within, read_state(within), is_verified=cost is not None)
         except DamagedFile as fault:
             raise DamagedFile(f"{within.name}/{fault}") from None
     if not (folder / random_state_of(0)).is_file():
@@ -62,16 +73,25 @@ def check_weights(folder: Path) -> CheckCost | None:
     if (whole / STATE).is_file() and read_state(whole).get("manifest") and not has_manifest(whole):
         raise DamagedFile(f"../{MANIFEST} is missing")
     cost = check_against_manifest(whole, folder.name) if has_manifest(whole) else None
-    _check_tensors(folder, state.get("backend", "fsdp"))
+    _check_contents(folder, state, is_verified=cost is not None)
     return cost
 
 
-def _check_tensors(folder: Path, backend: str) -> None:
-    check_files_of_index(folder, read_index(folder))
+def _check_contents(folder: Path, state: dict[str, Any], is_verified: bool) -> None:
+    """Read the small files. Those of torch only if no manifest has verified them."""
+    backend = state.get("backend", "fsdp")
     if backend not in TRAIN_BACKENDS:
         raise DamagedFile(f"{STATE} names an unknown training backend, {backend!r}")
     for name in TRAIN_BACKENDS[backend].checkpoint_json:
         read_json_object(folder, name)
+    if not is_verified:
+        _check_tensors(folder)
+
+
+def _check_tensors(folder: Path) -> None:
+    from miles.training.restricted_pickle import check_files_of_index, read_index, read_tensors  # imports torch
+
+    check_files_of_index(folder, read_index(folder))
     for path in sorted(folder.glob("*.pt")):
         found = read_tensors(folder, path.name)
         if is_random_state(path.name) and "cpu" not in found:

@@ -37,6 +37,16 @@ STATE = "state.json"
 ONLY_REMOTE = ".only-remote"
 
 
+def random_state_of(rank: int) -> str:
+    """Return the name of the file with the random state of ``rank``."""
+    return f"random_state_rank{rank}.pt"
+
+
+def is_random_state(name: str) -> bool:
+    """Return whether a file of a checkpoint has the random state of a rank."""
+    return name.startswith("random_state_rank")
+
+
 def staging(root: Path, iterations_done: int) -> Path:
     """Return an empty folder to write a checkpoint into; ``publish`` makes it one."""
     root.mkdir(parents=True, exist_ok=True)

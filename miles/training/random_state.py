@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from miles.training.checkpoint_files import DamagedFile, write_through
+from miles.training.checkpoint_folder import random_state_of
 from miles.training.restricted_pickle import read_tensors
 
 
@@ -41,13 +42,3 @@ def restore_random_state(folder: Path) -> dict[str, torch.Tensor]:
         fault = error if isinstance(error, DamagedFile) else f"{name} holds no random state"
         raise ValueError(f"--load: the checkpoint {folder} is damaged: {fault}") from None
     return state
-
-
-def random_state_of(rank: int) -> str:
-    """Return the name of the file with the random state of ``rank``."""
-    return f"random_state_rank{rank}.pt"
-
-
-def is_random_state(name: str) -> bool:
-    """Return whether a file of a checkpoint has the random state of a rank."""
-    return name.startswith("random_state_rank")

@@ -15,6 +15,7 @@ from miles.arguments.model import ModelArguments
 from miles.cluster.folders.remote_checkpoints import RemoteCheckpoints, named_errors
 from miles.remote.folder import is_url
 from miles.training import checkpoint_folder
+from miles.training.checkpoint_check import check_checkpoint, check_weights
 from miles.training.checkpoint_files import DamagedFile
 
 
@@ -104,8 +105,6 @@ def _fetch_and_check(folder: Path, flag: str, remote: RemoteCheckpoints | None) 
 
 
 def _check(folder: Path, flag: str, weights_alone: bool = False) -> str:
-    from miles.training.checkpoint_check import check_checkpoint, check_weights  # imports torch
-
     cost = check_weights(folder) if weights_alone else check_checkpoint(folder)
     if cost is None:
         return f"{flag}: {folder.name} has no manifest (an earlier version of miles), so its files are not verified"

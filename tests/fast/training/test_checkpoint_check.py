@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,12 @@ def test_a_complete_checkpoint_lists_every_file(saved):
     cost = check_checkpoint(saved)
     assert read_manifest(saved).keys() == {SHARD, RANDOM, INDEX, STATE}
     assert cost.files == 4 and cost.bytes == sum((saved / name).stat().st_size for name in FILES if name != MANIFEST)
+
+
+def test_a_launcher_that_checks_a_checkpoint_does_not_import_torch(saved):
+    code = "import sys; from pathlib import Path; from miles.training.checkpoint_check import check_checkpoint; "
+    code += "print(check_checkpoint(Path(sys.argv[1])).files, 'torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code, saved], text=True).split() == ["4", "False"]
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, Path.unlink, alter])

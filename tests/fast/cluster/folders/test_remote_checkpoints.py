@@ -28,7 +28,7 @@ URL = "failing://bucket/run"
 def storage(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_folder, "RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(RemoteFolder.__init__, "__defaults__", (None, (0.0, 0.0)))
-    monkeypatch.setattr("miles.training.checkpoint_check.check_checkpoint", lambda folder: None)  # no tensors here
+    monkeypatch.setattr("miles.cluster.folders.resume_point.check_checkpoint", lambda folder: None)  # no tensors here
     return register(tmp_path / "storage")
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_remote_checkpoint_is_passed_over(storage, machine):
     from miles.training.checkpoint_manifest import check_against_manifest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles.training.checkpoint_check.check_checkpoint", check_against_manifest)
+        patch.setattr("miles.cluster.folders.resume_point.check_checkpoint", check_against_manifest)
         point = resume_point(there.checkpoint)
         assert "critic/__0_0.distcp is missing" in point.notes[0] and point.checkpoint.load.endswith("iter_0000002")
         with pytest.raises(ValueError, match="--no-load-fallback"):
