@@ -387,13 +387,17 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=2, help="series at the same time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="copy the files of a series with a problem into this folder")
+    parser.add_argument("--setups", default="", metavar="PART", help="only set-ups with this in their name, like torch")
     parser.add_argument("--table", action="store_true", help="print the table of the results and end")
     given = parser.parse_args()
     known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     if given.table:
         print(table(known))
         return 0
-    plan = Plan(Trial(**each["trial"]).kind for each in known)
+    setups = [setup for setup in SETUPS if given.setups in setup]
+    if not setups:
+        parser.error(f"--setups {given.setups}: no set-up has this in its name; there are: {'; '.join(SETUPS)}")
+    plan = Plan((Trial(**each["trial"]).kind for each in known), setups)
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder), plan, time.monotonic() + 60 * given.minutes)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
@@ -88,14 +88,15 @@ def kinds_of(setup: str) -> list[Kind]:
 class Plan:
     """Draws trials at random from the kinds that were tried least often. Threads may share it."""
 
-    def __init__(self, tried: Iterable[Kind]) -> None:
+    def __init__(self, tried: Iterable[Kind], setups: Sequence[str]) -> None:
         self.count = Counter(tried)
+        self.setups = setups
         self.lock = threading.Lock()
 
     def setup(self, rng: random.Random) -> str:
         """Draw a set-up. One that has more kinds that were never tried comes more often."""
-        new = {setup: sum(not self.count[kind] for kind in kinds_of(setup)) for setup in SETUPS}
-        return rng.choices(list(SETUPS), [1 + number for number in new.values()])[0]
+        new = {setup: sum(not self.count[kind] for kind in kinds_of(setup)) for setup in self.setups}
+        return rng.choices(self.setups, [1 + number for number in new.values()])[0]
 
     def trial(self, rng: random.Random, setup: str, resumes: bool, restarts: bool) -> Trial:
         """Draw a trial for a run of ``setup``, and count it as tried. ``resumes``: the run is about to load."""
