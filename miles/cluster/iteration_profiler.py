@@ -64,13 +64,17 @@ class IterationProfiler:
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:
         # Starting and stopping take seconds, in which the processes wait: both are outside of what is recorded.
-        self._workers.results([actor.start_profile.remote() for actor in self._actors])
+        trainers = [] if self._trainer is None else self._trainer.profiled
+        starting = [actor.start_profile.remote() for actor in trainers]
+        self._rollout.start_profile()
+        self._workers.results(starting)
         self._loop.begin()
         yield
         loop = self._loop.end(clock_name())
-        actors = self._actors
-        traces = self._workers.results([actor.stop_profile.remote() for actor in actors])
-        pairs = zip(actors, traces, strict=True)
+        stopping = [actor.stop_profile.remote() for actor in trainers]
+        of_rollout = self._rollout.stop_profile()
+        traces = [*self._workers.results(stopping), of_rollout]
+        pairs = zip([*trainers, self._rollout.worker], traces, strict=True)
         processes = [self._by_own_clock(actor, trace) for actor, of_actor in pairs for trace in of_actor]
         self._write(number, loop, [process.within(loop) for process in processes])
 
@@ -84,11 +88,6 @@ class IterationProfiler:
                 f"--profile-step-start {first} or more",
                 flush=True,
             )
-
-    @property
-    def _actors(self) -> list[Any]:
-        """The processes that are recorded; the rollout worker may have been replaced."""
-        return [*(self._trainer.profiled if self._trainer is not None else ()), self._rollout.worker]
 
     def _by_own_clock(self, actor: Any, trace: ProcessTrace) -> ProcessTrace:
         """Return what a process has recorded, by this machine's clock."""

@@ -219,6 +219,15 @@ class RolloutDriver:
         """Add the tokenizer to a Hugging Face export."""
         self._surviving(lambda: self._result(self.worker.save_tokenizer.remote(str(folder.absolute()))))
 
+    def start_profile(self) -> None:
+        """Have the worker record what it does."""
+        self._surviving(lambda: self._result(self.worker.start_profile.remote()))
+
+    def stop_profile(self) -> list[ProcessTrace]:
+        """Return what the worker has recorded; nothing if it has replaced another since ``start_profile``."""
+        traces: list[ProcessTrace] = self._surviving(lambda: self._result(self.worker.stop_profile.remote()))
+        return traces
+
     def stop(self) -> None:
         """End the worker, whatever it is doing, and the servers that it has started."""
         if self.settings.num_engines:

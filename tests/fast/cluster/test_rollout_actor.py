@@ -11,6 +11,7 @@ import torch
 
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
+from miles.cluster.liveness import WorkerLost
 from miles.cluster.rollout_actor import RolloutActor, RolloutDriver
 from miles.cluster.stored_weights import Weights, store
 from miles.cluster.train_actor import TrainActor
@@ -40,6 +41,22 @@ async def test_without_prompts_there_is_no_iteration_and_that_is_no_failure():
     driver._replaces = driver._dead = False
     driver._result = lambda call: call
     assert driver.generate(3) is None
+
+
+def test_a_worker_that_is_lost_while_it_stops_recording_is_replaced():
+    """Its trace is missing then; the run continues."""
+
+    def stop_lost():
+        raise WorkerLost(lost, "the rollout worker died")
+
+    def replace_worker():
+        driver.worker, driver._dead = other, False
+
+    lost, other = (SimpleNamespace(stop_profile=SimpleNamespace(remote=lambda f=f: f)) for f in (stop_lost, list))
+    driver = object.__new__(RolloutDriver)
+    driver.worker, driver._replaces, driver._dead = lost, True, False
+    driver._result, driver._replace = lambda call: call(), replace_worker
+    assert driver.stop_profile() == [] and driver.worker is other
 
 
 async def test_ranks_that_share_their_sequences_get_one_object():
