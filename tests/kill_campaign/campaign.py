@@ -14,7 +14,7 @@ uninterrupted one (or, where responses do not repeat, its prompts) and have trai
 that is a problem of the last trial.
 
 A trial appends one line to the results, at the end of its series. A campaign that was stopped continues with what was
-tried least often. The files of a series with a problem are kept below ``--keep``.
+tried least often. Ctrl-C or SIGTERM lets the runs end first, the second one does not. The files of a series with a problem are kept below ``--keep``.
 """
 
 from __future__ import annotations
@@ -189,6 +189,12 @@ class Campaign:
                     lane.result()
             finally:
                 self.stopped.set()  # one that failed stops the others
+
+    def stop(self) -> None:
+        """Make no more trials and let the runs end; the second time, end them and forget their series."""
+        if self.ends_at < time.monotonic():
+            self.stopped.set()
+        self.ends_at = time.monotonic()
 
     def wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Wait until ``holds()``. Return False after ``seconds``; raise CampaignStopped if the campaign is stopped."""
@@ -401,7 +407,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder), plan, time.monotonic() + 60 * given.minutes)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: campaign.stopped.set())
+            signal.signal(number, lambda *_: campaign.stop())
         try:
             campaign.run_lanes(given.lanes, given.seed, given.trials, given.results, given.keep)
         except CampaignStopped:
