@@ -14,7 +14,8 @@ uninterrupted one (or, where responses do not repeat, its prompts) and have trai
 that is a problem of the last trial.
 
 A trial appends one line to the results, at the end of its series. A campaign that was stopped continues with what was
-tried least often. Ctrl-C or SIGTERM lets the runs end first, the second one does not. The files of a series with a problem are kept below ``--keep``.
+tried least often. Ctrl-C or SIGTERM lets the runs end first, the second one does not. The files of a series with a
+problem are kept below ``--keep``.
 """
 
 from __future__ import annotations
