@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -369,20 +369,30 @@ def append(path: Path, series: Series) -> None:
         print(f"{trial.name}: {outcome.seconds} s, {outcome.problems or 'ok'}", flush=True)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table by set-up, target and signal."""
+def tables(results: list[dict[str, Any]]) -> str:
+    """Return the results as Markdown tables: by target and signal, by set-up, and by moment."""
+    by = (("target", "signal"), ("setup",), ("moment",))
+    return "\n\n".join(table(results, keys) for keys in by)
+
+
+def table(results: list[dict[str, Any]], keys: Sequence[str]) -> str:
+    """Return the results as a Markdown table with a row for each value of the fields ``keys`` of a trial.
+
+    The longest time is that of a trial without a problem, in seconds.
+    """
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for each in results:
         trial, outcome = each["trial"], each["outcome"]
-        count = cells.setdefault((trial["setup"], trial["target"], trial["signal"]), Counter())
-        count["tried"] += 1
+        count = cells.setdefault(tuple(trial[key] for key in keys), Counter())
         has_continued = outcome["status"] in (0, None)
         kind = "problems" if outcome["problems"] else "continued" if has_continued else "ended and resumed"
-        count[kind] += 1
-    columns = ("tried", "continued", "ended and resumed", "problems")
-    lines = ["| set-up | target | signal | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+        count.update(("tried", kind))
+        if not outcome["problems"]:
+            count["longest (s)"] = max(count["longest (s)"], round(outcome["seconds"]))
+    columns = ("tried", "continued", "ended and resumed", "problems", "longest (s)")
+    lines = [f"| {' | '.join((*keys, *columns))} |", "|---" * (len(keys) + len(columns)) + "|"]
     for key, count in sorted(cells.items()):
-        lines.append("| " + " | ".join([*key, *(str(count[column]) for column in columns)]) + " |")
+        lines.append(f"| {' | '.join((*key, *(str(count[column]) for column in columns)))} |")
     return "\n".join(lines)
 
 
@@ -395,11 +405,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="copy the files of a series with a problem into this folder")
     parser.add_argument("--setups", default="", metavar="PART", help="only set-ups with this in their name, like torch")
-    parser.add_argument("--table", action="store_true", help="print the table of the results and end")
+    parser.add_argument("--table", action="store_true", help="print tables of the results and end")
     given = parser.parse_args()
     known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
     if given.table:
-        print(table(known))
+        print(tables(known))
         return 0
     setups = [setup for setup in SETUPS if given.setups in setup]
     if not setups:
