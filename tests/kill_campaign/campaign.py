@@ -57,6 +57,7 @@ END_SECONDS = 240  # from the signal to the end of the run, or until it continue
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
 STATUS_OF_TERM = 143
+SHARED = "/dev/shm/"
 
 
 class CampaignStopped(Exception):
@@ -78,7 +79,7 @@ class AnnouncedRun(Launch):
 
     def __init__(self, output: Path, logs: Path, flags: list[str], environment: dict[str, str]) -> None:
         self.logs = logs
-        self.folders: set[Path] = set()  # temporary ones; a run that restarts gets another
+        self.files: set[Path] = set()  # temporary folders (a run that restarts gets another) and shared memory
         logs.mkdir(parents=True)
         announced = {"ANNOUNCED": str(logs / "announced"), "ANNOUNCED_TO": str(os.getpid())}
         super().__init__(output, flags, **announced, **environment)
@@ -99,15 +100,17 @@ class AnnouncedRun(Launch):
         lines = (self.logs / "stderr").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def note_folder(self) -> None:
-        """Note the temporary folder of the run, from the environment of its processes."""
+    def note_files(self) -> None:
+        """Note the run's temporary folder and shared memory, as its processes have them now."""
         for process in self.left():
             try:
                 folder = process.environ().get(RUN_FOLDER)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
             if folder:
-                self.folders.add(Path(folder))
+                self.files.add(Path(folder))
+            self.files.update(Path(line[line.index(SHARED) :]) for line in lines if SHARED in line)
 
     def end_problems(self) -> list[str]:
         """Return what an ended run has left behind."""
@@ -115,8 +118,8 @@ class AnnouncedRun(Launch):
         if not self.none_left(LEFT_SECONDS):
             lines = [" ".join(words)[:60] for _, words in self.command_lines()]
             problems.append(f"left after {LEFT_SECONDS} s: {lines}")
-        for folder in filter(Path.exists, self.folders):
-            problems.append(f"left files: {sorted(path.name for path in folder.iterdir())}")
+        if left := sorted(map(str, filter(Path.exists, self.files))):
+            problems.append(f"left files: {left}")
         return problems
 
 
@@ -251,7 +254,7 @@ class Series:
         if not self.campaign.wait_until(lambda: run.has_ended() or run.count(trial.moment) >= begins, MOMENT_SECONDS):
             raise RuntimeError(f"{trial.name}: the run does not get there; see {run.logs}")
         time.sleep(trial.delay)
-        run.note_folder()
+        run.note_files()
         return send(trial, run)
 
     def _continues(self, trial: Trial, target: psutil.Process, run: AnnouncedRun) -> bool:
