@@ -26,6 +26,20 @@ while os.read(terminal, 1 << 16):
     pass
 """
 
+# Reads one line of the output of a run, as `head -1` does, or gives it a full disk as output.
+WITH_OUTPUT = f"""
+import os, subprocess, sys
+command = [sys.executable, {str(REPO / "train.py")!r}, *sys.argv[1:]]
+if os.environ["OUTPUT"] == "head":
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
+        run.stdout.readline()
+        run.stdout.close()
+else:
+    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full) as run:
+        pass
+sys.exit(run.returncode)
+"""
+
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch):
@@ -125,6 +139,50 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves_nothing(launch, workpla
     assert files_of_runs() <= before
     (saved,) = checkpoints.glob("iter_*")
     assert max(run.rows()) == 2 * int(saved.name.removeprefix("iter_"))
+
+
+def test_slurms_warning_finishes_and_saves_the_iteration(launch, workplace):
+    before, checkpoints = files_of_runs(), workplace / "warned_ckpt"
+    run = launch("warned", "--num-rollout", "1000", "--save", str(checkpoints))
+    run.wait_until(run.has_rows)
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait() == 0, run.err
+    (saved,) = checkpoints.glob("iter_*")
+    assert max(run.rows()) == 2 * int(saved.name.removeprefix("iter_"))
+    assert run.err.splitlines()[-1].startswith(f"stopped by SIGUSR1; the same command with --load {checkpoints} ")
+    assert run.none_left(0) and files_of_runs() <= before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_save_that_hangs(launch, workplace):
+    before, checkpoints, held = files_of_runs(), workplace / "twice_ckpt", workplace / "twice.held"
+    run = launch(
+        "twice",
+        "--num-rollout",
+        "1000",
+        "--save",
+        str(checkpoints),
+        HOLD_FSYNC=f"{checkpoints}/.writing{os.pathsep}{held}",
+    )
+    run.wait_until(run.has_rows)
+    run.interrupt()
+    run.wait_until(held.exists)
+    began = time.monotonic()
+    run.interrupt()
+    assert run.wait() == 130 and time.monotonic() - began < END_SECONDS, run.err
+    assert "Traceback" not in run.err and not list(checkpoints.glob("iter_*"))
+    assert run.err.splitlines()[-1].startswith("stopped by the user; no checkpoint was saved in ")
+    assert run.none_left(0) and files_of_runs() <= before
+
+
+@pytest.mark.parametrize(("output", "why"), [("head", "was closed"), ("full", "cannot be written (No space left")])
+def test_a_run_that_cannot_print_says_so(launch, workplace, output, why):
+    before, checkpoints, program = files_of_runs(), workplace / f"{output}_ckpt", workplace / "with_output.py"
+    program.write_text(WITH_OUTPUT)
+    run = launch(output, "--num-rollout", "1000", "--save", str(checkpoints), program=program, OUTPUT=output)
+    assert run.wait() == 1, run.err
+    assert "Traceback" not in run.err
+    assert f"the run stopped: standard output {why}" in run.err.splitlines()[-1]
+    assert run.none_left(0) and files_of_runs() <= before
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):
