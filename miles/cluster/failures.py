@@ -19,9 +19,13 @@ from miles.cluster.stop_requests import StopRequests
 from miles.host.disk_faults import WriteFailed
 from miles.host.output_fault import fault_of_output
 from miles.input_error import InputError
+from miles.one_line import few_lines, name_and_words, one_line, words_of
 from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest
+
+_LONGEST_SENTENCE = 5000  # one about flags may list many names
+_LONGEST_WORDS = 1000
 
 
 @contextmanager
@@ -57,7 +61,7 @@ def exit_with_message(
             print(stopped_by(stop, checkpoint), file=sys.stderr)
             raise SystemExit(stop.exit_status) from None
         if isinstance(cause, ValueError):
-            print(f"train.py: error: {cause}", file=sys.stderr)
+            print(few_lines(f"train.py: error: {words_of(cause)}", limit=_LONGEST_SENTENCE), file=sys.stderr)
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
         elif isinstance(cause, WriteFailed):
@@ -110,12 +114,13 @@ def cause_of(error: Exception) -> BaseException:
 def show(error: Exception) -> None:
     """Print the traceback of the process that failed, not the launcher's own if the failure is elsewhere."""
     if isinstance(error, WorkerLost):
-        if error.__cause__ is not None:
-            print(error.__cause__, file=sys.stderr)
+        text = "" if error.__cause__ is None else str(error.__cause__)
     elif isinstance(error, ray.exceptions.RayError):
-        print(error, file=sys.stderr)
+        text = str(error)
     else:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+    if text:
+        print(few_lines(text), file=sys.stderr)
 
 
 def in_one_line(error: Exception) -> str:
@@ -125,7 +130,7 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, DEATHS):
         return f"a worker process died ({how_it_died(error)}; Ray's message is above)"
     cause = cause_of(error)
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+    return one_line(name_and_words(cause).splitlines()[0], _LONGEST_WORDS)
 
 
 def how_to_resume(checkpoint: CheckpointArguments) -> str:

@@ -38,6 +38,7 @@ from miles.flags import count
 from miles.host.disk_faults import WriteFailed
 from miles.host.machine import has_gpu
 from miles.host.processes import kill_all
+from miles.one_line import few_lines
 
 if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation
@@ -237,7 +238,7 @@ def _end_after(loss: str, guard: RunGuard | None, on_loss: Callable[[str], Conti
             result = on_loss(loss)
     except BaseException:  # the process ends, whatever it was
         with suppress(Exception):
-            traceback.print_exc()
+            print(few_lines(traceback.format_exc()), file=sys.stderr)
     finally:
         end_at_once(guard, result)
 

@@ -45,7 +45,9 @@ class CustomStream(TrainingStream):
             InputError: The path cannot be imported.
         """
         self._path = path
-        self._source: DataSource = load_function(path, FLAG)(args)
+        make = load_function(path, FLAG)
+        with ordinary_errors(f"{FLAG} {path}:"):
+            self._source: DataSource = make(args)
         self._read = read
         self._next_group_index = 0
         self._rows: dict[int, Mapping[str, Any]] = {}  # of the groups that may have to be drawn again
@@ -80,7 +82,9 @@ class CustomStream(TrainingStream):
         """
         waiting = sorted({*self._again, *unfinished})
         self._rows = {index: row for index, row in self._rows.items() if index in waiting}
-        state = self._copy("state()", self._source.state())
+        with ordinary_errors(f"{FLAG} {self._path}: state()"):
+            found = self._source.state()
+        state = self._copy("state()", found)
         rows = [[index, self._copy(f"row {index}", self._rows[index])] for index in waiting]
         return {"source": state, "next_group_index": self._next_group_index, "unfinished": rows}
 
@@ -105,7 +109,8 @@ class CustomStream(TrainingStream):
                 f"{FLAG} {self._path}: the checkpoint's position is one in --prompt-data, so it cannot continue from "
                 "there; start a new run from its weights with --finetune"
             )
-        self._source.restore(state["source"])
+        with ordinary_errors(f"{FLAG} {self._path}: restore()"):
+            self._source.restore(state["source"])
         self._next_group_index = state["next_group_index"]
         self._rows = {index: row for index, row in state["unfinished"]}
         self._again = sorted(self._rows)

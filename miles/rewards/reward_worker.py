@@ -28,7 +28,7 @@ import psutil
 
 from miles.host.parent import die_with_parent
 from miles.host.processes import kill_all
-from miles.one_line import name_and_words, one_line
+from miles.one_line import few_lines, name_and_words, one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
 from miles.rewards.sandboxed import uses_more
@@ -38,7 +38,7 @@ from miles.user_code.loading import import_function
 
 CHECK_SECONDS = 0.25  # between two looks at the memory
 LONGEST_FAULT = 300
-LONGEST_TRACEBACK = 6000
+TRACEBACK_LINES = 40
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -147,7 +147,7 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
     try:
         function = import_function(path, "--custom-rm-path")
     except ValueError as error:
-        return reply(refused=str(error))
+        return reply(refused=few_lines(str(error)))
     except BaseException as error:  # whatever the module raises
         fault = one_line(name_and_words(error), LONGEST_FAULT)
         return reply(refused=f"--custom-rm-path {path}: its module raised {fault}; correct it")
@@ -161,8 +161,7 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
                 reply(number=number, rewards=rewards_of(outcome.result(), wanted, key))
             except BaseException as error:
                 fault = str(error) if isinstance(error, ResultError) else f"raised {name_and_words(error)}"
-                trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-                reply(number=number, fault=one_line(fault, LONGEST_FAULT), traceback=trace)
+                reply(number=number, fault=one_line(fault, LONGEST_FAULT), traceback=_traceback_of(error))
 
         call.outcome.add_done_callback(answer)
 
@@ -174,6 +173,13 @@ def _messages(requests: BinaryIO, token: bytes, reply: Callable[..., None]) -> I
             yield request
     reply(broken=PIPE_READ)
     threading.Event().wait()  # for the supervisor, which ends this process
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return few_lines("".join(traceback.format_exception(error)), lines=TRACEBACK_LINES, limit=LONGEST_FAULT)
+    except Exception:  # its frames or words are the user's, and long ones may not fit into the memory
+        return f"(its traceback cannot be shown: {type(error).__name__})"
 
 
 class ResultError(Exception):

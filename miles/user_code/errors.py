@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from miles.one_line import name_and_words
+from miles.one_line import name_and_words, one_line
+
+_LONGEST = 300
 
 
 class UserCodeError(Exception):
@@ -24,7 +26,7 @@ def as_exception(error: BaseException, origin: str = "") -> Exception:
     """Return ``error`` if it is ordinary, else a ``UserCodeError`` that says what ``origin`` raised."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    wrapped = UserCodeError(f"{origin} raised {name_and_words(error)}".lstrip())
+    wrapped = UserCodeError(f"{origin} raised {one_line(name_and_words(error), _LONGEST)}".lstrip())
     wrapped.__cause__ = error
     return wrapped
 

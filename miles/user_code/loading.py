@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.input_error import InputError
-from miles.one_line import name_and_words
+from miles.one_line import name_and_words, one_line, words_of
 from miles.user_code.errors import raising_exceptions
 
 PICKLED = ".pkl"  # suffix of a file with one function, and what it needs (cluster/function_file.py)
@@ -49,12 +49,14 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise InputError(
-            f"{flag} {path}: cannot import module {module_name} ({error}); "
+            f"{flag} {path}: cannot import module {module_name} ({one_line(words_of(error), 300)}); "
             "check the spelling, or start the run from the folder that holds it"
         ) from error
+    except ValueError as error:  # of the module's code: it would be shown as a sentence of ours
+        raise InputError(f"{flag} {path}: module {module_name} raised {_words(error)}; correct it") from error
     except SystemExit as error:  # it would end this process too, with the status of a success perhaps
         raise InputError(
-            f"{flag} {path}: module {module_name} exits when it is imported ({name_and_words(error)}); put what it "
+            f"{flag} {path}: module {module_name} exits when it is imported ({_words(error)}); put what it "
             'does as a program under if __name__ == "__main__"'
         ) from error
     if getattr(module, name, None) is None:
@@ -67,15 +69,18 @@ def no_such_name(module: str, name: str, kind: str, hint: str = "") -> str:
     return f"module {module} has no {kind} {name}; {hint}define it there or fix the name"
 
 
+def _words(error: BaseException) -> str:
+    return one_line(name_and_words(error), 300)
+
+
 def _unpickled(path: str, file: Path, flag: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = pickle.loads(file.read_bytes())
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot read {file} ({error.strerror}); check the path") from error
     except (Exception, SystemExit) as error:  # whatever the code in it raises
-        fault = f"{type(error).__name__}: {error}"
         raise InputError(
-            f"{flag} {path}: cannot be loaded in this process ({fault}); use the environment that wrote it"
+            f"{flag} {path}: cannot be loaded in this process ({_words(error)}); use the environment that wrote it"
         ) from error
     if not callable(function):
         raise InputError(f"{flag} {path}: holds no function; give a file that miles.train has written")

@@ -14,6 +14,7 @@ from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.sample import Prompt
 from miles.user_code.calls import run_blocking
+from miles.user_code.errors import ordinary_errors
 from miles.user_code.loading import load_function, load_object
 
 _FLAG = "--environment tool_calls"
@@ -45,7 +46,8 @@ class ToolCalls(EnvironmentKind):
 def _specs(path: str) -> Sequence[Mapping[str, Any]]:
     """Return the list at ``path``, or what the function there returns."""
     found = load_object(path, f"{_FLAG}:specs")
-    specs = found() if callable(found) else found
+    with ordinary_errors(f"{_FLAG}:specs {path}:"):
+        specs = found() if callable(found) else found
     if not isinstance(specs, list | tuple) or not specs or not all(isinstance(spec, Mapping) for spec in specs):
         raise InputError(f"{_FLAG}:specs {path}: holds {one_line(repr(specs), 80)}; give a list of tools, as objects")
     return specs

@@ -12,7 +12,7 @@ from typing import Any
 from miles.arguments.settings import Settings
 from miles.environments.base import ConversationTooLong, Environment, Message
 from miles.environments.chosen import environment_maker
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
 from miles.rollout.agents.program import time_is_up
@@ -22,6 +22,7 @@ from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.trajectory import Trajectory
 from miles.sample import Sample, SampleStatus
 from miles.user_code.calls import while_waiting
+from miles.user_code.errors import UserCodeError, ordinary_errors
 
 
 class RecordedModel:
@@ -116,18 +117,16 @@ class EnvironmentGenerator(SessionGenerator):
         """Return the reward and what has failed; neither for a trajectory that is ended from outside."""
         async with AsyncExitStack() as stack:
             try:
-                environment = self._make(trajectory.sample.prompt)
-                if not isinstance(environment, Environment):
-                    return None, f"returned {type(environment).__name__}, which is no Environment"
-                if self._max_turns is not None:
-                    if type(environment).play is not Environment.play:
-                        return None, "has a loop of its own (play), which --max-turns cannot bound; drop that flag"
-                    environment.max_turns = self._max_turns
+                with ordinary_errors(""):
+                    environment = self._make(trajectory.sample.prompt)
+                fault = self._fault_of(environment)
+                if fault:
+                    return None, fault
                 server = await self._started() if environment.needs_url else None
                 if server is not None:
                     await stack.enter_async_context(server.serving(session))
                 with while_waiting(session.not_its_own):
-                    playing = asyncio.ensure_future(environment.play(RecordedModel(session, server)))
+                    playing = asyncio.ensure_future(_played(environment, RecordedModel(session, server)))
             except Exception as error:  # whatever the environment's code raises
                 return None, _raised(error)
             waiting = [
@@ -145,6 +144,22 @@ class EnvironmentGenerator(SessionGenerator):
                 for task in (playing, *waiting):
                     task.cancel()
                 await asyncio.gather(playing, *waiting, return_exceptions=True)
+
+    def _fault_of(self, environment: Any) -> str:
+        """Return why it cannot be played; it gets the limit of its turns."""
+        if not isinstance(environment, Environment):
+            return f"returned {type(environment).__name__}, which is no Environment"
+        if self._max_turns is not None:
+            if type(environment).play is not Environment.play:
+                return "has a loop of its own (play), which --max-turns cannot bound; drop that flag"
+            environment.max_turns = self._max_turns
+        return ""
+
+
+async def _played(environment: Environment, model: RecordedModel) -> float:
+    """Play it to its end; an error that is no ``Exception`` must not reach the event loop."""
+    with ordinary_errors(""):
+        return await environment.play(model)
 
 
 def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | None, str]:
@@ -164,4 +179,5 @@ def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | 
 
 
 def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {one_line(str(error), 300)}"
+    raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+    return f"raised {one_line(name_and_words(raised), 300)}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from miles.one_line import few_lines, name_and_words, one_line
 from miles.rollout.groups import GroupSpec
 from miles.rollout.workers.packed import PackedGroup
 from miles.sample import PromptGroup
@@ -181,12 +182,12 @@ def encode_error(error: Exception, where: str) -> bytes:
 
     One that cannot be sent becomes a ``RuntimeError`` that names its type.
     """
-    note = f"in {where}:\n{''.join(traceback.format_exception(error))}"
+    note = f"in {where}:\n{few_lines(''.join(traceback.format_exception(error)))}"
     try:
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error) and str(copy) == str(error)
     except Exception:  # whatever the class of somebody else's error does
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
+        copy = RuntimeError(one_line(name_and_words(error), 1000))
     copy.__notes__ = [note]
     return pickle.dumps(copy)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failures import exit_with_message, how_to_resume
@@ -38,6 +39,30 @@ def test_other_errors_show_their_traceback(capsys):
     assert ended.value.code == 1
     assert "Traceback" in shown
     assert shown.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
+
+
+class Silent(ValueError):
+    def __str__(self):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x" * 10**7 + "\x1b[2J\n" * 10**6),
+        OSError("x" * 10**7 + "\x1b[2J\n" * 10**6),
+        ray.exceptions.RayTaskError("collect", "  File x.py, line 3\n\x1b[2J" + "x" * 10**7, OSError("\x1b" * 10**6)),
+        Silent(),
+    ],
+    ids=["ValueError", "OSError", "RayTaskError", "Silent"],
+)
+def test_what_user_code_raises_cannot_fill_or_control_the_terminal(capsys, error):
+    with pytest.raises(SystemExit), exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
+        raise error
+    shown = capsys.readouterr().err
+    assert len(shown) < 200_000
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert "x.py, line 3" in shown or not isinstance(error, ray.exceptions.RayTaskError)
 
 
 @pytest.mark.parametrize(

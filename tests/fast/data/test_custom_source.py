@@ -81,6 +81,19 @@ def test_a_source_that_runs_out_is_named(stream):
         stream("Ends").draw(2)
 
 
+@pytest.mark.parametrize("at", ["__init__", "state", "restore"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration()], ids=repr)
+def test_a_source_cannot_end_the_process(stream, monkeypatch, at, error):
+    def ends(*args):
+        raise error
+
+    monkeypatch.setattr(Drawn, at, ends, raising=False)
+    with pytest.raises(UserCodeError, match=f"--data-source-path own_sources:Drawn: .*raised {type(error).__name__}"):
+        made = stream("Drawn")
+        made.state()
+        made.restore({"source": {}, "next_group_index": 0, "unfinished": []})
+
+
 def test_a_state_that_json_cannot_hold_is_refused(stream):
     with pytest.raises(InputError, match=r"--data-source-path own_sources:Odd: state\(\) cannot be written as JSON"):
         stream("Odd").state()

@@ -170,6 +170,14 @@ def test_every_fault_is_a_reward_error(process, make_sample, name, fault):
     assert fault in fault_of(process(name), [make_sample("a")])
 
 
+def test_the_traceback_of_a_function_is_short_and_has_no_control_characters(process, make_sample):
+    with pytest.raises(RewardError) as caught:
+        scored(process("shouts"), [make_sample("a")])
+    [note] = caught.value.__cause__.__notes__
+    assert f"{MODULE}.py" in note and "in shouts" in note
+    assert len(note) < 15_000 and all(line.isprintable() for line in note.split("\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "verb"),
     [

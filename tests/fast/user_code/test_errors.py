@@ -49,6 +49,15 @@ def called(name, error):
     return asyncio.run(call())
 
 
+@pytest.mark.parametrize("error", ["ValueError", "ImportError", "SystemExit"])
+def test_a_module_that_raises_is_named_in_a_short_line(tmp_path, monkeypatch, error):
+    (tmp_path / "raises_at_import.py").write_text(f"raise {error}('x' * 10**7 + '\\x1b[2J')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match="^--x raises_at_import:f: ") as caught:
+        load_function("raises_at_import:f", "--x")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
 NAMES = ["plain", "coroutine", "instance"]
 
 

@@ -21,6 +21,7 @@ from miles.rollout.groups import response_seed
 from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
 from miles.user_code import calls
 from miles.user_code.calls import run_blocking
+from miles.user_code.errors import UserCodeError
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
 
@@ -73,6 +74,26 @@ class Raises(Echo):
 class Cancels(Echo):
     async def step(self, answer):
         raise asyncio.CancelledError
+
+
+class Exits(Echo):
+    async def step(self, answer):
+        raise SystemExit(2)
+
+
+class ExitsAtOnce(Echo):
+    def __init__(self, prompt):
+        raise SystemExit(2)
+
+
+class Wordless(Echo):
+    async def step(self, answer):
+        raise Silently
+
+
+class Silently(Exception):
+    def __str__(self):
+        raise ValueError
 
 
 class Hangs(Echo):
@@ -176,6 +197,9 @@ seen = []
 def specs():
     return SPECS
 
+def exits_at_specs():
+    raise SystemExit(2)
+
 async def call(name, arguments):
     seen.append((name, arguments))
     return {"pear": 7}[arguments["item"]]
@@ -254,6 +278,11 @@ def test_wrong_tools_are_refused_at_the_start(price_tools, name, fault):
         generator(name)
 
 
+def test_a_function_of_tools_cannot_end_the_process(price_tools):
+    with pytest.raises(UserCodeError, match="^--environment tool_calls:specs price_tools.exits_at_specs: raised "):
+        generator("tool_calls:call=price_tools.call,specs=price_tools.exits_at_specs")
+
+
 @pytest.mark.parametrize("name", ["Shop", "Echo"])
 async def test_max_turns_bounds_the_answers(random_engine, chat_tokenizer, name):
     engine = random_engine(texts=[CALL] * 20)
@@ -309,6 +338,9 @@ async def test_a_conversation_that_leaves_no_room_is_truncated_and_scored(random
     [
         ("Raises", "raised OSError: no board"),
         ("Cancels", "raised CancelledError"),
+        ("Exits", "raised SystemExit: 2"),
+        ("ExitsAtOnce", "raised SystemExit: 2"),
+        ("Wordless", r"raised Silently: \(its str raises ValueError\)"),
         ("Hangs", r"took more than 0.3 s by itself \(--agent-timeout\)"),
         ("Unscored", "gave the reward nan, which is not a finite number"),
         ("Silent", "made no call that was answered: it never called the model"),
