@@ -1,4 +1,4 @@
-"""JSON requests to the server of a reward: bounded in number and time, repeated while the server is busy.
+"""JSON requests to the server of a reward: bounded in number, time and size, repeated while the server is busy.
 
 Only the host of the given URL is contacted: redirects and the proxies of the environment are not followed.
 """
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import httpx
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
+LARGEST_REPLY = 8 << 20  # bytes; values read from them may take 20 times as much memory
+_LARGEST_FAULT = 1 << 12  # bytes that are read of a reply that is no success
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, with the URL
@@ -58,7 +60,8 @@ class JsonClient:
         self._url = url
         self._shown = public(name, url)
         self._secrets = secrets_in(name, url) | (set() if key is None else {key})
-        self._headers = {"Content-Type": "application/json"}
+        # Compressed, a short reply may be a very long one.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
         self._concurrency = concurrency
@@ -93,11 +96,11 @@ class JsonClient:
         for left in range(self._retries, -1, -1):
             asked: float | None = None
             try:
-                async with asyncio.timeout(self._seconds):
-                    response = await client.post(self._url, content=body)
+                async with asyncio.timeout(self._seconds), client.stream("POST", self._url, content=body) as response:
+                    text = await self._text(response)
                 if response.status_code == 200:
-                    return self._decoded(response.text)
-                fault = f"answered with status {response.status_code}: {one_line(response.text, 120)!r}"
+                    return self._decoded(text)
+                fault = f"answered with status {response.status_code}: {one_line(text, 120)!r}"
                 if response.status_code not in _BUSY:
                     raise self._error(fault)
                 asked = _seconds_asked(response.headers.get("Retry-After"))
@@ -109,6 +112,25 @@ class JsonClient:
             await asyncio.sleep(min(pause, _LONGEST_WAIT))
             wait *= 2
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _text(self, response: httpx.Response) -> str:
+        """Read a reply, or the start of one that is no success.
+
+        Raises:
+            HttpCallError: It is a success, and compressed or longer than ``LARGEST_REPLY``.
+        """
+        is_success = response.status_code == 200
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if is_success and encoding.lower() != "identity":
+            raise self.failure(f"the Content-Encoding {one_line(encoding, 40)}; answer without one, as was asked for")
+        found = bytearray()
+        async for chunk in response.aiter_raw():
+            found += chunk
+            if not is_success and len(found) > _LARGEST_FAULT:
+                break
+            if len(found) > LARGEST_REPLY:
+                raise self.failure(f"more than {LARGEST_REPLY >> 20} MiB; answer with the rewards alone")
+        return found.decode("utf-8", "replace")
 
     def _decoded(self, text: str) -> Any:
         try:

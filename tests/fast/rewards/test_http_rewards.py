@@ -7,7 +7,7 @@ import json
 import socket
 import sqlite3
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -150,6 +150,51 @@ async def test_what_is_no_number_is_a_failure_of_the_answer(make_sample, reply, 
     with server(lambda *_: (200, reply)) as url:
         (reward,) = await remote(url)([make_sample("x")])
     assert isinstance(reward, NotAReward) and fault in reward
+
+
+@contextmanager
+def endless_server(head):
+    """Answer each request with ``head`` and a body that does not end; yield the URL, and the bytes sent so far."""
+    sent = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            with suppress(OSError):
+                self.wfile.write(head + b"\r\n\r\n")
+                while sum(sent) < 1 << 30:
+                    sent.append(self.wfile.write(b" " * (1 << 20)))
+
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}/?token={KEY}", sent
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+@pytest.mark.parametrize(
+    ("head", "fault"),
+    [
+        (b"HTTP/1.1 200 OK", "answered with more than 8 MiB; answer with the rewards alone"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip", "answered with the Content-Encoding gzip; answer without one"),
+        (b"HTTP/1.1 404 Not found", "answered with status 404: "),
+        (b"HTTP/1.1 500 Broken", "answered with status 500: "),
+    ],
+)
+@pytest.mark.parametrize("kind", ["remote_rm", "judge"])
+async def test_no_more_of_a_long_reply_is_read_than_a_reward_can_be(make_sample, kind, head, fault):
+    with endless_server(head) as (url, sent):
+        scorer = remote(url, rm_url_retries=0) if kind == "remote_rm" else judge(url, judge_retries=0)
+        (reward,) = await scorer([make_sample("x")])
+    assert isinstance(reward, NotAReward) and fault in reward and "127.0.0.1" in reward and KEY not in reward
+    assert sum(sent) < 100 << 20, "what waits in the sockets besides"
 
 
 async def test_only_the_given_host_is_contacted_and_secrets_are_not_shown(make_sample, monkeypatch):
