@@ -14,7 +14,9 @@ import base64
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +42,10 @@ _SAMPLE_FIELDS = (
     "weight_versions",
 )
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
+_GROUP_KEYS = {"group_index", "prompt", "samples", "dropped_trajectories", "baseline_reward", "baseline_tokens"}
+_PROMPT_KEYS = {"token_ids", *_PROMPT_FIELDS}
+_SAMPLE_KEYS = {*_SAMPLE_FIELDS, "status", "prompt", "teacher_log_probs", "reward_parts", "support", "experts"}
+_LARGEST_LOG_PROB = 1e-4  # a log-softmax of low precision may round to more than 0
 
 
 def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGroup]) -> None:
@@ -192,6 +198,7 @@ def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
         record = _object(strict_json.loads(line.decode("utf-8")), "the line")
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
+    _check_keys(record, _GROUP_KEYS, "the group")
     end = _LARGEST if vocab_size is None else vocab_size
     group_index = _integers([record["group_index"]], "group_index", 0, _LARGEST)[0]
     group = PromptGroup(group_index, _decode_prompt(_object(record["prompt"], "prompt"), end))
@@ -218,13 +225,14 @@ _LARGEST_VOCABULARY = 2**31
 
 
 def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
+    _check_keys(record, _PROMPT_KEYS, "the prompt")
     token_ids = _integers(record["token_ids"], "token_ids of the prompt", 0, end)
     if not token_ids:
         raise ValueError("token_ids of the prompt is empty")
     return Prompt(
         text=_text(record["text"], "text of the prompt"),
         token_ids=tuple(token_ids),
-        label=record["label"],
+        label=_label(record["label"]),
         metadata=_object(record["metadata"], "metadata of the prompt"),
         source=_text(record["source"], "source of the prompt"),
         prompt_set=_text(record.get("prompt_set", ""), "set of the prompt"),  # absent in earlier files
@@ -234,6 +242,8 @@ def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
 def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Sample:
     if "trajectory_id" not in record and "rollout_id" in record:  # files saved before the field was renamed
         record = record | {"trajectory_id": record["rollout_id"]}
+        del record["rollout_id"]
+    _check_keys(record, _SAMPLE_KEYS, "it")
     sample = Sample(
         prompt=_decode_prompt(_object(record["prompt"], "prompt"), end) if "prompt" in record else group.prompt,
         group_index=group.group_index,
@@ -241,8 +251,8 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         response_ids=_integers(record["response_ids"], "response_ids", 0, end),
         response=_text(record["response"], "response"),
         loss_mask=_integers(record["loss_mask"], "loss_mask", 0, 2),
-        rollout_log_probs=_numbers(record["rollout_log_probs"], "rollout_log_probs"),
-        teacher_log_probs=_numbers(record.get("teacher_log_probs", []), "teacher_log_probs"),
+        rollout_log_probs=_log_probs(record["rollout_log_probs"], "rollout_log_probs"),
+        teacher_log_probs=_log_probs(record.get("teacher_log_probs", []), "teacher_log_probs"),
         status=SampleStatus(record["status"]),
         reward=_numbers([record["reward"]], "reward")[0],
         reward_parts=_reward_parts(record.get("reward_parts", {})),
@@ -316,8 +326,39 @@ def _integers(values: Any, name: str, start: int, end: int) -> list[int]:
 
 
 def _numbers(values: Any, name: str) -> list[float]:
-    """Return ``values`` if it is a list of finite numbers."""
+    """Return ``values`` as floats if it is a list of finite numbers."""
+    found = []
     for value in _list(values, name):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        number = math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with suppress(OverflowError):  # a whole number that no float holds
+                number = float(value)
+        if not math.isfinite(number):
             raise ValueError(f"{name} has {one_line(json.dumps(value), 40)}, not a finite number")
-    return list(values)
+        found.append(number)
+    return found
+
+
+def _log_probs(values: Any, name: str) -> list[float]:
+    """Return ``values`` as floats if it is a list of log-probs."""
+    found = _numbers(values, name)
+    if (highest := max(found, default=0.0)) > _LARGEST_LOG_PROB:
+        raise ValueError(f"{name} has {highest:g}, and the logarithm of a probability is not above 0")
+    return found
+
+
+def _label(value: Any) -> Any:
+    """Return a label: that of a prompt of the user's own code may be any value that JSON has."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("label of the prompt has NaN or Infinity; a number there must be finite") from None
+    return value
+
+
+def _check_keys(record: Mapping[str, Any], known: Set[str], what: str) -> None:
+    for name in record:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{what} has {one_line(name, 40)!r}, which is not read{hint}")

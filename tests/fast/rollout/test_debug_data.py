@@ -17,6 +17,7 @@ from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+LOG_PROBS = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)  # line separators too
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | FLOATS | TEXT,
@@ -59,8 +60,8 @@ def groups(draw):
                 support=draw(supports(response_ids)),
                 response=draw(TEXT),
                 loss_mask=draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
-                rollout_log_probs=draw(st.lists(FLOATS, min_size=n, max_size=n)),
-                teacher_log_probs=draw(st.just([]) | st.lists(FLOATS, min_size=n, max_size=n)),
+                rollout_log_probs=draw(st.lists(LOG_PROBS, min_size=n, max_size=n)),
+                teacher_log_probs=draw(st.just([]) | st.lists(LOG_PROBS, min_size=n, max_size=n)),
                 status=draw(st.sampled_from(SampleStatus)),
                 reward=draw(FLOATS),
                 weight_versions=draw(st.lists(st.integers(-1, 2**40), min_size=n, max_size=n)),
@@ -167,6 +168,13 @@ def break_samples(record):
                 ({"response_ids": [1, 1.0, 1]}, "response_ids has 1.0"),
                 ({"response_ids": "abc"}, "response_ids is of type str, not a list"),
                 ({"rollout_log_probs": [0, -math.inf, 0]}, "rollout_log_probs has -Infinity"),
+                ({"rollout_log_probs": [0, 5.0, 0]}, "rollout_log_probs has 5, and the logarithm of a probability is"),
+                ({"rollout_log_probs": [0, -(10**400), 0]}, "rollout_log_probs has -1000.*, not a finite number"),
+                ({"teacher_log_probs": [0, 0.1, 0]}, "teacher_log_probs has 0.1, and the logarithm"),
+                ({"reward": 10**400}, "reward has 1000.*, not a finite number"),
+                ({"reward_parts": {"a": 10**400}}, "reward_parts has 1000.*, not a finite number"),
+                ({"rewards": 1.0}, "sample 1: it has 'rewards', which is not read; did you mean reward"),
+                ({"rollout_id": 1}, "sample 1: it has 'rollout_id', which is not read"),
                 ({"weight_versions": [-2, 0, 0]}, "weight_versions has -2"),
                 ({"response": 3}, "response is of type int, not text"),
                 ({"trajectory_id": None}, "trajectory_id has null"),
@@ -188,6 +196,11 @@ def break_samples(record):
         (lambda record: record.update(group_index=True), "group_index has true"),
         (lambda record: record.update(samples=[]), "it has no samples"),
         (lambda record: record["prompt"].update(token_ids=[]), "token_ids of the prompt is empty"),
+        (lambda record: record["prompt"].update(label=math.nan), "label of the prompt has NaN or Infinity"),
+        (lambda record: record["prompt"].update(label=[-math.inf]), "label of the prompt has NaN or Infinity"),
+        (lambda record: record["prompt"].update(lable="x"), "the prompt has 'lable', which is not read; did you mean"),
+        (lambda record: record.update(baseline_rewards=1.0), "the group has 'baseline_rewards', which is not read"),
+        (lambda record: record.update(baseline_reward=10**400), "baseline_reward has 1000.*, not a finite number"),
         (lambda record: record["prompt"].update(metadata=[]), "metadata of the prompt is of type list"),
     ],
 )
