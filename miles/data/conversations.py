@@ -73,7 +73,7 @@ def load_conversations(
     notes, conversations, dropped = Notes(), list[Conversation](), 0
     rows = list(read_rows(source))
     for row in rows:
-        conversation = _read(row, renderer, data, tokenizer)
+        conversation = _read(row, renderer, data, tokenizer, notes)
         length = len(conversation.prompt.token_ids) + len(conversation.response_ids)
         is_long = (
             (max_context_len is not None and length > max_context_len)
@@ -99,8 +99,12 @@ _TOO_LONG = (
     "dropped, as it is longer than --rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
 )
 
+_NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 
-def _read(row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Conversation:
+
+def _read(
+    row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: PreTrainedTokenizerBase, notes: Notes
+) -> Conversation:
     messages = row.column(data.input_key, "--input-key")
     if not isinstance(messages, list):
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
@@ -130,6 +134,8 @@ def _read(row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: Pr
     if first == 0:
         row.refuse("the first token is trained on, and nothing predicts it; put a message before it")
     metadata = row.columns.get(data.metadata_key)
+    if metadata is not None and not isinstance(metadata, dict):
+        notes.add(_NO_OBJECT, row.where)
     prompt = Prompt(
         text[: offsets[first][0]],
         tuple(token_ids[:first]),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _BOOLEAN_LABEL = "the label is true or false, which built-in rewards refuse"
+_BLANK_LABEL = "the label is text without a character, which built-in rewards refuse"
 _NO_LABEL = "there is no label, so the reward function gets None"
 _NO_LABEL_KEY = "there is no label, as --label-key is not given, so the reward function gets None"
 
@@ -43,6 +44,7 @@ def load_prompts(
     input_key: str | None = None,
     label_key: str | None = None,
     labels_optional: bool = False,
+    needing_labels: Sequence[str] = (),
     max_context_len: int | None = None,
 ) -> PromptSet:
     """Read, render and tokenize the prompts of ``source``.
@@ -60,6 +62,7 @@ def load_prompts(
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
         labels_optional: Whether rows may lack a label: a custom reward may not need it. One at least must have it.
+        needing_labels: The built-in rewards of the run that compare with a label, which is text or a number for them.
         max_context_len: The most tokens of prompt and response together.
 
     Raises:
@@ -71,7 +74,8 @@ def load_prompts(
             break
     else:
         columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
-    columns = replace(columns, label_may_be_null=columns.label_may_be_null or labels_optional)
+    optional = columns.label_may_be_null or labels_optional
+    columns = replace(columns, label_may_be_null=optional, needing_labels=needing_labels)
     renderer = PromptRenderer(data, tokenizer)
     rows = list(read_rows(source))
     if not rows:
@@ -101,13 +105,14 @@ class RowReader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         labels_optional: bool = False,
+        needing_labels: Sequence[str] = (),
         max_context_len: int | None = None,
     ) -> None:
         """See ``load_prompts``."""
         self._data = data
         self._tokenizer = tokenizer
         self._renderer = PromptRenderer(data, tokenizer)
-        self._columns = _Columns(data.input_key, data.label_key, data.metadata_key, labels_optional)
+        self._columns = _Columns(data.input_key, data.label_key, data.metadata_key, labels_optional, needing_labels)
         self._limits = (data.rollout_max_prompt_len, None if max_context_len is None else max_context_len - 1)
         self._notes = Notes()  # of all rows
 
@@ -138,6 +143,7 @@ class _Columns:
     label: str | None
     metadata: str
     label_may_be_null: bool = False  # some tasks have no single right answer
+    needing_labels: Sequence[str] = ()
 
 
 def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
@@ -159,8 +165,14 @@ def _label(row: Row, columns: _Columns, notes: Notes) -> Any:
         notes.add(_NO_LABEL, row.where)
         return None
     label = row.column(columns.label, "--label-key")
-    if isinstance(label, bool):
-        notes.add(_BOOLEAN_LABEL, row.where)
+    if isinstance(label, bool) or (isinstance(label, str) and not label.strip()):
+        if columns.needing_labels:
+            reward = columns.needing_labels[0]
+            row.refuse(
+                f"the label, column {columns.label!r}, is {label!r:.20}, and --rm-type {reward} needs "
+                "text or a number; correct or remove the row, or choose another column with --label-key"
+            )
+        notes.add(_BOOLEAN_LABEL if isinstance(label, bool) else _BLANK_LABEL, row.where)
     elif not isinstance(label, str | int | float):
         row.refuse(
             f"the label, column {columns.label!r}, is of type {type(label).__name__}; give text or a number, and put "

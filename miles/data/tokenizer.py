@@ -148,13 +148,29 @@ class PromptRenderer:
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict):
                 row.refuse(f'message {number} is {_kind(message)}; write {{"role": ..., "content": ...}}')
-            calls = message.get("tool_calls")
+            calls = self._calls(row, number, message)
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str) and not (calls and key == "content"):
                     row.refuse(f"message {number}: its {key} is {_kind(message.get(key))}; give text")
             self._check_role(row, number, message["role"])
             if not calls and not message["content"].strip():
                 row.refuse(f"message {number}: its content is empty; fill it or remove the message")
+
+    def _calls(self, row: Row, number: int, message: dict[str, Any]) -> list[Any]:
+        """Return the calls of a message; refuse what are none, and those that would be the whole text unseen."""
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            row.refuse(f"message {number}: its tool_calls are {_kind(calls)}; give a list of objects")
+        for place, call in enumerate(calls, start=1):
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                row.refuse(f"message {number}: call {place} of its tool_calls names no function; give it a name")
+        if calls and message.get("content") is None and "tool_calls" not in self._template:
+            row.refuse(
+                f"message {number}: its content is missing or null, and the chat template writes no tool_calls; give "
+                "text, which may be empty"
+            )
+        return calls
 
     def _check_role(self, row: Row, number: int, role: str) -> None:
         """Refuse a role that is neither common nor named in the template: most templates render any word."""

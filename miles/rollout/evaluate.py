@@ -15,7 +15,7 @@ from miles import strict_json
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.data.prompts import load_prompts
+from miles.data.prompts import PromptSet, load_prompts
 from miles.engine.base import SamplingParams
 from miles.engine.concurrency import gather_or_cancel
 from miles.input_error import InputError
@@ -102,11 +102,12 @@ def load_eval_sets(
     tokenizer: PreTrainedTokenizerBase,
     *,
     labels_optional: bool = False,
+    needing_labels: Sequence[str] = (),
 ) -> list[EvalSet]:
     """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
 
     What a set does not specify is taken from the ``--eval-*`` flags. Rows may lack a label with ``labels_optional``, as
-    for a custom reward.
+    for a custom reward. Those that the built-in rewards ``needing_labels`` cannot read are refused.
 
     Raises:
         InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
@@ -123,7 +124,8 @@ def load_eval_sets(
             raise InputError(
                 f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
             )
-    return [_load(entry, evaluation, data, rollout, tokenizer, labels_optional) for entry in entries]
+    load = partial(load_prompts, labels_optional=labels_optional, needing_labels=needing_labels)
+    return [_load(entry, evaluation, data, rollout, tokenizer, load) for entry in entries]
 
 
 def _load(
@@ -132,7 +134,7 @@ def _load(
     data: DataArguments,
     rollout: RolloutArguments,
     tokenizer: PreTrainedTokenizerBase,
-    labels_optional: bool,
+    load: Callable[..., PromptSet],
 ) -> EvalSet:
     chosen: dict[str, Any] = {
         "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
@@ -144,13 +146,12 @@ def _load(
         "input_key": evaluation.eval_input_key,
         "label_key": evaluation.eval_label_key,
     } | entry
-    prompts = load_prompts(
+    prompts = load(
         chosen["source"],
         data,
         tokenizer,
         input_key=chosen["input_key"],
         label_key=chosen["label_key"],
-        labels_optional=labels_optional,
         max_context_len=rollout.rollout_max_context_len,
     ).prompts
     sampling = SamplingParams(

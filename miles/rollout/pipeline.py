@@ -282,7 +282,8 @@ async def build_pipeline(
     rollout, reward, data = settings.rollout, settings.reward, settings.data
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     reward_function = _reward_function(reward)
-    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
+    labels: dict[str, Any] = {"labels_optional": reward.labels_optional, "needing_labels": reward.needing_labels}
+    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, **labels)
     supply = build_supply(settings, tokenizer)
     agents = session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)

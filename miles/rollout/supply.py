@@ -41,8 +41,11 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
     """
     data, rollout = settings.data, settings.rollout
     context, labels_optional = rollout.rollout_max_context_len, settings.reward.labels_optional
+    needing = settings.reward.needing_labels
     if data.data_source_path is not None:
-        reader = RowReader(data, tokenizer, labels_optional=labels_optional, max_context_len=context)
+        reader = RowReader(
+            data, tokenizer, labels_optional=labels_optional, needing_labels=needing, max_context_len=context
+        )
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
     if data.prompt_mix is not None or data.curriculum_path is not None:
         sources = data.mixed_sources
@@ -61,7 +64,12 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         prompts = [conversation.prompt for conversation in conversations]
     else:
         loaded = load_prompts(
-            data.prompt_data, data, tokenizer, labels_optional=labels_optional, max_context_len=context
+            data.prompt_data,
+            data,
+            tokenizer,
+            labels_optional=labels_optional,
+            needing_labels=needing,
+            max_context_len=context,
         )
         prompts = list(loaded.prompts)
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts), conversations)
@@ -73,6 +81,7 @@ def _named_set(name: str, source: str, settings: Settings, tokenizer: Any) -> Na
         settings.data,
         tokenizer,
         labels_optional=settings.reward.labels_optional,
+        needing_labels=settings.reward.needing_labels,
         max_context_len=settings.rollout.rollout_max_context_len,
     )
     return NamedSet(name, [replace(prompt, prompt_set=name) for prompt in loaded.prompts])

@@ -138,7 +138,12 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     reward = settings.reward
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     loaded = load_eval_sets(
-        evaluation, settings.data, settings.rollout, tokenizer, labels_optional=reward.labels_optional
+        evaluation,
+        settings.data,
+        settings.rollout,
+        tokenizer,
+        labels_optional=reward.labels_optional,
+        needing_labels=reward.needing_labels,
     )
     if samples_per_prompt is not None:  # also if --eval-config says another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]

@@ -57,6 +57,19 @@ def test_the_turns_of_the_assistant_are_trained_on_with_their_ends(trained):
     assert pieces == ["it is 4<end>", "it is so<end>"]
 
 
+def test_metadata_that_is_no_object_is_counted(base_tokenizer, tmp_path, caplog):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
+    tokenizer.chat_template = TURNS
+    file = tmp_path / "chats.jsonl"
+    rows = [{"messages": CHAT, "metadata": metadata} for metadata in ({"a": 1}, "text", None, [])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_conversations(str(file), DataArguments(input_key="messages"), tokenizer)
+    assert [one.prompt.metadata for one in found] == [{"a": 1}, {}, {}, {}]
+    [record] = caplog.records
+    assert "2 of 4 prompts: the metadata, column --metadata-key, is no object" in record.getMessage()
+    assert record.getMessage().endswith("chats.jsonl:2")
+
+
 def test_other_roles_are_trained_on_if_they_are_named(trained):
     assert trained(CHAT, roles=("user",))[1] == ["<user>2+2?<end>", "<user>why?<end>"]
     assert len(trained(CHAT, roles=("user", "assistant"))[1]) == 4

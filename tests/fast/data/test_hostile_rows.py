@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles.arguments.data import DataArguments
-from miles.data.prompts import load_prompts
+from miles.data.prompts import RowReader, load_prompts
 from miles.data.row import LONGEST_MESSAGE
 from miles.input_error import InputError
 
 LABELLED = DataArguments(label_key="label")
 CHAT = DataArguments(label_key="label", apply_chat_template=True)
 USER = {"role": "user", "content": "1+1"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
 
 
 def write_lines(path, *lines):
@@ -59,12 +60,37 @@ def test_faults_of_a_line(tmp_path, tokenizer, line, fault):
     [
         ([{"role": "usr", "content": "x"}], "message 1: the chat template knows no role 'usr'; give one of system"),
         ([USER, {"role": "user", "content": " \n"}], "message 2: its content is empty"),
+        ([CALLS | {"tool_calls": "x"}], "message 1: its tool_calls are of type str; give a list of objects"),
+        ([CALLS | {"tool_calls": [1]}], "message 1: call 1 of its tool_calls names no function; give it a name"),
+        ([CALLS | {"content": "a", "tool_calls": [{"function": "add"}]}], "message 1: call 1 of its tool_calls names"),
+        ([CALLS], "message 1: its content is missing or null, and the chat template writes no tool_calls; give text"),
     ],
 )
 def test_faults_of_messages(tmp_path, tokenizer, messages, fault):
     source = write_rows(tmp_path / "chat.jsonl", {"input": messages, "label": "1"})
     with pytest.raises(InputError, match=f"chat.jsonl:1: {fault}"):
         load_prompts(source, CHAT, tokenizer)
+
+
+def test_a_message_without_text_is_allowed_if_the_template_writes_its_calls(tmp_path, base_tokenizer):
+    base_tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    source = write_rows(tmp_path / "chat.jsonl", {"input": [CALLS]})
+    try:
+        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer).prompts
+    finally:
+        base_tokenizer.chat_template = None
+    assert prompt.text == "add"
+
+
+@pytest.mark.parametrize("label", ["", " \n ", True])
+def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, tokenizer, label):
+    rows = [{"input": "a", "label": "1"}, {"input": "a", "label": label}]
+    source = write_rows(tmp_path / "rows.jsonl", *rows)
+    fault = f"the label, column 'label', is {re.escape(repr(label))}, and --rm-type math needs text or a number"
+    with pytest.raises(InputError, match=rf"rows\.jsonl:2: {fault}"):
+        load_prompts(source, LABELLED, tokenizer, needing_labels=["math", "gpqa"])
+    with pytest.raises(InputError, match=f"^row 1 of --data-source-path: {fault}"):
+        RowReader(LABELLED, tokenizer, needing_labels=["math"])(rows[1], 1)
 
 
 def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):
@@ -99,6 +125,12 @@ def test_an_empty_message_that_calls_a_tool_is_allowed(tmp_path, tokenizer):
             LABELLED,
             {},
             r"2 of 3 prompts: the label is true or false, .*; the first is .*rows\.jsonl:1",
+        ),
+        (
+            [{"input": "a", "label": ""}, {"input": "a", "label": 1}, {"input": "b", "label": " "}],
+            LABELLED,
+            {},
+            r"2 of 3 prompts: the label is text without a character, .*; the first is .*rows\.jsonl:1",
         ),
         (
             [{"input": "a", "label": 1}, {"input": "a"}, {"input": "b", "label": None}],

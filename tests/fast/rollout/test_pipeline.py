@@ -96,6 +96,23 @@ async def test_iterations_end_at_scored_groups(settings, weights):
         assert collected.scored.metrics["rollout/reward"].value == pytest.approx(sum(rewards) / 4)
 
 
+@pytest.mark.parametrize("which", ["prompt_data", "prompt_mix", "eval_prompt_data"])
+async def test_a_label_that_the_reward_cannot_read_is_refused_before_the_engine_starts(settings, tmp_path, which):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1 + 1 = ", "label": " "}\n')
+    flags = settings()
+    if which == "prompt_data":
+        flags = replace(flags, data=replace(flags.data, prompt_data=str(bad)))
+    elif which == "prompt_mix":
+        flags = replace(flags, data=replace(flags.data, prompt_data=None, prompt_mix=("a", str(bad))))
+    else:
+        flags = replace(flags, evaluation=replace(flags.evaluation, eval_prompt_data=("held", str(bad))))
+    flags = replace(flags, reward=RewardArguments(rm_type="exact_match"))
+    data = replace(flags.data, label_key="label")
+    with pytest.raises(InputError, match=r"bad\.jsonl:1: the label, column 'label', is ' ', and --rm-type exact_match"):
+        await build(replace(flags, data=data, evaluation=replace(flags.evaluation, eval_label_key="label")))
+
+
 async def test_the_groups_become_shards_without_ray(settings, weights):
     flags = settings()
     collected = await collect(await build(flags), weights, 0)
