@@ -39,6 +39,7 @@ from miles.threads import in_thread
 from miles.user_code.calls import UserCodeTimeout, call_slots
 from miles.user_code.errors import UserCodeError
 
+MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuck, not slow
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return
 OUTPUT_PER_MINUTE = 100_000  # bytes of what the function prints that are shown
@@ -59,12 +60,16 @@ class RewardProcessDied(Exception):
         self.only_call = only_call
 
 
+class RewardStuck(UserCodeTimeout):
+    """No call has returned for ``MOST_TIMEOUTS`` times the longest time of a call."""
+
+
 class RewardProcess:
     """A reward function, ``module:function``, that is called in its own process.
 
     The results are numbers, or ``NotAReward``. Calls raise ``UserCodeError`` with what the function raised,
-    ``UserCodeTimeout``, and ``RewardProcessDied``. If the process dies during several calls, each of them is made again
-    alone, to find the one that ends it.
+    ``UserCodeTimeout`` (``RewardStuck`` if no call returns any more), and ``RewardProcessDied``. If the process dies
+    during several calls, each of them is made again alone, to find the one that ends it.
 
     Args:
         path: ``--custom-rm-path``.
@@ -82,6 +87,8 @@ class RewardProcess:
         self._seconds = seconds
         self._shared = _Worker(self._command)
         self._replacing = threading.Lock()
+        self._timeouts = 0  # one after another; those at the same time count once
+        self._last_timeout = 0.0
         self._alone = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lock]()
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
@@ -90,7 +97,7 @@ class RewardProcess:
             for _ in range(MAX_RESUBMISSIONS):
                 worker = await self._living_worker()
                 try:
-                    return await worker.call(samples, self._seconds)
+                    return await self._call(worker, samples)
                 except RewardProcessDied as death:
                     if death.only_call:
                         raise
@@ -99,9 +106,26 @@ class RewardProcess:
         async with self._alone.setdefault(asyncio.get_running_loop(), Lock()):
             alone = await in_thread(_Worker, self._command)
             try:
-                return await alone.call(samples, self._seconds)
+                return await self._call(alone, samples)
             finally:
                 alone.stop()
+
+    async def _call(self, worker: _Worker, samples: Sequence[Sample]) -> list[float]:
+        began = time.monotonic()
+        try:
+            results = await worker.call(samples, self._seconds)
+        except UserCodeTimeout as error:
+            if began >= self._last_timeout:
+                self._timeouts += 1
+                self._last_timeout = time.monotonic()
+            if self._timeouts < MOST_TIMEOUTS:
+                raise
+            raise RewardStuck(f"{error}, {self._timeouts} times in a row, and no other call returned") from None
+        except UserCodeError:
+            self._timeouts = 0
+            raise
+        self._timeouts = 0
+        return results
 
     def __del__(self) -> None:
         if hasattr(self, "_shared"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles.one_line import one_line
 from miles.rewards.base import NotAReward, RewardFunction, RewardSum
-from miles.rewards.reward_process import RewardProcessDied
+from miles.rewards.reward_process import RewardProcessDied, RewardStuck
 from miles.sample import Sample
 from miles.user_code.calls import UserCodeTimeout
 from miles.user_code.errors import UserCodeError
@@ -34,7 +34,8 @@ async def score(
 
     Raises:
         RewardError: With ``error_value`` None and without ``drop``, for the first sample at fault or failed, or for a
-            batch that fails although no sample alone does. No reward is set then.
+            batch that fails although no sample alone does; in any case for a function that does not return any more.
+            No reward is set then.
     """
     if any(sample.failure for sample in samples):
         return await _score_without_failed(samples, function, error_value, drop=drop)
@@ -46,6 +47,8 @@ async def score(
         outcomes = _per_sample(samples, await function(samples), name)
     except Exception as error:  # whatever a user's function raises
         failure = _failure(samples, _fault(error), name, error)
+        if isinstance(error, RewardStuck):
+            raise _stuck(samples, error, name) from error
         if strict and isinstance(error, UserCodeTimeout):
             raise failure from error  # each sample alone might take as long again
         outcomes = await _one_by_one(samples, function, name, failure, strict=strict)
@@ -90,11 +93,18 @@ async def _one_by_one(
     async def alone(sample: Sample) -> float | RewardError:
         try:
             return _per_sample([sample], await function([sample]), name)[0]
+        except RewardStuck as error:
+            raise _stuck([sample], error, name) from error
         except Exception as error:
             return _failure([sample], _fault(error), name, error)
 
     if isinstance(batch_failure.__cause__, UserCodeTimeout):  # one after another might take as long for each
-        outcomes = list(await asyncio.gather(*map(alone, samples)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(alone(sample)) for sample in samples]
+        except ExceptionGroup as stuck:  # the other calls have been cancelled
+            raise stuck.exceptions[0] from stuck.exceptions[0].__cause__
+        outcomes = [call.result() for call in calls]
     else:
         outcomes = [await alone(sample) for sample in samples]
     if not any(isinstance(outcome, RewardError) for outcome in outcomes):
@@ -135,6 +145,14 @@ def _fault(error: Exception) -> str:
         str(error)
         if isinstance(error, UserCodeError | RewardProcessDied)
         else f"raised {type(error).__name__}: {error}"
+    )
+
+
+def _stuck(samples: Sequence[Sample], error: RewardStuck, name: str) -> RewardError:
+    return RewardError(
+        f"the reward function {one_line(name, 100)} {one_line(_fault(error), 300)}; prompt "
+        f"{one_line(samples[0].prompt.source, 200)}; correct it or what it waits for, or give it more time with "
+        "--reward-timeout"
     )
 
 

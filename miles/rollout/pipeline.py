@@ -266,6 +266,18 @@ class RolloutPipeline:
             await self.engine.close()
 
 
+def _eval_sets(settings: Settings, tokenizer: Any) -> list[EvalSet]:
+    reward = settings.reward
+    return load_eval_sets(
+        settings.evaluation,
+        settings.data,
+        settings.rollout,
+        tokenizer,
+        labels_optional=reward.labels_optional,
+        needing_labels=reward.needing_labels,
+    )
+
+
 async def build_pipeline(
     settings: Settings, host: EngineHost, worker_starter: Callable[[Any], StartWorker] | None = None
 ) -> RolloutPipeline:
@@ -282,8 +294,7 @@ async def build_pipeline(
     rollout, reward, data = settings.rollout, settings.reward, settings.data
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     reward_function = _reward_function(reward)
-    labels: dict[str, Any] = {"labels_optional": reward.labels_optional, "needing_labels": reward.needing_labels}
-    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, **labels)
+    eval_sets = _eval_sets(settings, tokenizer)
     supply = build_supply(settings, tokenizer)
     agents = session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)

@@ -67,6 +67,9 @@ def blocks_for_bad(samples):
     blocked.extend(s for s in samples if s.response == "bad")
     if blocked: threading.Event().wait()  # the calls beside it too, but not when they are made again
     return fine(samples)
+def hangs_for_bad(samples):
+    if any(s.response == "bad" for s in samples): never(samples)
+    return fine(samples)
 def prints(samples):
     for _ in range(100): os.write(1, b"y" * 10_000_000)
     print("\\x1b[31mafter")
@@ -213,6 +216,23 @@ def test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works(process
     function = process(name, seconds=1.0)
     assert "did not return within 1 s (--reward-timeout)" in fault_of(function, [make_sample("a")])
     assert "did not return within 1 s" in fault_of(function, [make_sample("a")])
+
+
+@pytest.mark.parametrize("failed", [{"error_value": -1.0}, {"drop": True}], ids=str)
+def test_a_function_that_never_returns_stops_the_run_in_any_case(process, make_sample, failed, monkeypatch):
+    monkeypatch.setattr(reward_process, "MOST_TIMEOUTS", 3)
+    function = process("never", seconds=0.5)
+    fault = r"did not return within 0.5 s.*, 3 times in a row, and no other call returned"
+    with pytest.raises(RewardError, match=fault):
+        scored(function, [make_sample("a") for _ in range(256)], **failed)
+
+
+def test_a_function_that_returns_at_times_is_not_stuck(process, make_sample, monkeypatch):
+    monkeypatch.setattr(reward_process, "MOST_TIMEOUTS", 3)
+    function, bad = process("hangs_for_bad", seconds=1.0), [make_sample("bad") for _ in range(5)]
+    for _ in range(2):
+        assert scored(function, bad, error_value=-1.0) == 5, "those at the same time are one timeout in a row"
+        assert scored(function, [make_sample("ccc")], error_value=-1.0) == 0
 
 
 def test_the_flags_bound_a_reward(process, make_sample):
