@@ -66,14 +66,15 @@ class RunGuard:
         """The process id of the guard."""
         return self._process.pid
 
-    def close(self) -> None:
-        """Have the guard kill and remove what is left of the run, and wait until it has."""
+    def close(self) -> bool:
+        """Have the guard kill and remove what is left of the run; return whether it has ended all processes in time."""
         os.environ.pop(RUN_FOLDER, None)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):  # it continues alone
-            self._process.wait(GUARD_SECONDS)
+            return self._process.wait(GUARD_SECONDS) == 0
+        return False
 
 
 def remove_stale(root: Path) -> None:
@@ -91,8 +92,12 @@ def stale_folders(root: Path) -> Iterator[Path]:
             yield path.parent
 
 
-def clean_up(folder: Path) -> None:
-    """End the processes of the run whose folder this is, and remove their shared memory and the folder."""
+def clean_up(folder: Path) -> bool:
+    """End the processes of the run whose folder this is, and remove their shared memory and the folder.
+
+    Returns:
+        Whether all have ended.
+    """
     killed: set[int] = set()
     until = time.monotonic() + END_SECONDS
     while (found := members(str(folder))) and time.monotonic() < until:
@@ -100,6 +105,7 @@ def clean_up(folder: Path) -> None:
     remove_segments(folder)
     _remove_tensors(killed)
     shutil.rmtree(folder, ignore_errors=True)
+    return not found
 
 
 def _remove_tensors(pids: Iterable[int]) -> None:
@@ -147,7 +153,7 @@ def locked(path: Path) -> Iterator[None]:
 def main(folder: Path) -> None:
     """Wait for the end of the launcher, then clean up after its run."""
     sys.stdin.buffer.read()
-    clean_up(folder)
+    sys.exit(0 if clean_up(folder) else 1)
 
 
 if __name__ == "__main__":

@@ -26,14 +26,16 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
+from miles.cluster import stop_requests
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
 from miles.cluster.failure_files.folder import FailureFiles
-from miles.cluster.failures import cause_of
+from miles.cluster.failures import cause_of, is_death
+from miles.cluster.folders.folder_lock import release_at_end
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import END_SECONDS, RunGuard
-from miles.cluster.stop_requests import stops_later
+from miles.cluster.stop_requests import StopRequests, stops_later
 from miles.flags import count
 from miles.host.disk_faults import WriteFailed
 from miles.host.machine import has_gpu
@@ -171,7 +173,7 @@ def ray_session(
         engines: The servers that the run starts.
         on_loss: Says what happened to Ray before the process ends, and returns the exit status, 1 without it, or how
             the run continues.
-        files: Keeps Ray's logs if the block fails.
+        files: Is told where Ray's logs are.
 
     Raises:
         ValueError: If the cluster does not have the devices that the run needs, or this process has a Ray already.
@@ -205,8 +207,7 @@ def ray_session(
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
         if cluster.colocate and engines.count:
             check_engines(slots, engines.size, engines.per_node)
-        with _keeping_logs(files):
-            yield Placement(group, cluster, device, engines, slots)
+        yield Placement(group, cluster, device, engines, slots)
     finally:
         if watch is not None:
             watch.end()
@@ -218,12 +219,16 @@ def ray_session(
 
 
 @contextmanager
-def _keeping_logs(files: FailureFiles | None) -> Iterator[None]:
-    """Keep Ray's logs if the block fails for a reason that they may tell."""
+def keeping_logs(files: FailureFiles, stop: StopRequests) -> Iterator[None]:
+    """Keep Ray's logs if the block, inside a session, fails for a reason that they may tell.
+
+    A worker that died of the signal which stops the run, as one to all processes does, is no failure.
+    """
     try:
         yield
     except Exception as error:
-        if files is not None and not isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError):
+        is_told = isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError)
+        if not is_told and not (is_death(error) and stop.stopped_within(stop_requests.SIGNAL_SECONDS)):
             files.keep_ray_logs()
         raise
 
@@ -246,6 +251,8 @@ def _end_after(loss: str, guard: RunGuard | None, on_loss: Callable[[str], Conti
 def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
     """End what is left of the run, and this process. Calls nothing of Ray, which may wait for ever or complain.
 
+    The locks of its folders are released if no other process of the run is left: those on a joined cluster may be.
+
     Args:
         guard: Cleans up after a local Ray.
         result: The exit status. With a continuation this process becomes its program, with the same process id, output
@@ -260,10 +267,11 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
             os.dup2(nothing.fileno(), number)
     status = 1
     try:
-        if guard is not None:
-            guard.close()
+        has_ended = guard is not None and guard.close()
         if isinstance(result, int):
             status = result
+            if has_ended:
+                release_at_end()
         else:
             result.take_over(output)
     finally:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNAL_SECONDS = 2.0  # in which a signal that has ended processes of the run reaches the launcher too
 
 
 class StopRequested(KeyboardInterrupt):

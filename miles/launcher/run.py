@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from miles.arguments.launch.notes import grouped
 from miles.hidden_secrets import hidden_in_output
 from miles.launcher.attempt import RunContext, train
 from miles.secret_values import secrets_in
-
-SIGNAL_SECONDS = 2.0  # in which a signal that has ended Ray reaches this process too
 
 if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
@@ -203,12 +202,13 @@ def run(settings: Settings, context: RunContext) -> None:
         context: What its attempts share.
     """
     from miles.cluster.restarts import with_restarts
-    from miles.cluster.session import EngineLayout, ray_session
+    from miles.cluster.session import EngineLayout, keeping_logs, ray_session
 
     size = settings.sglang.rollout_num_gpus_per_engine
     engines = EngineLayout(settings.num_engines, size, settings.trains, settings.nodes_per_engine)
     files, stop = context.files, context.stop
-    with ray_session(settings.cluster, engines, lambda loss: after_loss(loss, settings, context), files) as placement:
+    ended = partial(after_loss, settings=settings, context=context)
+    with ray_session(settings.cluster, engines, ended, files) as placement, keeping_logs(files, stop):
         with_restarts(settings, lambda settings: train(settings, placement, context), context.restarts, files, stop)
 
 
@@ -223,12 +223,13 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
     Returns:
         The launcher that follows, if there is to be one, or else the exit status.
     """
+    from miles.cluster import stop_requests
     from miles.cluster.failures import stopped, stopped_by
     from miles.cluster.ray_watch import is_hang
 
     event: Event = "failure"
     status = 1
-    if context.stop.stopped_within(SIGNAL_SECONDS):
+    if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS):
         last_line, event, status = stopped_by(context.stop, settings.checkpoint), "end", context.stop.exit_status
     else:
         if is_hang(loss):

@@ -30,6 +30,8 @@ from miles.host.disk_faults import disk_fault
 NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
+RELEASE_SECONDS = 5.0  # for all locks at an end at once
+_held: dict[Path, dict[str, Any]] = {}  # the locks of this process, and what is written in them
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,36 @@ def _locked(flag: str, folder: Path) -> Iterator[dict[str, Any]]:
         stop = threading.Event()
         heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
         heartbeat.start()
+        _held[path] = record
         try:
             yield record
         finally:
             stop.set()
             heartbeat.join()
-            if _read(path) == record:
-                path.unlink()
+            _held.pop(path, None)
+            _remove(path, record)
+
+
+def release_at_end() -> None:
+    """Remove the locks of this process, which ends next without leaving its blocks.
+
+    Without that, a launcher on another host would wait for ``STALE_SECONDS``. A file system that does not answer is not
+    waited for.
+    """
+
+    def release() -> None:
+        for path, record in list(_held.items()):
+            with suppress(OSError):
+                _remove(path, record)
+
+    thread = threading.Thread(target=release, name="release-locks", daemon=True)
+    thread.start()
+    thread.join(RELEASE_SECONDS)
+
+
+def _remove(path: Path, record: dict[str, Any]) -> None:
+    if _read(path) == record:
+        path.unlink()
 
 
 def is_held(folder: Path) -> bool:

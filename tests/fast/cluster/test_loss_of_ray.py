@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from miles.arguments.parser import parse
+from miles.cluster import stop_requests
 from miles.cluster.failures import WorkerLost, exit_with_message
 from miles.cluster.restarts import Restarts, with_restarts
+from miles.cluster.session import keeping_logs
 from miles.cluster.stop_requests import StopRequests
 from miles.launcher import run
 
@@ -60,7 +63,7 @@ def context():
 
 @pytest.fixture(autouse=True)
 def no_long_wait(monkeypatch):
-    monkeypatch.setattr(run, "SIGNAL_SECONDS", 0.05)
+    monkeypatch.setattr(stop_requests, "SIGNAL_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -137,6 +140,28 @@ def test_a_worker_that_a_signal_has_ended_is_no_failure(capsys):
             with_restarts(settings, attempt, stop=stop)
     assert ended.value.code == 143 and len(attempts) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGTERM;")
+
+
+@pytest.mark.parametrize("at", ["before", "after", None])
+def test_the_logs_of_a_worker_that_a_signal_has_ended_are_not_kept(at):
+    """Also if the launcher sees the death before the signal."""
+    stop, files = StopRequests(60.0), Files()
+    with stop.listening(), stop.finish_first(), pytest.raises(WorkerLost), keeping_logs(files, stop):
+        if at == "before":
+            signal.raise_signal(signal.SIGTERM)
+        elif at == "after":
+            stop._arrived, arrives = socket.socketpair()
+            arrives.send(bytes([signal.SIGTERM]))
+        raise WorkerLost(None, "trainer rank 0 died")
+    assert files.kept == ([] if at else ["logs"])
+
+
+@pytest.mark.parametrize("error", [OSError("a failure of its own"), WorkerLost(None, "trainer rank 0 died")], ids=repr)
+def test_the_logs_of_a_failure_are_kept(error):
+    stop, files = StopRequests(60.0), Files()
+    with stop.listening(), pytest.raises(type(error)), keeping_logs(files, stop):
+        raise error
+    assert files.kept == ["logs"]
 
 
 RAISES = """

@@ -99,7 +99,7 @@ def test_the_next_run_removes_what_is_left_if_the_guard_was_killed_too(started, 
         assert have_ended(run) and not os.path.exists(folder)
         assert following.folder.exists() and os.environ[RUN_FOLDER] == str(following.folder)
     finally:
-        following.close()
+        assert following.close()
     assert not following.folder.exists() and RUN_FOLDER not in os.environ
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,40 @@ def test_a_lock_that_is_released_leaves_no_file(tmp_path):
     with lock(tmp_path / "new"):
         assert (tmp_path / "new" / NAME).is_file()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+ENDS_AT_ONCE = """
+import sys
+from pathlib import Path
+from miles.cluster import session
+from miles.cluster.folders.folder_lock import locked_folders
+
+class Guard:
+    def close(self):
+        return sys.argv[2] == "True"
+
+with locked_folders([("--save", Path(sys.argv[1], "a")), ("--output-dir", Path(sys.argv[1], "b"))]):
+    Path(sys.argv[1], "b", ".miles-lock").write_text("of another launcher")
+    session.end_at_once(Guard() if sys.argv[2] else None, 3)
+"""
+
+
+@pytest.mark.parametrize("has_ended", ["True", "False", ""])
+def test_a_launcher_that_ends_at_once_releases_its_lock_if_nothing_of_its_run_is_left(tmp_path, has_ended):
+    ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path), has_ended], cwd=REPO, timeout=60)
+    assert ended.returncode == 3
+    assert (tmp_path / "a" / NAME).exists() == (has_ended != "True")
+    assert (tmp_path / "b" / NAME).read_text() == "of another launcher"
+
+
+def test_a_file_system_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(folder_lock, "RELEASE_SECONDS", 0.05)
+    with lock(tmp_path):
+        monkeypatch.setattr(folder_lock, "_remove", lambda path, record: over.wait())
+        folder_lock.release_at_end()
+        monkeypatch.undo()
+        over.set()
 
 
 def test_other_folders_are_not_affected(tmp_path, other_launcher):
