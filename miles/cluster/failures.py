@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster import stop_requests
 from miles.cluster.failure_files.death import DEATHS, how_it_died
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.remote_checkpoints import pending_in
@@ -98,6 +99,11 @@ def stopped_by(stop: StopRequests, checkpoint: CheckpointArguments) -> str:
 def is_death(error: Exception) -> bool:
     """Return whether an error is that a worker process died or does not answer."""
     return isinstance(error, (WorkerLost, *DEATHS))
+
+
+def is_stopped_soon(stop: StopRequests) -> bool:
+    """Return whether a signal stops the run that has ended a worker too: the launcher may see that death first."""
+    return stop.stopped_within(stop_requests.SIGNAL_SECONDS)
 
 
 def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:

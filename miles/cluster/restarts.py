@@ -19,7 +19,7 @@ import ray.exceptions
 
 from miles.arguments.settings import Settings
 from miles.cluster.failure_files.folder import FailureFiles
-from miles.cluster.failures import cause_of, in_one_line, show
+from miles.cluster.failures import cause_of, in_one_line, is_death, is_stopped_soon, show
 from miles.cluster.folders.resume_point import resume_point
 from miles.cluster.stop_requests import StopRequests
 from miles.host.disk_faults import WriteFailed
@@ -82,7 +82,7 @@ def with_restarts(
         try:
             return attempt(settings)
         except ray.exceptions.RayError as error:
-            is_stopping = stop is not None and stop.is_requested
+            is_stopping = stop is not None and (stop.is_requested or (is_death(error) and is_stopped_soon(stop)))
             if restarts.left == 0 or is_stopping or isinstance(cause_of(error), ValueError | WriteFailed):
                 raise
             show(error)

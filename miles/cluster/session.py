@@ -26,11 +26,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
-from miles.cluster import stop_requests
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
 from miles.cluster.failure_files.folder import FailureFiles
-from miles.cluster.failures import cause_of, is_death
+from miles.cluster.failures import cause_of, is_death, is_stopped_soon
 from miles.cluster.folders.folder_lock import release_at_end
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
@@ -228,7 +227,7 @@ def keeping_logs(files: FailureFiles, stop: StopRequests) -> Iterator[None]:
         yield
     except Exception as error:
         is_told = isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError)
-        if not is_told and not (is_death(error) and stop.stopped_within(stop_requests.SIGNAL_SECONDS)):
+        if not is_told and not (is_death(error) and is_stopped_soon(stop)):
             files.keep_ray_logs()
         raise
 

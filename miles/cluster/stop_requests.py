@@ -100,13 +100,17 @@ class StopRequests:
         """Whether a signal other than the warning SIGUSR1 asked the run to stop."""
         return self._requested in STOPS
 
-    def stopped_within(self, seconds: float) -> bool:
-        """Return whether a signal stops the run, now or within so many seconds. Later signals are only noted.
+    def stopped_within(self, seconds: float, *, only_notes: bool = False) -> bool:
+        """Return whether a signal stops the run, now or within so many seconds.
 
         A signal to all processes of a run ends Ray too, whose death may be seen before Python has called the handler
         here, in the main thread.
+
+        Args:
+            seconds: How long to wait.
+            only_notes: Whether this signal and later ones are only noted, as this process is about to end.
         """
-        self._only_notes = True
+        self._only_notes = self._only_notes or only_notes
         until = time.monotonic() + seconds
         while not self.has_stopped and self._arrived is not None and (left := until - time.monotonic()) > 0:
             if select.select([self._arrived], [], [], left)[0]:

@@ -229,7 +229,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
 
     event: Event = "failure"
     status = 1
-    if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS):
+    if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS, only_notes=True):
         last_line, event, status = stopped_by(context.stop, settings.checkpoint), "end", context.stop.exit_status
     else:
         if is_hang(loss):

@@ -3,14 +3,14 @@
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
 
 from miles.arguments.parser import parse
 from miles.cluster import stop_requests
@@ -89,7 +89,7 @@ def test_a_signal_counts_before_python_has_called_its_handler(context, monkeypat
 
 def test_a_signal_that_comes_a_little_later_counts_and_only_ends_the_wait():
     stop, found = StopRequests(60.0), queue.SimpleQueue()
-    thread = threading.Thread(target=lambda: found.put(stop.stopped_within(30.0)))
+    thread = threading.Thread(target=lambda: found.put(stop.stopped_within(30.0, only_notes=True)))
     with stop.listening():
         thread.start()
         with suppress(KeyboardInterrupt):
@@ -142,18 +142,43 @@ def test_a_worker_that_a_signal_has_ended_is_no_failure(capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGTERM;")
 
 
-@pytest.mark.parametrize("at", ["before", "after", None])
-def test_the_logs_of_a_worker_that_a_signal_has_ended_are_not_kept(at):
-    """Also if the launcher sees the death before the signal."""
+@pytest.fixture
+def death_first(monkeypatch):
+    """Return the requests of a run whose launcher sees the death of a worker before the signal that has caused it."""
+    stop = StopRequests(60.0)
+
+    def arrives(seconds, **more):
+        signal.raise_signal(signal.SIGTERM)
+        return type(stop).stopped_within(stop, seconds, **more)
+
+    monkeypatch.setattr(stop, "stopped_within", arrives)
+    return stop
+
+
+@pytest.mark.parametrize("finishing", [True, False])
+def test_no_logs_are_kept_and_nothing_restarts_after_a_signal_that_a_worker_has_died_of(death_first, finishing, capsys):
+    files, settings, attempts = Files(), parse(["--max-restarts", "1"]), []
+
+    def attempt(settings):
+        attempts.append(settings)
+        raise ray.exceptions.ActorDiedError
+
+    with death_first.listening(), death_first.finish_first() if finishing else nullcontext():
+        message = exit_with_message(settings.checkpoint, death_first)
+        with pytest.raises(SystemExit) as ended, message, keeping_logs(files, death_first):
+            with_restarts(settings, attempt, files=files, stop=death_first)
+    assert ended.value.code == 143 and len(attempts) == 1 and files.kept == []
+    assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGTERM;")
+
+
+def test_a_worker_that_died_by_itself_leaves_later_signals_to_the_run():
     stop, files = StopRequests(60.0), Files()
-    with stop.listening(), stop.finish_first(), pytest.raises(WorkerLost), keeping_logs(files, stop):
-        if at == "before":
-            signal.raise_signal(signal.SIGTERM)
-        elif at == "after":
-            stop._arrived, arrives = socket.socketpair()
-            arrives.send(bytes([signal.SIGTERM]))
-        raise WorkerLost(None, "trainer rank 0 died")
-    assert files.kept == ([] if at else ["logs"])
+    with stop.listening():
+        with pytest.raises(WorkerLost), keeping_logs(files, stop):
+            raise WorkerLost(None, "trainer rank 0 died")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert files.kept == ["logs"]
 
 
 @pytest.mark.parametrize("error", [OSError("a failure of its own"), WorkerLost(None, "trainer rank 0 died")], ids=repr)

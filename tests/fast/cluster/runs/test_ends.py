@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.local_access import private_session_root
 from miles.stacks import RUN_FOLDER
-from tests.fast.cluster.runs.launches import REPO
+from tests.fast.cluster.runs.launches import REPO, kind_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -126,7 +127,20 @@ def test_a_signal_to_all_processes_of_a_run_is_not_blamed_on_ray(launch, workpla
     assert run.err.splitlines()[-1].startswith(f"stopped by {number.name}; ")
     assert "GCS" not in run.err and "raylet" not in run.err and "restarting" not in run.err
     assert not list(run.output.glob("failure-*"))
+    assert not (run.output / NAME).exists() and not (checkpoints / NAME).exists(), "a lock"
     assert run.left() == [] and not files.exists()
+
+
+@pytest.mark.parametrize("kind", ["ray::TrainActor", "ray::RolloutActor"])
+def test_a_signal_to_all_processes_while_workers_start_is_no_failure(launch, kind):
+    run = launch(f"starting_{kind.removeprefix('ray::')}", "--num-rollout", "1000", "--max-restarts", "1")
+    run.wait_until(lambda: any(kind_of(each) == kind for each in run.left()))
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 143, run.err
+    assert run.err.splitlines()[-1].startswith("stopped by SIGTERM; ")
+    assert "restarting" not in run.err
+    assert not list(run.output.glob("failure-*")) and not (run.output / NAME).exists()
+    assert run.none_left(0)
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_leaves_nothing(launch, workplace):
