@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -132,9 +133,17 @@ def test_a_signal_to_all_processes_of_a_run_is_not_blamed_on_ray(launch, workpla
 
 
 @pytest.mark.parametrize("kind", ["ray::TrainActor", "ray::RolloutActor"])
-def test_a_signal_to_all_processes_while_workers_start_is_no_failure(launch, kind):
-    run = launch(f"starting_{kind.removeprefix('ray::')}", "--num-rollout", "1000", "--max-restarts", "1")
-    run.wait_until(lambda: any(kind_of(each) == kind for each in run.left()))
+def test_a_signal_to_all_processes_while_workers_start_is_no_failure(launch, workplace, kind):
+    name = f"starting_{kind.removeprefix('ray::')}"
+    checkpoints = workplace / f"{name}_ckpt"
+    saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout", "1000", "--max-restarts", "1"]
+    run = launch(name, *saving)
+
+    def has_worker():
+        with suppress(psutil.Error):  # a process that has just ended
+            return any(kind_of(each) == kind for each in run.left())
+
+    run.wait_until(has_worker)
     os.killpg(run.process.pid, signal.SIGTERM)
     assert run.wait() == 143, run.err
     assert run.err.splitlines()[-1].startswith("stopped by SIGTERM; ")
