@@ -198,7 +198,7 @@ def break_samples(record):
         (lambda record: record["prompt"].update(token_ids=[]), "token_ids of the prompt is empty"),
         (lambda record: record["prompt"].update(label=math.nan), "label of the prompt has NaN or Infinity"),
         (lambda record: record["prompt"].update(label=[-math.inf]), "label of the prompt has NaN or Infinity"),
-        (lambda record: record["prompt"].update(lable="x"), "the prompt has 'lable', which is not read; did you mean"),
+        (lambda record: record["prompt"].update(labels="x"), "the prompt has 'labels', which is not read; did you"),
         (lambda record: record.update(baseline_rewards=1.0), "the group has 'baseline_rewards', which is not read"),
         (lambda record: record.update(baseline_reward=10**400), "baseline_reward has 1000.*, not a finite number"),
         (lambda record: record["prompt"].update(metadata=[]), "metadata of the prompt is of type list"),
