@@ -30,7 +30,8 @@ def few_lines(text: str, *, lines: int = 200, limit: int = 500) -> str:
     'a b\n… 2 lines are left out …\ne'
     """
     if len(text) > _LONGEST_TEXT:
-        text = f"{text[: _LONGEST_TEXT // 2]}\n{text[-_LONGEST_TEXT // 2 :]}"
+        end = text[-_LONGEST_TEXT // 2 :].partition("\n")[2]  # whole lines; empty if it is one
+        text = f"{text[: _LONGEST_TEXT // 2]}\n{end}"
     every = _COLOR.sub("", text).splitlines()
     if len(every) > lines:
         head, tail = lines - lines // 2, lines // 2

@@ -24,6 +24,10 @@ def test_any_text_becomes_few_lines_without_control_characters(text):
     assert all(line.isprintable() for line in shown.split("\n"))
 
 
+def test_a_long_line_stays_one():
+    assert few_lines("x" * 10**7, limit=5) == "xxxx…"
+
+
 def test_the_ends_of_a_long_text_are_kept():
     shown = few_lines("first\n" + "x\n" * 10**7 + "last", lines=4).splitlines()
     assert shown[0] == "first" and shown[-1] == "last" and len(shown) == 5
