@@ -63,6 +63,7 @@ class CheckpointArguments:
         "JSON object of arguments of fsspec's file system for the URLs of --save, --load and --save-hf; default: what "
         "its package reads from the environment",
         metavar="JSON",
+        has_lines=True,
     )
     remote_cache: Optional[str] = flag(
         None,

@@ -57,7 +57,9 @@ class DataArguments:
     metadata_key: str = flag("metadata", "column of an object for rewards and filters, if there is one")
     tool_key: str = flag("tools", "column of the tools that the chat template shows to the model, if there is one")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
-    apply_chat_template_kwargs: Optional[str] = flag(None, "JSON object of keyword arguments of the chat template")
+    apply_chat_template_kwargs: Optional[str] = flag(
+        None, "JSON object of keyword arguments of the chat template", has_lines=True
+    )
     sft_roles: tuple[str, ...] = flag(
         ("assistant",),
         "with --loss-type sft_loss on conversations: the roles whose messages are trained on",
