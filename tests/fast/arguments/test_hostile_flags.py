@@ -143,6 +143,16 @@ def command(**replaced):
             r"--sglang-api-key \(hidden\): has a control character; correct the value",
         ),
         (command(prompt_data="a" * 100_000 + ".jsonl"), "--prompt-data a+…: no such file"),
+        (
+            command(prompt_data="reasoning_gym:gcd:size=-1"),
+            "--prompt-data reasoning_gym:gcd:size=-1: size must be a whole",
+        ),
+        (
+            command(prompt_data="reasoning_gym:gcd:seed=abc"),
+            "--prompt-data .*: seed must be a whole number of at most 64",
+        ),
+        (command(prompt_data="reasoning_gym:gcd:size=3,size=4"), "--prompt-data .*: 'size' is given twice; keep one"),
+        (command(prompt_data="reasoning_gym:gcd:size"), "--prompt-data .*: 'size' is not key=value; write size="),
         (command(save="a\x1b[2J"), r"--save a \[2J: has a line break or another control character"),
         (command(output_dir="a\udcff"), "--output-dir a : has bytes that are not UTF-8"),
         (["--" + "x" * 100_000, *command()], "--x+…: no such flag"),
