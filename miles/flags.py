@@ -190,10 +190,8 @@ class Errors:
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
                     continue
-                bound = _bound(field.name, number)
-                if bound is not None and bound < abs(number) < math.inf:  # inf has a rule of its own
-                    sign = "least -" if number < 0 else "most "
-                    self.refuse(field.name, number, f"must be at {sign}{bound:.10g}", "give a number nearer to 0")
+                if (rule := fault_of_size(field.name, number)) is not None:
+                    self.refuse(field.name, number, rule, "give a number nearer to 0")
 
     def _unrefused(self, section: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield name and value of the fields that are set and have no error: one value is out of range once."""
@@ -318,8 +316,16 @@ def _file_above(path: str) -> str | None:
     return None
 
 
-def _bound(field: str, number: float) -> float | None:
-    """Return how large a number of this field can be at most; None for a seed, which can be any."""
+def fault_of_size(field: str, number: float) -> str | None:
+    """Return the rule that a number breaks which is larger than anything of its kind; inf has rules of its own."""
+    bound = _bound(field, number)
+    if not bound < abs(number) < math.inf:
+        return None
+    return f"must be at least -{bound}" if number < 0 else f"must be at most {bound}"
+
+
+def _bound(field: str, number: float) -> float:
+    """Return how large a number of this field can be at most."""
     if field.endswith("_minutes"):
         return LONGEST_WAIT // 60
     if field.endswith(("timeout", "_seconds", "check_interval")):
@@ -327,7 +333,7 @@ def _bound(field: str, number: float) -> float | None:
     if field.endswith(("_memory", "_max_mb")):
         return LARGEST_SIZE
     if field.endswith("seed"):
-        return None
+        return LARGEST
     return LARGEST_COUNT if isinstance(number, int) else LARGEST_FLOAT
 
 

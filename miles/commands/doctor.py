@@ -5,10 +5,10 @@ The exit status is 0 if training can run, else 1.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.doctor.finding import as_json, as_text, can_train
 from miles.doctor.host import check_host, check_leftovers
 from miles.doctor.packages import check_packages
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="miles doctor", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--clean", action="store_true", help="remove what killed runs of this user left")
     parser.add_argument("--quick", action="store_true", help="look at the installed packages without importing them")

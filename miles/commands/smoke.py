@@ -6,7 +6,6 @@ checks passed; 1: a check failed; 2: wrong flags; 3: the run failed; 4: it took 
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.arguments.parser import main_parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated, validate
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong flags, of this command or after ``--``.
     """
     hide_on_command_line(argv)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="miles smoke", usage="%(prog)s [options] -- FLAGS", description=__doc__, allow_abbrev=False
     )
     parser.add_argument(
