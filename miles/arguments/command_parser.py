@@ -24,7 +24,8 @@ class CommandParser(argparse.ArgumentParser):
                 fault = _fault(action, value)
                 if fault is not None:
                     name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
-                    self.error(f"{name} {one_line(str(value), LONGEST_SHOWN_PATH)}: {fault}")
+                    shown = f"{value:g}" if isinstance(value, float) else str(value)
+                    self.error(f"{name} {one_line(shown, LONGEST_SHOWN_PATH)}: {fault}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
