@@ -29,6 +29,10 @@ LONGEST_VALUE = 200  # characters of a value in a message
 LONGEST_WAIT = 1_000_000  # seconds of a time limit; the system waits for 2**31 milliseconds at most
 LONGEST_MESSAGE = 1500
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in it, on Linux
+LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = (
+    3500,
+    240,
+)  # the same, if a run writes files in it, or under a longer name first
 LONGEST_SHOWN_PATH = 60  # characters of a path that is refused for its length
 _PATHS = ("DIR", "FILE", "FILE.html", "PATH")  # metavars of flags that name a file or folder
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
@@ -58,7 +62,7 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
         default: The value when the flag is not given.
         help: The text in ``--help`` and in docs/flags.md.
         **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them; and
-            ``has_lines`` for a text that may have line breaks and tabs.
+            ``has_lines`` for a text that may have line breaks and tabs, ``is_written`` for a path that the run writes.
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
@@ -180,8 +184,10 @@ class Errors:
                     self.add(f"{flag_name(field.name)}: the value is empty; give one, or drop {flag_name(field.name)}")
                 elif (rule := fault_of_text(word, bool(field.metadata.get("has_lines")))) is not None:
                     self.refuse(field.name, word, rule, "correct the value")
-                elif field.metadata.get("metavar") in _PATHS and (rule := fault_of_path(word)) is not None:
-                    self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")
+                elif field.metadata.get("metavar") in _PATHS:
+                    rule = fault_of_path(word, bool(field.metadata.get("is_written")))
+                    if rule is not None:
+                        self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")
 
     def sizes(self, section: Any) -> None:
         """Check that no number of ``section`` is larger than anything of its kind: a count, a time limit, a size."""
@@ -292,13 +298,15 @@ def fault_of_text(word: str, has_lines: bool) -> str | None:
     return "has a control character" if has_lines else "has a line break or another control character"
 
 
-def fault_of_path(path: str) -> str | None:
-    """Return the rule that a path breaks which is too long for any file system here."""
-    if (length := len(path.encode())) > LONGEST_PATH:
-        return f"has {length} bytes, and a path has at most {LONGEST_PATH}"
+def fault_of_path(path: str, is_written: bool = False) -> str | None:
+    """Return the rule that a path breaks which is too long for any file system here, or for what a run writes there."""
+    longest, longest_name = (LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE) if is_written else (LONGEST_PATH, LONGEST_NAME)
+    of_a_run = " that a run writes" if is_written else ""
+    if (length := len(path.encode())) > longest:
+        return f"has {length} bytes, and a path{of_a_run} has at most {longest}"
     length = max(len(name.encode()) for name in path.split("/"))
-    if length > LONGEST_NAME and "://" not in path:
-        return f"has a name of {length} bytes, and a name in a path has at most {LONGEST_NAME}"
+    if length > longest_name and "://" not in path:
+        return f"has a name of {length} bytes, and a name in a path{of_a_run} has at most {longest_name}"
     return None
 
 

@@ -191,6 +191,7 @@ class RolloutArguments:
         None,
         "save the samples of each iteration to this file; {iteration} (or {rollout_id}) in the name is replaced",
         metavar="FILE",
+        is_written=True,
     )
     load_debug_rollout_data: Optional[str] = flag(
         None,

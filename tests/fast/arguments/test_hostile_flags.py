@@ -79,6 +79,10 @@ def command(**replaced):
             command(hf_checkpoint="/" + "a" * 100_000),
             "--hf-checkpoint /a+…: has 100001 bytes, and a path has at most 4095; give a shorter one",
         ),
+        (
+            command(save_hf="out/" + "é" * 121),
+            "--save-hf out/é+…: has a name of 242 bytes, and a name in a path that a run writes has at most 240; give a",
+        ),
         (command(hf_checkpoint="/models/missing"), "--hf-checkpoint /models/missing: no such folder"),
         (
             command(load="a" * 300),
@@ -92,7 +96,7 @@ def command(**replaced):
         (command(hf_checkpoint="some--model"), "--hf-checkpoint some--model: no such folder, and no model of the Hugg"),
         (
             command(save="x/" * 3000, output_dir="x/" * 3000),
-            "(?s)--save [x/]+…: has 6000 bytes.*--output-dir [x/]+…: has 6000 bytes",
+            "(?s)--save [x/]+…: has 6000 bytes, and a path that a run writes has at most 3500.*--output-dir [x/]+…: ",
         ),
         (
             command(save="/etc/passwd/a/b"),
