@@ -81,7 +81,7 @@ def command(**replaced):
         ),
         (
             command(save_hf="out/" + "é" * 121),
-            "--save-hf out/é+…: has a name of 242 bytes, and a name in a path that a run writes has at most 240; give a",
+            "--save-hf out/é+…: has a name of 242 bytes, and a name in a path that a run writes has at most 240; ",
         ),
         (command(hf_checkpoint="/models/missing"), "--hf-checkpoint /models/missing: no such folder"),
         (
