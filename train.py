@@ -1,6 +1,10 @@
 """Train a language model by reinforcement learning: ``python train.py --flags…`` (``--help`` lists them)."""
 
+import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() handles it: Ctrl-C shows no traceback of the imports
 
 from miles.cli import main
 

@@ -11,13 +11,18 @@ import difflib
 import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import miles
 from miles import commands
 from miles.commands import command_names
+from miles.host.ctrl_c import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
 from miles.host.output_fault import fault_of_output
+from miles.one_line import one_line
+
+LONGEST_NAME = 80  # of a command that does not exist, in a message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,22 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _print_anywhere()
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if words[0] == "--version":
-        print(f"miles {miles.__version__}")
-        return 0
-    name, *rest = words
-    if name not in command_names():
-        near = difflib.get_close_matches(name, command_names(), n=1)
-        what_to_do = f"did you mean {near[0]}?" if near else f"give one of {', '.join(command_names())}"
-        print(f"miles: error: {name}: no such command; {what_to_do}", file=sys.stderr)
-        return 2
-    module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
     try:
         try:
-            status: int = module.main(rest)
+            with ending_at_ctrl_c(_last_line(words)):
+                return _run(words)
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -52,7 +45,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):  # as after `| head`, which is no mistake
             print(f"miles: error: {fault}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(_last_line(words), file=sys.stderr)
+        return STATUS
+
+
+def _run(words: Sequence[str]) -> int:
+    """Print the usage or the version, or run a subcommand; return the exit status."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"miles {miles.__version__}")
+        return 0
+    name, *rest = words
+    if name not in command_names():
+        name = one_line(name, LONGEST_NAME)
+        near = difflib.get_close_matches(name, command_names(), n=1)
+        what_to_do = f"did you mean {near[0]}?" if near else f"give one of {', '.join(command_names())}"
+        print(f"miles: error: {name}: no such command; {what_to_do}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
+    handling = nullcontext() if name == "train" else raising_at_ctrl_c()  # others may have something to clean up
+    with _printing_help(rest), handling:
+        status: int = module.main(rest)
     return status
+
+
+@contextmanager
+def _printing_help(words: Sequence[str]) -> Iterator[None]:
+    """Print what argparse prints if the words ask for help: argparse hides that it could not be written."""
+    own = words[: words.index("--")] if "--" in words else words
+    if not {"-h", "--help", "--version"} & {*own}:
+        yield
+        return
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        print(text.getvalue(), end="", flush=True)
+
+
+def _last_line(words: Sequence[str]) -> str:
+    """Return what is said when Ctrl-C ends the command. A run reports it itself (cluster/failures.py)."""
+    if words[:1] == ["train"]:
+        return "train.py: stopped by SIGINT while no run was under way"
+    return f"{' '.join(['miles', *words[:1]])}: stopped by SIGINT"
 
 
 def _print_anywhere() -> None:

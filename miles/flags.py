@@ -22,9 +22,22 @@ from miles.one_line import one_line
 from miles.secret_values import public
 
 LARGEST = 2**63 - 1  # what an integer of torch, numpy and Arrow holds
+LARGEST_COUNT = 2**31 - 1  # of anything but seeds; what 32 bits hold, and the product of two fits in LARGEST
+LARGEST_FLOAT = 3.4e38  # what a float of 32 bits holds
+LARGEST_SIZE = 1_000_000_000  # of a size in MB or GB; in bytes it fits in LARGEST
 LONGEST_VALUE = 200  # characters of a value in a message
 LONGEST_WAIT = 1_000_000  # seconds of a time limit; the system waits for 2**31 milliseconds at most
 LONGEST_MESSAGE = 1500
+LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in it, on Linux
+LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = (
+    3500,
+    240,
+)  # the same, if a run writes files in it, or under a longer name first
+LONGEST_SHOWN_PATH = 60  # characters of a path that is refused for its length
+_PATHS = ("DIR", "FILE", "FILE.html", "PATH")  # metavars of flags that name a file or folder
+_HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+_BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and what else ends a line
+_BREAKS_IN_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 
 class FlagError(InputError):
@@ -48,7 +61,8 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
     Args:
         default: The value when the flag is not given.
         help: The text in ``--help`` and in docs/flags.md.
-        **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them.
+        **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them; and
+            ``has_lines`` for a text that may have line breaks and tabs, ``is_written`` for a path that the run writes.
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
@@ -168,9 +182,22 @@ class Errors:
                 blank_is_empty = field.name != "rollout_stop"  # a response may well end at a line break
                 if not (word.strip() if blank_is_empty else word):
                     self.add(f"{flag_name(field.name)}: the value is empty; give one, or drop {flag_name(field.name)}")
-                elif not _is_text(word):
-                    rule = "has a control character, or bytes that are not UTF-8"
+                elif (rule := fault_of_text(word, bool(field.metadata.get("has_lines")))) is not None:
                     self.refuse(field.name, word, rule, "correct the value")
+                elif field.metadata.get("metavar") in _PATHS:
+                    rule = fault_of_path(word, bool(field.metadata.get("is_written")))
+                    if rule is not None:
+                        self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")
+
+    def sizes(self, section: Any) -> None:
+        """Check that no number of ``section`` is larger than anything of its kind: a count, a time limit, a size."""
+        for field in fields(section):
+            value = getattr(section, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    continue
+                if (rule := fault_of_size(field.name, number)) is not None:
+                    self.refuse(field.name, number, rule, "give a number nearer to 0")
 
     def _unrefused(self, section: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield name and value of the fields that are set and have no error: one value is out of range once."""
@@ -228,9 +255,13 @@ class Errors:
             self.refuse(field, path, "no such file", what_to_do)
 
     def folder_to_write(self, field: str, path: str | None) -> None:
-        """Check that ``path`` is no file. It may be missing."""
-        if path is not None and os.path.isfile(path):
+        """Check that ``path`` is no file, nor below one. It may be missing."""
+        if path is None or "://" in path or os.path.isdir(path):
+            return
+        if os.path.isfile(path):
             self.refuse(field, path, "is a file", "give a folder")
+        elif (file := _file_above(path)) is not None:
+            self.refuse(field, path, f"is below {one_line(file, LONGEST_VALUE)}, which is a file", "give a folder")
 
     def existing_folder(self, field: str, path: str | None) -> None:
         """Check that ``path`` is a folder, unless it can be a name on a hub: one word, or two with a slash between."""
@@ -243,6 +274,9 @@ class Errors:
             self.refuse(field, path, "is a file", "give the folder that it is in")
         elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
             self.refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")
+        elif not is_hub_name(path):
+            rule = "no such folder, and no model of the Hugging Face hub has such a name"
+            self.refuse(field, path, rule, "check the path, or correct the name")
 
 
 @contextmanager
@@ -253,12 +287,62 @@ def collect_errors() -> Iterator[Errors]:
     errors.raise_if_any()
 
 
-def _is_text(word: str) -> bool:
+def fault_of_text(word: str, has_lines: bool) -> str | None:
+    """Return the rule that a text breaks: it has control characters, or line breaks though ``has_lines`` is false."""
     try:
         word.encode("utf-8")
     except UnicodeEncodeError:  # an argument that is not UTF-8 has half surrogates
-        return False
-    return not any(ord(character) < 32 and character not in "\t\n\r" for character in word)
+        return "has bytes that are not UTF-8"
+    if (_BREAKS_IN_TEXT if has_lines else _BREAKS).search(word) is None:
+        return None
+    return "has a control character" if has_lines else "has a line break or another control character"
+
+
+def fault_of_path(path: str, is_written: bool = False) -> str | None:
+    """Return the rule that a path breaks which is too long for any file system here, or for what a run writes there."""
+    longest, longest_name = (LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE) if is_written else (LONGEST_PATH, LONGEST_NAME)
+    of_a_run = " that a run writes" if is_written else ""
+    if (length := len(path.encode())) > longest:
+        return f"has {length} bytes, and a path{of_a_run} has at most {longest}"
+    length = max(len(name.encode()) for name in path.split("/"))
+    if length > longest_name and "://" not in path:
+        return f"has a name of {length} bytes, and a name in a path{of_a_run} has at most {longest_name}"
+    return None
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a model on the Hugging Face hub can be called so (huggingface_hub, ``validate_repo_id``)."""
+    return _HUB_NAME.fullmatch(text) is not None and not (".." in text or "--" in text or text.endswith(".git"))
+
+
+def _file_above(path: str) -> str | None:
+    """Return the file among the folders that ``path`` would be in; None if there is none."""
+    while (parent := os.path.dirname(path)) not in ("", path):
+        path = parent
+        if os.path.exists(path):
+            return None if os.path.isdir(path) else path
+    return None
+
+
+def fault_of_size(field: str, number: float) -> str | None:
+    """Return the rule that a number breaks which is larger than anything of its kind; inf has rules of its own."""
+    bound = _bound(field, number)
+    if not bound < abs(number) < math.inf:
+        return None
+    return f"must be at least -{bound}" if number < 0 else f"must be at most {bound}"
+
+
+def _bound(field: str, number: float) -> float:
+    """Return how large a number of this field can be at most."""
+    if field.endswith("_minutes"):
+        return LONGEST_WAIT // 60
+    if field.endswith(("timeout", "_seconds", "check_interval")):
+        return LONGEST_WAIT
+    if field.endswith(("_memory", "_max_mb")):
+        return LARGEST_SIZE
+    if field.endswith("seed"):
+        return LARGEST
+    return LARGEST_COUNT if isinstance(number, int) else LARGEST_FLOAT
 
 
 class _FirstError(Errors):

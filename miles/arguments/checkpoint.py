@@ -22,7 +22,10 @@ class CheckpointArguments:
     """checkpoint: saving, resuming and exporting."""
 
     save: Optional[str] = flag(
-        None, "folder of the checkpoints; a URL such as s3://bucket/run names one in remote storage", metavar="DIR"
+        None,
+        "folder of the checkpoints; a URL such as s3://bucket/run names one in remote storage",
+        metavar="DIR",
+        is_written=True,
     )
     save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
     save_keep_last: Optional[int] = flag(None, "keep only the newest N checkpoints in --save", metavar="N")
@@ -57,17 +60,20 @@ class CheckpointArguments:
         "folder or URL of a Hugging Face export, written with each checkpoint of --save and at the end of the run; "
         "{iteration} (or {rollout_id}) in the name is replaced by the number of iterations done",
         metavar="DIR",
+        is_written=True,
     )
     storage_options: Optional[str] = flag(
         None,
         "JSON object of arguments of fsspec's file system for the URLs of --save, --load and --save-hf; default: what "
         "its package reads from the environment",
         metavar="JSON",
+        has_lines=True,
     )
     remote_cache: Optional[str] = flag(
         None,
         "local folder of checkpoints on their way to and from remote storage; default: remote/ in --output-dir",
         metavar="DIR",
+        is_written=True,
     )
 
     @property

@@ -8,6 +8,7 @@ from typing import Literal, Optional
 from miles.components import ENGINES, names_with
 from miles.flags import Errors, count, flag, flag_name
 
+MOST_DEVICES = 100_000  # of trainer or engines: the groups of ranks are listed, to check them
 OFFLOAD_FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
 
 
@@ -54,7 +55,9 @@ class ClusterArguments:
     max_restarts: int = flag(
         0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"
     )
-    train_env_vars: Optional[str] = flag(None, "JSON object of environment variables for the trainer processes")
+    train_env_vars: Optional[str] = flag(
+        None, "JSON object of environment variables for the trainer processes", has_lines=True
+    )
 
     @property
     def world_size(self) -> int:
@@ -91,6 +94,11 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
     errors.at_least(
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
+    errors.within(cluster, 1, MOST_DEVICES, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node") and cluster.world_size > MOST_DEVICES:
+        rule = f"makes {cluster.world_size} trainer ranks with --actor-num-nodes {cluster.actor_num_nodes}"
+        what_to_do = f"give sizes of at most {MOST_DEVICES} ranks"
+        errors.refuse("actor_num_gpus_per_node", cluster.actor_num_gpus_per_node, rule, what_to_do)
     errors.at_least(cluster, 0, "max_restarts", "wait_timeout")
     if cluster.colocate and errors.none_about("rollout_num_gpus"):
         why = "with --colocate: the engines have the trainer's devices"

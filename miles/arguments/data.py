@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Optional
 
+from miles.environments.options import read_options
 from miles.environments.verifiers_tasks import SCHEME as VERIFIERS
-from miles.flags import Errors, count, flag, flag_name
+from miles.flags import LARGEST, LONGEST_VALUE, Errors, count, flag, flag_name
+from miles.input_error import InputError
 from miles.one_line import one_line
 
 SOURCES = (
@@ -19,6 +21,7 @@ SOURCES = (
 FILE_SUFFIXES = (".jsonl", ".parquet")
 HUGGING_FACE, REASONING_GYM = "hf:", "reasoning_gym:"
 _SCHEMES = (HUGGING_FACE, REASONING_GYM, VERIFIERS)  # of sources that are neither a file nor a folder
+MOST_TASK_ROWS = 10_000_000  # of a reasoning_gym task, which all are made before the run
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 
@@ -57,7 +60,9 @@ class DataArguments:
     metadata_key: str = flag("metadata", "column of an object for rewards and filters, if there is one")
     tool_key: str = flag("tools", "column of the tools that the chat template shows to the model, if there is one")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
-    apply_chat_template_kwargs: Optional[str] = flag(None, "JSON object of keyword arguments of the chat template")
+    apply_chat_template_kwargs: Optional[str] = flag(
+        None, "JSON object of keyword arguments of the chat template", has_lines=True
+    )
     sft_roles: tuple[str, ...] = flag(
         ("assistant",),
         "with --loss-type sft_loss on conversations: the roles whose messages are trained on",
@@ -208,8 +213,28 @@ def check_source(field: str, source: str, errors: Errors) -> None:
         errors.existing_file(field, source)
     elif source in _SCHEMES:
         errors.refuse(field, source, "names nothing", f"give {SOURCES}")
+    elif source.startswith(REASONING_GYM):
+        with errors.catching():
+            read_task(source, f"{flag_name(field)} {one_line(source, LONGEST_VALUE)}")
     elif not source.startswith(_SCHEMES) and not os.path.isdir(source):  # unlike Path, false for a long name
         if os.path.exists(source) or not HUB_NAME.fullmatch(source):
             errors.refuse(field, source, "not a prompt source", f"give {SOURCES}")
         else:
             errors.refuse(field, source, "no such folder", f"give hf:{source} for a dataset of the Hugging Face hub")
+
+
+def read_task(source: str, origin: str) -> tuple[str, dict[str, Any]]:
+    """Return the task that ``reasoning_gym:TASK[:key=value,...]`` names, and its settings.
+
+    Raises:
+        InputError: A setting is malformed, or one that all tasks have, and most do not check, is out of range. The
+            message begins with ``origin``.
+    """
+    task, _, text = source.removeprefix(REASONING_GYM).partition(":")
+    options = read_options(text, origin)
+    size, seed = options.get("size", 1), options.get("seed", 0)
+    if type(size) is not int or not 1 <= size <= MOST_TASK_ROWS:
+        raise InputError(f"{origin}: size must be a whole number from 1 to {MOST_TASK_ROWS}; write size=1000")
+    if type(seed) is not int or abs(seed) > LARGEST:
+        raise InputError(f"{origin}: seed must be a whole number of at most 64 bits; write seed=1")
+    return task, options

@@ -1,7 +1,6 @@
 """Choose the model that is trained, and those it is compared with."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from miles import strict_json
-from miles.flags import Errors, flag, refuse
+from miles.flags import Errors, flag, is_hub_name, refuse
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,7 @@ def _config_file(path: str) -> Path | None:
 
 def is_on_hub(path: str) -> bool:
     """Return whether ``path`` is a name on the hub and not a folder here."""
-    return not os.path.isdir(path) and _HUB_NAME.fullmatch(path) is not None
-
-
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+    return not os.path.isdir(path) and is_hub_name(path)
 
 
 def local_vocab_size(model: ModelArguments) -> int | None:

@@ -31,8 +31,10 @@ class RehearsalArguments:
     rehearse_response_len: Optional[int] = flag(
         None, "assumed tokens of every response; default: --rollout-max-response-len"
     )
-    rehearse_json: Optional[str] = flag(None, "write all figures to this file as well", metavar="FILE")
-    rehearse_page: Optional[str] = flag(None, "write a page with pictures to this file as well", metavar="FILE.html")
+    rehearse_json: Optional[str] = flag(None, "write all figures to this file as well", metavar="FILE", is_written=True)
+    rehearse_page: Optional[str] = flag(
+        None, "write a page with pictures to this file as well", metavar="FILE.html", is_written=True
+    )
 
 
 def check_rehearsal(

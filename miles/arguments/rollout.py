@@ -17,6 +17,7 @@ from miles.objective.settings import LossArguments
 from miles.one_line import one_line
 
 LEAST_TEMPERATURE = 1e-6  # above 0, which is greedy
+MOST_TRAJECTORIES = 100_000_000  # of an iteration, which is in memory; one takes a kilobyte or more
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RolloutArguments:
         False, "train the experts that the engine chose for each token (docs/replay.md)"
     )
     rollout_stop: Optional[tuple[str, ...]] = flag(
-        None, "texts that end a response and stay in it", nargs="+", type=str
+        None, "texts that end a response and stay in it", nargs="+", type=str, has_lines=True
     )
     rollout_stop_token_ids: Optional[tuple[int, ...]] = flag(
         None, "token ids that end a response, in addition to the model's own", nargs="+", type=int
@@ -110,16 +111,20 @@ class RolloutArguments:
         "with --thinking-max-len: each answer is interrupted after a number of tokens that is drawn from this to "
         "--thinking-max-len, so that the model learns to answer after reasoning of any length; default: the same",
     )
-    thinking_end: str = flag("</think>", "with --thinking-max-len: the text that ends the reasoning of an answer")
+    thinking_end: str = flag(
+        "</think>", "with --thinking-max-len: the text that ends the reasoning of an answer", has_lines=True
+    )
     thinking_interruption: str = flag(
         "\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n",
         "with --thinking-max-len: the text that is appended, with loss mask 0; it holds --thinking-end. The default is "
         "that of ScaleRL (arXiv 2510.13786)",
+        has_lines=True,
     )
     agent_command: Optional[str] = flag(
         None,
         "program that makes a trajectory by calls of OpenAI's chat API, e.g. 'python agent.py' (docs/agents.md)",
         metavar="COMMAND",
+        has_lines=True,
     )
     agent_timeout: float = flag(
         600.0,
@@ -135,6 +140,7 @@ class RolloutArguments:
         f"NAME[:key=value,...]. {ENVIRONMENTS.help}",
         type=str,
         metavar="ENVIRONMENT",
+        has_lines=True,
     )
     max_turns: Optional[int] = flag(
         None, "with --environment: limit of the answers per trajectory; default: the environment's"
@@ -185,6 +191,7 @@ class RolloutArguments:
         None,
         "save the samples of each iteration to this file; {iteration} (or {rollout_id}) in the name is replaced",
         metavar="FILE",
+        is_written=True,
     )
     load_debug_rollout_data: Optional[str] = flag(
         None,
@@ -267,6 +274,7 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         "num_epoch",
     )
     errors.at_least(rollout, 0, "async_steps")
+    _check_trajectories(rollout, errors)
     check_temperature(rollout, "rollout_temperature", errors)
     errors.above(rollout, 0, "max_prompt_pass_rate")
     errors.within(rollout, 0, 1, "max_prompt_pass_rate")
@@ -290,6 +298,17 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         if token < 0:
             what_to_do = "give ids of the tokenizer's vocabulary"
             errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
+
+
+def _check_trajectories(rollout: RolloutArguments, errors: Errors) -> None:
+    """Check that the trajectories of an iteration are no more than any host can hold."""
+    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    if prompts is None or not errors.none_about("rollout_batch_size", "n_samples_per_prompt"):
+        return
+    if prompts * samples > MOST_TRAJECTORIES:
+        rule = f"makes {prompts * samples} trajectories per iteration with --n-samples-per-prompt {samples}"
+        what_to_do = f"give sizes of at most {MOST_TRAJECTORIES} trajectories"
+        errors.refuse("rollout_batch_size", prompts, rule, what_to_do)
 
 
 def check_temperature(section: Any, name: str, errors: Errors) -> None:

@@ -12,7 +12,9 @@ from miles.flags import Errors, changed, flag, flag_name
 class TrackingArguments:
     """tracking: console, files, TensorBoard and Weights & Biases."""
 
-    output_dir: str = flag("outputs/run", "folder of metrics.jsonl, tensorboard/ and report.html", metavar="DIR")
+    output_dir: str = flag(
+        "outputs/run", "folder of metrics.jsonl, tensorboard/ and report.html", metavar="DIR", is_written=True
+    )
     no_report: bool = flag(False, "do not write report.html", args=["--no-report"])
     report_samples: int = flag(4, "sampled answers per iteration in report.html")
     report_port: Optional[int] = flag(

@@ -46,10 +46,12 @@ from miles.arguments.sglang.rules import (
     fill_pause_mode,
     fill_rollout_num_gpus,
 )
+from miles.arguments.sglang.server_flags import ServerFlags
+from miles.arguments.sglang.server_values import check_server_texts
 from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.components import train_backend_spec
-from miles.flags import Errors
+from miles.flags import Errors, fault_of_text
 from miles.objective.aggregation import reconcile_aggregation
 from miles.parallel.dims import ParallelDims
 from miles.rewards.passing import deciding_part
@@ -107,9 +109,15 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
 def _check_choices(settings: Settings, errors: Errors) -> None:
     for section in fields(settings):
         values = getattr(settings, section.name)
-        if is_dataclass(values):
+        if isinstance(values, ServerFlags):
+            check_server_texts(values, errors)
+        elif is_dataclass(values):
             errors.choices(values)
             errors.texts(values)
+            errors.sizes(values)
+    for name, value in settings.megatron_overrides:
+        if isinstance(value, str) and (rule := fault_of_text(value, has_lines=False)) is not None:
+            errors.refuse(name, value, rule, "correct the value")
 
 
 def _check_sections(settings: Settings, errors: Errors) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 # A private name of a pinned version (argparse-dataclass 2.0), as in arguments/parser.py.
 from argparse_dataclass import _add_dataclass_options
 
+from miles.arguments.command_parser import CommandParser
 from miles.flags import Errors
 from miles.host.machine import memory_limit
 from miles.input_error import InputError
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments, cases that are malformed, or a function that cannot be imported.
     """
-    parser = argparse.ArgumentParser(prog="miles check-reward", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles check-reward", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "function", metavar="FUNCTION", help="module:function, or what --rm-type names: math, or math:1,repetition:0.2"
     )

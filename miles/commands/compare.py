@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.report.comparison import Comparison
 from miles.saved_runs.remote_run import run_folder
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="miles compare", description=__doc__)
+    parser = CommandParser(prog="miles compare", description=__doc__)
     parser.add_argument(
         "runs", type=run_folder, nargs="+", metavar="RUN", help="the --output-dir of each run, or its --save URL"
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 
 from miles import commands
+from miles.arguments.command_parser import CommandParser
 from miles.arguments.parser import build_parser
 
 SHELLS = ("bash", "zsh")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for another shell.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="miles completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shell", choices=SHELLS)

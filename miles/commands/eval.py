@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.arguments.command_parser import CommandParser
 from miles.components import ENGINES
 from miles.flags import count
 from miles.input_error import InputError
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments, sets that cannot be read, and weights that are not there.
     """
-    parser = argparse.ArgumentParser(prog="miles eval", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles eval", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
     parser.add_argument(
         "--sets", nargs="+", default=[], metavar="NAME SOURCE", help="sets to evaluate (default: those of the run)"

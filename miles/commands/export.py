@@ -5,10 +5,10 @@ Of a run with --lora-rank, that is the weights with the adapter added to them; -
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.input_error import InputError
 from miles.saved_runs.remote_run import on_this_machine, run_folder
 from miles.saved_runs.run import SavedRun
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments, and for a checkpoint that cannot be exported.
     """
-    parser = argparse.ArgumentParser(prog="miles export", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles export", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
     )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.arguments.parser import main_parse, refuse_wrong_flags
 from miles.cluster.folders.folder_lock import is_held
 from miles.commands import train
@@ -79,7 +80,7 @@ def _command(out: Path, source: str | Path, seed: int, flags: Sequence[str]) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="miles quickstart",
         usage="miles quickstart [MODEL_FOLDER] [--seed N] [--output-dir DIR] [flags of miles train]",
         description=__doc__,

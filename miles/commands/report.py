@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.report.server import HOST, ReportServer
 from miles.report.static_report import write_report
 from miles.saved_runs.remote_run import run_folder
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="miles report", description=__doc__)
+    parser = CommandParser(prog="miles report", description=__doc__)
     parser.add_argument(
         "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
     )

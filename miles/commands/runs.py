@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.command_parser import CommandParser
 from miles.input_error import InputError
 from miles.remote.folder import is_url
 from miles.saved_runs.remote_run import runs_at
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="miles runs", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles runs", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "folder",
         nargs="?",

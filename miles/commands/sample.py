@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.arguments.command_parser import CommandParser
 from miles.components import ENGINES
 from miles.input_error import InputError
 from miles.saved_runs.run import SavedRun
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: With status 2 for wrong arguments, and for weights that are not there.
     """
-    parser = argparse.ArgumentParser(prog="miles sample", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles sample", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     parser.add_argument("--n", type=int, default=4, metavar="N", help="how many answers (default: 4)")

@@ -8,17 +8,18 @@ started; 128 + N: stopped by signal N.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from miles.arguments.command_parser import CommandParser
 from miles.arguments.rules.one_process import check_one_process
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.commands.train import in_one_process
-from miles.flags import FlagError, count
+from miles.flags import LONGEST_MESSAGE, FlagError, count
+from miles.one_line import one_line
 from miles.secret_values import public_words
 from miles.sweep.child_process import Forks, Starter, start_process
 from miles.sweep.definition import TABLE_CSV, TABLE_JSON, Definition, read_definition
@@ -33,7 +34,7 @@ from miles.sweep.swept_run import TRAIN, Start, SweptRun
 
 def main(argv: Sequence[str]) -> int:
     """Run the sweep and write its comparison; return the exit status."""
-    parser = argparse.ArgumentParser(prog="miles sweep", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path, metavar="FILE", help="the sweep, as YAML or TOML")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: as many as have own devices)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs (default: outputs/NAME_OF_FILE)")
@@ -94,10 +95,11 @@ def _forks() -> Forks:
 
 
 def _refuse(messages: Sequence[str]) -> int:
-    if len(messages) == 1:
-        print(f"miles sweep: error: {messages[0]}", file=sys.stderr)
+    shown = [one_line(message, LONGEST_MESSAGE) for message in messages]
+    if len(shown) == 1:
+        print(f"miles sweep: error: {shown[0]}", file=sys.stderr)
     else:
-        lines = [f"miles sweep: {len(messages)} errors, and nothing was started:", *(f"  {text}" for text in messages)]
+        lines = [f"miles sweep: {len(shown)} errors, and nothing was started:", *(f"  {text}" for text in shown)]
         print("\n".join(lines), file=sys.stderr)
     return 2
 

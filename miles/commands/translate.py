@@ -5,10 +5,10 @@ Read a file of TRL, verl, slime, miles, OpenRLHF, prime-rl or NeMo-RL. Nothing i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from miles.arguments.command_parser import CommandParser
 from miles.input_error import InputError
 from miles.translate.launchers.base import all_launchers, launcher_of
 from miles.translate.reading.files import read_document
@@ -18,7 +18,7 @@ from miles.translate.translation import Translation
 
 def main(argv: Sequence[str]) -> int:
     """Print the translation of a file and return 0; 2 if the file cannot be read."""
-    parser = argparse.ArgumentParser(prog="miles translate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="miles translate", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", metavar="FILE", help="a .json, .yaml, .toml, .py or .sh file of another trainer")
     parser.add_argument(
         "--from", dest="source", choices=tuple(all_launchers()), help="the trainer; default: the one that fits the file"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 from miles.arguments.data import REASONING_GYM as SCHEME
+from miles.arguments.data import read_task
 from miles.data.row import LONGEST_MESSAGE, Row
-from miles.environments.options import read_options
 from miles.input_error import InputError
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
 
 __all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "read_reasoning_gym"]
 
@@ -26,24 +27,33 @@ def read_reasoning_gym(source: str) -> Iterator[Row]:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    task, _, text = source.removeprefix(SCHEME).partition(":")
+    task, given = read_task(source, f"prompt source {one_line(source, 200)}")
     if task not in DATASETS:
         near = ", ".join(get_close_matches(task, DATASETS)) or "its documentation lists them"
         raise _refusal(source, f"reasoning_gym has no task {one_line(task, 100)!r}; near it: {near}")
-    options = {"seed": 42, **read_options(text, f"prompt source {one_line(source, 200)}")}
-    try:
+    options = {"seed": 42, **given}
+    with _refusing(source, task):
         dataset = reasoning_gym.create_dataset(task, **options)
-    except Exception as error:  # each task checks its settings in its own way
-        fault = f"reasoning_gym refuses these settings ({type(error).__name__}: {one_line(str(error), 300)})"
-        what_to_do = f"write reasoning_gym:{task}:size=1000,seed=1 with the settings of this task"
-        raise _refusal(source, f"{fault}; {what_to_do}") from error
-    for index in range(len(dataset)):
-        entry = dataset[index]
+        size = len(dataset)
+    for index in range(size):
+        with _refusing(source, task):
+            entry = dataset[index]
         origin = {"task": task, "options": options, "entry": entry}
         yield Row(
             f"{source}:{index + 1}",
             {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}},
         )
+
+
+@contextmanager
+def _refusing(source: str, task: str) -> Iterator[None]:
+    """Refuse the settings if the task raises: each checks them in its own way, some only when they make an entry."""
+    try:
+        yield
+    except Exception as error:
+        fault = f"reasoning_gym refuses these settings ({one_line(name_and_words(error), 300)})"
+        what_to_do = f"write reasoning_gym:{task}:size=1000,seed=1 with the settings of this task"
+        raise _refusal(source, f"{fault}; {what_to_do}") from error
 
 
 def _refusal(source: str, fault: str) -> InputError:

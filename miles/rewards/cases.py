@@ -6,6 +6,7 @@ in its own process, with the time and memory limits.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from miles import strict_json
+from miles.flags import LARGEST_FLOAT
 from miles.input_error import InputError
 from miles.junit import CheckResult
 from miles.one_line import one_line
@@ -109,8 +111,11 @@ def _expected(value: Any, where: str) -> tuple[float, float]:
     """Return the lowest and highest reward: of a number, or of a pair."""
     bounds = value if isinstance(value, list) else [value, value]
     numbers = [bound for bound in bounds if isinstance(bound, int | float) and not isinstance(bound, bool)]
-    if len(bounds) != 2 or len(numbers) != 2 or numbers[0] > numbers[1]:
-        _refuse(where, f"expected is {one_line(str(value), 60)}", "give a number, or [lowest, highest]")
+    # nan and inf, which no reward can be, fail the comparison; so does a number that no float holds
+    are_rewards = all(abs(number) <= LARGEST_FLOAT for number in numbers)
+    if len(bounds) != 2 or len(numbers) != 2 or not are_rewards or numbers[0] > numbers[1]:
+        shown = one_line(json.dumps(value), 60)
+        _refuse(where, f"expected is {shown}", "give a finite number, or two as [lowest, highest]")
     return float(numbers[0]), float(numbers[1])
 
 

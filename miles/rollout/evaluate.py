@@ -18,6 +18,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.data.prompts import PromptSet, load_prompts
 from miles.engine.base import SamplingParams
 from miles.engine.concurrency import gather_or_cancel
+from miles.flags import LONGEST_VALUE, fault_of_size
 from miles.input_error import InputError
 from miles.metrics import Metric
 from miles.one_line import one_line
@@ -222,3 +223,6 @@ def _check_ranges(entry: dict[str, Any], where: str) -> None:
     for key, (holds, rule) in rules.items():
         if key in entry and not holds(entry[key]):
             raise InputError(f"{where}: {key} is {entry[key]}; it must be {rule}")
+    for key, value in entry.items():
+        if isinstance(value, int | float) and (fault := fault_of_size(key, value)) is not None:
+            raise InputError(f"{where}: {key} is {one_line(str(value), LONGEST_VALUE)}; it {fault}")

@@ -1,6 +1,7 @@
 """The command ``miles`` finds commands by their file and suggests the nearest one for a wrong word."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,63 @@ def test_a_reader_that_left_is_no_error(tmp_path):
         command = [sys.executable, "-m", "miles", "translate", str(tmp_path / "trl.json")]
         ended = subprocess.run(command, cwd=REPO, stdout=closed, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "miles"],
+        ["-m", "miles", "--help"],
+        ["-m", "miles", "--version"],
+        ["-m", "miles", "runs", "-h"],
+        ["train.py", "--help"],
+        ["train.py", "--version"],
+    ],
+)
+def test_help_that_cannot_be_written_is_an_error(words):
+    """argparse itself hides it; a reader that has left is none."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, *words], cwd=REPO, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "miles: error: standard output cannot be written (No space left on device)\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        ended = subprocess.run([sys.executable, *words], cwd=REPO, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_word_after_two_dashes_asks_for_no_help(tmp_path, monkeypatch, capsys):
+    source = '"""Say more."""\nimport sys\ndef main(argv):\n    print(sys.stdout is sys.__stdout__)\n    return 0\n'
+    (tmp_path / "say_more.py").write_text(source)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
+    assert cli.main(["say-more", "--", "--help"]) == 0
+    assert capsys.readouterr().out == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.py", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
+        (["train_async.py", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
+        (["-m", "miles", "train", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
+        (["-m", "miles", "check-reward", "math", "--cases", "{file}"], "miles check-reward: stopped by SIGINT\n"),
+    ],
+)
+def test_ctrl_c_before_a_run_is_one_sentence(tmp_path, words, said):
+    """The process is known to read the file when this one can open it for writing."""
+    file = tmp_path / "fifo"
+    os.mkfifo(file)
+    command = [sys.executable, *(word.format(file=file) for word in words)]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process, open(file, "w"):
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", said)
+
+
+def test_a_long_command_that_does_not_exist_is_shown_in_part():
+    ended = miles("a" * 5000 + "\n")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"miles: error: {'a' * 79}…: no such command; give one of ")

@@ -23,6 +23,7 @@ from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors, changed, flag_name
 from miles.model_families.packing import why_not_generated
 
+MOST_WORKERS = 1000  # rollout processes, which are all on one host
 NOT_QUANTIZED = "SGLang quantizes weights when it starts, and not those that the trainer sends"
 NOT_ALONE = "a server would read prompts or generate, and each engine here does both"
 
@@ -226,6 +227,7 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
     """Check ``--num-rollout-workers``: the engine can be shared, and every process gets a share of each limit."""
     name, rollout, sglang = "num_rollout_workers", settings.rollout, settings.sglang
     errors.at_least(rollout, 1, name)
+    errors.within(rollout, 1, MOST_WORKERS, name)
     workers = rollout.num_rollout_workers
     if workers <= 1:
         return

@@ -15,7 +15,7 @@ from miles.arguments.launch.suggest import near_choice
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.installed import Accepted, Reading, has_plugins, router_flags, server_flags
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags
-from miles.flags import Errors
+from miles.flags import Errors, fault_of_text, flag_name
 
 # Bounds of numbers, as SGLang 0.5.23 checks them when a server starts (srt/arg_groups/*_hook.py): the smallest number
 # that it takes, whether it takes that number itself, and the largest. Above 1, SGLang starts with a share of the GPU's
@@ -80,6 +80,22 @@ def check_server_values(flags: ServerFlags, errors: Errors) -> None:
     """
     _check_words(SERVER, flags.server, server_flags(), errors)
     _check_words(ROUTER, flags.router, router_flags(), errors)
+
+
+def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
+    """Check that no value is empty or has characters that no message can hold; line breaks only in JSON and texts.
+
+    The value of a flag that SGLang does not have is not shown: the flag may be a key whose name is misspelt.
+    """
+    for prefix, words, known in ((SERVER, flags.server, server_flags()), (ROUTER, flags.router, router_flags())):
+        for flag, values in group_words(words):
+            field = _field(prefix, flag)
+            for word in (flag, *values):
+                rule = fault_of_text(word, has_lines=word != flag and flag not in FILES)
+                if not word.strip():
+                    errors.add(f"{flag_name(field)}: the value is empty; give one, or drop {flag_name(field)}")
+                elif rule is not None:
+                    errors.refuse(field, word if flag in known and word != flag else None, rule, "correct the value")
 
 
 def check_server_files(settings: Settings, errors: Errors) -> None:

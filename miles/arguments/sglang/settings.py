@@ -35,12 +35,14 @@ class SglangArguments:
         "folder for --update-weight-transfer-mode disk and disk-delta, which trainer and engines share; default: "
         "weights/ in --output-dir",
         metavar="DIR",
+        is_written=True,
     )
     update_weight_copy_dir: Optional[str] = flag(
         None,
         "folder of the copy of the weights that each engine's host keeps for disk-delta, such as /dev/shm; default: "
         "that of temporary files",
         metavar="DIR",
+        is_written=True,
     )
     pause_generation_mode: Literal["retract", "in_place", "abort"] = flag(
         "retract",

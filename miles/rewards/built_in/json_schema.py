@@ -27,6 +27,7 @@ class JsonSchemaFlags:
     reward_json_schema: Optional[str] = flag(
         None,
         "file with the schema of --rm-type json_schema; default: metadata json_schema of each prompt, else its label",
+        metavar="FILE",
     )
 
 

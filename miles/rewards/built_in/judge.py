@@ -63,11 +63,12 @@ class JudgeFlags:
     judge_template: Optional[str] = flag(
         None,
         "text file of the judge's prompt, with {prompt}, {response}, {label} and {max_score}; it asks for 'Score: N'",
+        metavar="FILE",
     )
     judge_max_score: float = flag(10.0, "best score of the judge; the reward is its score over this, from 0 to 1")
     judge_max_tokens: int = flag(512, "length limit of the judge's reply, in tokens")
     judge_cache: Optional[str] = flag(
-        None, "SQLite file that keeps replies over runs; default: in memory, for this run"
+        None, "SQLite file that keeps replies over runs; default: in memory, for this run", metavar="FILE"
     )
     judge_concurrency: int = flag(32, "requests to --judge-url at a time; further answers wait")
     judge_retries: int = flag(4, "further attempts if --judge-url is busy (429, 5xx) or does not answer")

@@ -23,7 +23,9 @@ class RegexFlags:
     """regex: the flags of ``--rm-type regex``."""
 
     reward_regex: Optional[str] = flag(
-        None, "pattern of --rm-type regex, as Python's re reads it; default: the label of each prompt is its pattern"
+        None,
+        "pattern of --rm-type regex, as Python's re reads it; default: the label of each prompt is its pattern",
+        has_lines=True,
     )
 
 

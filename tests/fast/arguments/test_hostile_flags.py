@@ -75,10 +75,90 @@ def command(**replaced):
         ([*command(), "--rollout-stop", "x", ""], "--rollout-stop: the value is empty"),
         (command(prompt_data=""), "--prompt-data: the value is empty"),
         (command(output_dir=" "), "--output-dir: the value is empty"),
-        (command(hf_checkpoint="/" + "a" * 100_000), "--hf-checkpoint /a+…: no such folder"),
+        (
+            command(hf_checkpoint="/" + "a" * 100_000),
+            "--hf-checkpoint /a+…: has 100001 bytes, and a path has at most 4095; give a shorter one",
+        ),
+        (
+            command(save_hf="out/" + "é" * 121),
+            "--save-hf out/é+…: has a name of 242 bytes, and a name in a path that a run writes has at most 240; ",
+        ),
+        (command(hf_checkpoint="/models/missing"), "--hf-checkpoint /models/missing: no such folder"),
+        (
+            command(load="a" * 300),
+            "--load a{59}…: has a name of 300 bytes, and a name in a path has at most 255; give a shorter one",
+        ),
+        ([*command(ref_load="a" * 300), "--use-kl-loss"], "--ref-load a+…: has a name of 300 bytes"),
+        (
+            command(hf_checkpoint="a" * 97),
+            "--hf-checkpoint a+: no such folder, and no model of the Hugging Face hub has such a name; check the path",
+        ),
+        (command(hf_checkpoint="some--model"), "--hf-checkpoint some--model: no such folder, and no model of the Hugg"),
+        (
+            command(save="x/" * 3000, output_dir="x/" * 3000),
+            "(?s)--save [x/]+…: has 6000 bytes, and a path that a run writes has at most 3500.*--output-dir [x/]+…: ",
+        ),
+        (
+            command(save="/etc/passwd/a/b"),
+            "--save /etc/passwd/a/b: is below /etc/passwd, which is a file; give a folder",
+        ),
+        (command(output_dir="a\nb"), "--output-dir a b: has a line break or another control character; correct the v"),
+        (command(prompt_data="a\rb.jsonl"), "--prompt-data a b.jsonl: has a line break or another control character"),
+        (command(output_dir="a\x9bb"), "--output-dir a b: has a line break or another control character"),
+        (command(custom_rm_path="a\u2028b:c"), "--custom-rm-path a b:c: has a line break or another control character"),
+        (
+            [*command(), "--eval-interval", "1", "--eval-prompt-data", "a\nb", "c.jsonl"],
+            "--eval-prompt-data a b: has a line break",
+        ),
+        (
+            command(rollout_batch_size=str(2**63 - 1)),
+            "--rollout-batch-size 9223372036854775807: must be at most 2147483",
+        ),
+        (
+            command(rollout_batch_size="1000000", n_samples_per_prompt="1000"),
+            "--rollout-batch-size 1000000: makes 1000000000 trajectories per iteration with --n-samples-per",
+        ),
+        (
+            command(n_samples_per_prompt="9999999999999"),
+            "--n-samples-per-prompt 9999999999999: must be at most 2147483647",
+        ),
+        (
+            command(distributed_timeout_minutes=str(9 * 10**18)),
+            "--distributed-timeout-minutes 9.*: must be at most 16666",
+        ),
+        (command(wait_timeout="1e18"), r"--wait-timeout 1e\+18: must be at most 1000000; give a number nearer to 0"),
+        (command(samples_max_mb="1e300"), r"--samples-max-mb 1e\+300: must be at most 1000000000"),
+        (command(lr="1e300"), r"--lr 1e\+300: must be at most 3.4e\+38"),
+        (command(actor_num_gpus_per_node=str(2**63 - 1)), "--actor-num-gpus-per-node 9.*: must be at most 2147483647"),
+        (
+            command(actor_num_gpus_per_node="2147483647"),
+            r"--actor-num-gpus-per-node 2147483647: must be in \[1, 100000\]",
+        ),
+        (
+            command(actor_num_nodes="100000", actor_num_gpus_per_node="100000"),
+            "--actor-num-gpus-per-node 100000: makes 10000000000 trainer ranks with --actor-num-nodes 100000;",
+        ),
+        (
+            [*command(rollout_engine="sglang"), "--num-rollout-workers", "1000000"],
+            r"--num-rollout-workers 1000000: must be in \[1, 1000\]",
+        ),
+        (
+            [*command(rollout_engine="sglang"), "--sglang-api-key", "hunter22\x01secret"],
+            r"--sglang-api-key \(hidden\): has a control character; correct the value",
+        ),
         (command(prompt_data="a" * 100_000 + ".jsonl"), "--prompt-data a+…: no such file"),
-        (command(save="a\x1b[2J"), r"--save a \[2J: has a control character"),
-        (command(output_dir="a\udcff"), "--output-dir a : has a control character, or bytes that are not UTF-8"),
+        (
+            command(prompt_data="reasoning_gym:gcd:size=-1"),
+            "--prompt-data reasoning_gym:gcd:size=-1: size must be a whole",
+        ),
+        (
+            command(prompt_data="reasoning_gym:gcd:seed=abc"),
+            "--prompt-data .*: seed must be a whole number of at most 64",
+        ),
+        (command(prompt_data="reasoning_gym:gcd:size=3,size=4"), "--prompt-data .*: 'size' is given twice; keep one"),
+        (command(prompt_data="reasoning_gym:gcd:size"), "--prompt-data .*: 'size' is not key=value; write size="),
+        (command(save="a\x1b[2J"), r"--save a \[2J: has a line break or another control character"),
+        (command(output_dir="a\udcff"), "--output-dir a : has bytes that are not UTF-8"),
         (["--" + "x" * 100_000, *command()], "--x+…: no such flag"),
         (["stray" * 10_000], "the word '(stray)+s?t?r?a?…' belongs to no flag"),
         (command(loss_aggregation="m" * 10_000), "--loss-aggregation m+…: no such choice"),
@@ -105,6 +185,15 @@ def test_hostile_values_are_one_short_sentence(words, sentence):
     report = "\n".join(errors_of(words))
     assert time.process_time() - started < 5, "a loop or a quadratic search; it takes milliseconds"
     assert re.search(sentence, report), report[:500]
+
+
+def test_a_flag_that_is_a_text_may_have_lines():
+    words = [*command(), "--rollout-stop", "\n\n", "--train-env-vars", '{"A":\n\t"b"}', "--thinking-max-len", "8"]
+    assert errors_of([*words, "--thinking-interruption", "\nStop.\n</think>\n"]) == []
+
+
+def test_a_time_limit_of_the_largest_value_fits():
+    assert errors_of(command(distributed_timeout_minutes="16666", wait_timeout="1000000", seed=str(2**63 - 1))) == []
 
 
 @pytest.mark.parametrize("cycle", [["a"], ["a", "b"], ["a", "b", "c"]])

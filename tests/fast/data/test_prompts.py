@@ -163,6 +163,14 @@ def test_sources_that_cannot_be_read(tmp_path, tokenizer, sources):
         "reasoning_gym:gdc": "no task 'gdc'; near it: .*gcd",
         "reasoning_gym:gcd:size": "'size' is not key=value",
         "reasoning_gym:gcd:sise=3": "reasoning_gym refuses these settings",
+        "reasoning_gym:gcd:size=-1": "gcd:size=-1: size must be a whole number from 1 to 10000000; write size=1000",
+        "reasoning_gym:gcd:size=nan": "gcd:size=nan: size must be a whole number",
+        "reasoning_gym:gcd:size=1e999": "gcd:size=1e999: size must be a whole number",
+        "reasoning_gym:gcd:size=true": "gcd:size=true: size must be a whole number",
+        "reasoning_gym:gcd:size=99999999999999999999": "size must be a whole number from 1 to 10000000",
+        "reasoning_gym:gcd:size=3,seed=abc": "seed=abc: seed must be a whole number of at most 64 bits; write seed=1",
+        "reasoning_gym:gcd:size=3,size=4": "prompt source reasoning_gym:gcd:size=3,size=4: 'size' is given twice; keep",
+        "reasoning_gym:gcd:size=3,max_value=1e999": "max_value=1e999: reasoning_gym refuses these settings",
     }.items():
         with pytest.raises(ValueError, match=fault):
             load_prompts(source, DataArguments(), tokenizer)

@@ -73,6 +73,8 @@ def test_a_set_of_the_file_has_its_own_sampling(tmp_path, held_out, suffix):
         ({"n_samples_per_eval_prompt": 0}, "n_samples_per_eval_prompt is 0"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"source": ""}, "has no source"),
+        ({"n_samples_per_eval_prompt": 10**400}, "n_samples_per_eval_prompt is 10+…; it must be at most 2147483647"),
+        ({"max_response_len": 2**31}, "max_response_len is 2147483648; it must be at most 2147483647"),
     ],
 )
 def test_faults_name_file_set_and_key(tmp_path, held_out, entry, fault):

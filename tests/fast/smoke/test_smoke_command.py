@@ -31,7 +31,7 @@ def line(tiny_model, tmp_path):
         ("--expect-file nowhere --", "--expect-file nowhere: cannot be read"),
         ("--iterations 0 --", "--iterations 0: must be finite and at least 1"),
         ("--timeout inf --", "--timeout inf: must be finite"),
-        ("--timeout 1e9 --", "--timeout 1e+09: must be at most 1000000; give fewer seconds"),
+        ("--timeout 1e9 --", "--timeout 1e+09: must be at most 1000000; give a number nearer to 0"),
         ("--folder . --", "--folder .: is there already"),
         ("-- --lr fast", "--lr fast: must be a number"),
     ],

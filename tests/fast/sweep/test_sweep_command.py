@@ -92,11 +92,14 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, capsys, words, name, text):
 
 @pytest.mark.parametrize("words", [[], ["--page-only"]], ids=["queue", "page"])
 def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words):
-    """In a thread of the queue, and in the comparison at the end; a folder that is a file stands for a full disk."""
+    """In a thread of the queue, and in the comparison at the end.
+
+    A link to nothing, and a folder in the place of a file, stand for a full disk.
+    """
     file, out = write_sweep(tmp_path), tmp_path / "out"
     out.mkdir()
     blocked = out / "table.json" if words else out / "run"
-    blocked.mkdir() if words else blocked.touch()
+    blocked.mkdir() if words else blocked.symlink_to(tmp_path / "missing")
     command = [str(file), "--out", str(out), *words]
     assert sweep_command.main(command) == 1
     told = capsys.readouterr().err

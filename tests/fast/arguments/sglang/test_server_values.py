@@ -6,12 +6,51 @@ import sys
 
 import pytest
 
+from miles.arguments.parser import parse
 from miles.arguments.sglang.installed import Accepted, server_flags
 from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.sglang.server_values import check_server_values
-from miles.flags import Errors
+from miles.arguments.validate import validate
+from miles.flags import Errors, FlagError
 
 SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 1 "
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--sglang-api-key", "hunter22\x01secret"],
+            "--sglang-api-key (hidden): has a control character; correct the v",
+        ),
+        (["--sglang-api-key=hunter22\x01secret"], "--sglang-api-key (hidden): has a control character; correct the v"),
+        (["--sglang-admin-api-key", "x", "hunter22\x01"], "--sglang-admin-api-key (hidden): has a control character;"),
+        (
+            ["--router-api-key", "hunter22\x01secret"],
+            "--router-api-key (hidden): has a control character; correct the v",
+        ),
+        (["--sglang-api-kex", "hunter22\x01secret"], "--sglang-api-kex: has a control character; correct the value"),
+        (
+            ["--sglang-api-key", "hunter22\udcff"],
+            "--sglang-api-key (hidden): has bytes that are not UTF-8; correct the v",
+        ),
+        (["--sglang-api-key", ""], "--sglang-api-key: the value is empty; give one, or drop --sglang-api-key"),
+        (["--router-policy", " "], "--router-policy: the value is empty; give one, or drop --router-policy"),
+        (["--sglang-dtype", "half\x1b[2J"], "--sglang-dtype half [2J: has a control character; correct the value"),
+        (["--sglang-config", "a\nb"], "--sglang-config a b: has a line break or another control character; correct"),
+    ],
+)
+def test_a_text_that_no_message_can_hold_is_refused_by_its_flag(command, words, message):
+    with pytest.raises(FlagError) as caught:
+        validate(parse([*command(SGLANG), *words]))
+    assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(message)
+
+
+def test_json_for_a_server_may_have_lines(command):
+    words = ["--sglang-json-model-override-args", '{\n\t"num_hidden_layers": 2\n}']
+    assert validate(parse([*command(SGLANG), *words])).settings.server_flags.server == tuple(
+        ["--" + words[0][9:], words[1]]
+    )
 
 
 @pytest.mark.parametrize(
