@@ -52,10 +52,14 @@ class StopRequests:
         self._arrived: socket.socket | None = None  # the numbers of signals, as soon as they have arrived
 
     @contextmanager
-    def listening(self) -> Iterator[StopRequests]:
+    def listening(self, is_last: bool = False) -> Iterator[StopRequests]:
         """Handle the signals during the block, and restore the former handlers.
 
         Python lets only the main thread handle signals. A run in another one is not stopped by them.
+
+        Args:
+            is_last: Whether the process ends after the block. A signal that comes then changes nothing, neither what is
+                printed nor the status; a second one ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -78,7 +82,11 @@ class StopRequests:
             self._arrived.close()
             self._arrived = None
             for number, handler in former.items():
-                signal.signal(number, handler)
+                signal.signal(number, self._let_end if is_last and number in STOPS else handler)
+
+    def _let_end(self, number: int, frame: FrameType | None) -> None:
+        """Let the process, whose run has ended, end in its own time."""
+        signal.signal(number, signal.SIG_DFL)
 
     @property
     def number(self) -> int:

@@ -108,7 +108,7 @@ def launch(
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
         failure_handling(given, stop, files),
-        stop.listening(),
+        stop.listening(is_alone),
     ):
         check_hooks(settings.loss)
         check_whole_loss(settings.loss, flags_view(settings))

@@ -91,6 +91,23 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+ENDED = """
+import signal, sys
+from miles.cluster.stop_requests import StopRequests
+with StopRequests(60.0).listening(is_last=True):
+    pass
+for _ in range(int(sys.argv[1])):
+    signal.raise_signal(signal.SIGTERM)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(("signals", "status", "output"), [(1, 0, "the end\n"), (2, -signal.SIGTERM, "")])
+def test_a_signal_to_a_launcher_whose_run_is_complete_is_no_stop(signals, status, output):
+    ended = subprocess.run([sys.executable, "-c", ENDED, str(signals)], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (status, output)
+
+
 PRINTING = """
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failures import exit_with_message
