@@ -83,7 +83,7 @@ class TrainingLoop:
     def resume(self) -> int:
         """Restore both sides from ``--load`` and return the number of iterations already done."""
         if done := self.checkpoints.resume():
-            self.tracker.resume(done * self.steps_per_iteration + 1)
+            self.tracker.resume(done * self.steps_per_iteration + 1, self.checkpoints.continued)
         return done
 
     def run_iteration(self, iteration: int) -> bool:

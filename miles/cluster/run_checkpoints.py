@@ -13,6 +13,7 @@ from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.flags import count
 from miles.metrics import Metric
 from miles.remote.folder import is_url
+from miles.tracking.identity import RunIdentity
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_files import appearing_whole
 
@@ -77,6 +78,7 @@ class RunCheckpoints:
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
+    continued: RunIdentity | None = None  # the run that the checkpoint of --load is of; None if it does not say
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
 
     def resume(self) -> int:
@@ -85,7 +87,9 @@ class RunCheckpoints:
         if state is None:
             return 0
         self.last_saved = done = int(state["rollouts_done"])
-        self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
+        self.continued = RunIdentity.from_state(state)
+        if self.continued is not None:
+            self.run_state = self.continued.to_state()
         if self.wandb_run is None:
             self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
         self.sides.rollout.restore(state["prompts"])

@@ -144,7 +144,6 @@ def _run_loop(
     foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
-    from miles.cluster.folders.run_identity import RunIdentity
     from miles.cluster.run_checkpoints import RunCheckpoints
     from miles.cluster.sides import Sides
     from miles.generation_loop import GenerationLoop
@@ -166,7 +165,7 @@ def _run_loop(
         RunCheckpoints(
             sides,
             settings.checkpoint,
-            RunIdentity.new().to_state(),
+            tracker.run,
             steps,
             tracker.wandb_run,
             before_writing=context.before_writing,
@@ -187,6 +186,7 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     from miles.cluster.run_checkpoints import saved_wandb_run
     from miles.objective.explain import objective_formula, objective_in_words
     from miles.report.sink import HealthWatch
+    from miles.tracking.identity import RunIdentity
     from miles.tracking.provenance import provenance
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
@@ -200,6 +200,7 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
         total_steps,
         found,
     )
+    header = replace(header, run=RunIdentity.new().to_state())
     config = _config(replace(settings, checkpoint=context.given), found)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
     return Tracker(settings.tracking, header, sinks, config, saved_wandb_run(settings.checkpoint))

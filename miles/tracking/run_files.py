@@ -13,6 +13,7 @@ from typing import Any
 from miles.arguments.files import run_config
 from miles.host.disk_faults import naming_disk
 from miles.tracking import jsonl, run_header
+from miles.tracking.identity import RunIdentity
 from miles.tracking.sample_file import SampleFile
 from miles.tracking.thinning import thin
 
@@ -162,8 +163,23 @@ class RunFiles:
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
+    @property
+    def run(self) -> RunIdentity | None:
+        """The run that the folder belongs to; None if run.json does not say: it is missing, damaged or of old."""
+        try:
+            header = json.loads((self.output_dir / run_header.FILE_NAME).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+        return RunIdentity.from_state(header) if isinstance(header, dict) else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder has no metrics and no answers of any run."""
+        return not self._metrics.exists() and not self._samples.exists()
+
     def set_aside(self) -> Path | None:
         """Move what an earlier run left here into ``earlier-1``, ``earlier-2``…; give that folder, None if none was."""
+        # run.json last: if this is killed, it still says whose files are left.
         names = (METRICS, SAMPLES, TENSORBOARD, REPORT, CONFIG, ENDED_EARLY, run_header.FILE_NAME)
         present = [self.output_dir / name for name in names if (self.output_dir / name).exists()]
         if not present:

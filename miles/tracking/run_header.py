@@ -21,7 +21,8 @@ class RunHeader:
     ``settings`` and ``defaults`` map section to field to value (a field without an entry in ``defaults`` counts as
     default, so that a header without defaults highlights nothing). ``objective_words`` and ``objective_formula``
     describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar. ``provenance`` is
-    what the run started with (provenance.py); empty in files of earlier versions.
+    what the run started with (provenance.py); empty in files of earlier versions. ``run`` is the identity of the run, as
+    in its checkpoints (identity.py); empty in files of earlier versions, and in a run that continues a checkpoint of one.
     """
 
     title: str
@@ -31,6 +32,7 @@ class RunHeader:
     total_steps: int
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_sections(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from miles.arguments.tracking import TrackingArguments
 from miles.host.disk_faults import disk_fault, naming_disk
 from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
+from miles.tracking.identity import RunIdentity
 from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
@@ -41,8 +43,8 @@ def check_services(tracking: TrackingArguments) -> None:
 class Tracker:
     """Fans metrics out to the console, metrics.jsonl, the sinks of the flags, and ``further`` ones, closed last.
 
-    A resumed run calls ``resume(step)`` before anything is logged. Without that call the run is a new one, and the
-    files that an earlier run left in the folder are moved to ``earlier-N/``, never mixed in and never deleted.
+    A resumed run calls ``resume(step, run)`` before anything is logged. Without that call the run is a new one. Files
+    that another run left in the folder are moved to ``earlier-N/``, never mixed in and never deleted.
 
     Args:
         tracking: The flags.
@@ -86,14 +88,41 @@ class Tracker:
         """The id of the W&B run; None without one."""
         return None if self._wandb is None else self._wandb.run_id
 
-    def resume(self, step: int) -> None:
-        """Continue at ``step``: drop its rows and later ones, which the resumed run repeats."""
+    @property
+    def run(self) -> dict[str, str]:
+        """The identity of the run, for its checkpoints."""
+        return self._header.run
+
+    def resume(self, step: int, run: RunIdentity | None = None) -> None:
+        """Continue at ``step``: drop its rows and later ones, which the resumed run repeats.
+
+        Args:
+            step: The first step that the resumed run takes.
+            run: The run that is continued, as its checkpoint has it; None if that does not say.
+        """
         assert not self._begun, "resume() comes before the first log()"
+        self._take_folder(run)
         self._files.drop_from(step)
         self._files.forget_early_end()
         self._begin(resume_step=step)
         if self._wandb is not None:
             self._wandb.resume(step)
+
+    def _take_folder(self, run: RunIdentity | None) -> None:
+        """Move the files of another run away from those of ``run``, which the folder gets as its own."""
+        self._header = replace(self._header, run={} if run is None else run.to_state())
+        found = self._files.run
+        if found is not None and (run is None or run.id != found.id):
+            this = "a checkpoint that does not say which run wrote it" if run is None else str(run)
+            self._console.note(
+                f"--output-dir {self._output_dir}: held the metrics of {found}, and this run continues {this}; the "
+                f"files of the other are now in {self._files.set_aside()}; give each run its own --output-dir"
+            )
+        elif found is None and not self._files.is_empty:
+            self._console.note(
+                f"--output-dir {self._output_dir}: does not say which run wrote its metrics (an earlier version of "
+                "miles); this run continues them"
+            )
 
     def _begin(self, resume_step: int | None = None) -> None:
         if self._begun:

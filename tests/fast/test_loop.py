@@ -18,6 +18,7 @@ from miles.generation_loop import GenerationLoop
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
 from miles.rollout.sample_records import StoredSamples
+from miles.tracking.identity import RunIdentity
 from miles.tracking.phase_timer import PhaseTimer
 
 
@@ -64,8 +65,9 @@ class Recorder:
         self.saved_states.append(state)
         self.saved_bests.append(best)
 
-    def resume(self, step=None):
+    def resume(self, step=None, continued=None):
         if step is not None:  # called as the tracker's
+            self.continued = continued
             self.calls.append(("resume at step", step))
             return None
         return self.resume_from
@@ -201,8 +203,10 @@ def test_a_resumed_run_continues_after_the_iterations_that_are_done(run):
 
 def test_checkpoints_carry_the_run_that_they_belong_to(run):
     assert run(save="checkpoints").saved_states[-1]["run"] == {"id": "of this run"}
-    earlier = {"rollouts_done": 3, "prompts": {}, "run": {"id": "of the run that is resumed"}}
-    assert run(resume_from=earlier, save="checkpoints").saved_states[-1]["run"] == earlier["run"]
+    earlier = {"rollouts_done": 3, "prompts": {}, "run": RunIdentity("resumed", "2026-01-01 10:00:00").to_state()}
+    sides = run(resume_from=earlier, save="checkpoints")
+    assert sides.saved_states[-1]["run"] == earlier["run"]
+    assert sides.continued == RunIdentity("resumed", "2026-01-01 10:00:00"), "the tracker finds its own metrics by it"
 
 
 def test_checkpoints_carry_the_steps_of_an_iteration(run):

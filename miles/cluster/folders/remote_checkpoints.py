@@ -161,10 +161,12 @@ class RemoteCheckpoints:
         """Copy the metrics of the run to a machine that has none of its files. Raises ``RemoteError``."""
         if any((output_dir / name).exists() for name in RUN_FILES):
             return
-        present = self.remote.read(METRICS)
-        if present is not None:
+        for name in (METRICS, run_header.FILE_NAME):  # run.json says whose metrics they are
+            present = self.remote.read(name)
+            if present is None:
+                return
             output_dir.mkdir(parents=True, exist_ok=True)
-            write_through(output_dir / METRICS, present)
+            write_through(output_dir / name, present)
 
     def remove_others(self) -> None:
         """Remove the remote checkpoints that the local copy lists no more, and local files that are uploaded.

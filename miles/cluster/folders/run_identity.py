@@ -1,4 +1,4 @@
-"""Identify the run that a checkpoint belongs to, and refuse to mix two runs in one folder.
+"""Find the runs that the checkpoints of a folder belong to, and refuse to mix two of them.
 
 Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
 starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
@@ -10,41 +10,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.tracking.identity import RunIdentity
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_files import DamagedFile
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """The id of a run and the local time at which it first started, as saved in its checkpoints."""
-
-    id: str
-    started: str
-
-    @classmethod
-    def new(cls) -> RunIdentity:
-        """Return the identity of a run that starts now."""
-        return cls(uuid.uuid4().hex[:12], time.strftime("%Y-%m-%d %H:%M:%S"))
-
-    @classmethod
-    def from_state(cls, launcher_state: dict[str, Any]) -> RunIdentity | None:
-        """Return the identity saved in a checkpoint; None for checkpoints written before runs had one."""
-        saved = launcher_state.get("run")
-        if not isinstance(saved, dict) or saved.keys() != {"id", "started"}:
-            return None
-        return cls(str(saved["id"]), str(saved["started"]))
-
-    def to_state(self) -> dict[str, str]:
-        """Return plain JSON for the launcher's part of a checkpoint."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"run {self.id} of {self.started}"
 
 
 def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:

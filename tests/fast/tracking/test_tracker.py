@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from miles.report.metrics_file import MetricsFile
 from miles.report.run_view import RunView
 from miles.report.sink import ReportSink
 from miles.report.static_report import report_data
+from miles.tracking.identity import RunIdentity
 from miles.tracking.run_files import METRICS, REPORT, SAMPLES, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import check_packages
@@ -220,6 +222,66 @@ FILES = {
     METRICS: lambda tracker: tracker.log(3, {"train/loss": 0.5}),
     SAMPLES: lambda tracker: tracker.log_samples(3, [SampleRecord("p", "r", 1.0, None, "completed")]),
 }
+
+
+RUN_A, RUN_B = RunIdentity("aaa", "2026-01-01 10:00:00"), RunIdentity("bbb", "2026-01-02 10:00:00")
+
+
+def run_as(identity: RunIdentity | None, folder: Path, steps: range, resumes: bool = False) -> None:
+    """Log the steps of a run that knows its identity, or resume the run of that identity at the first of them."""
+    new = RunIdentity.new() if resumes or identity is None else identity
+    with Tracker(arguments(folder), replace(HEADER, run=new.to_state())) as tracker:
+        if resumes:
+            tracker.resume(steps.start, identity)
+        for step in steps:
+            tracker.log(step, {"rollout/reward": 1.0})
+            tracker.log_samples(step, [SampleRecord("p", "r", 1.0, None, "completed")])
+
+
+def steps_in(folder: Path) -> tuple[list[int], list[int]]:
+    files = RunFiles(folder)
+    return [int(row["step"]) for row in files.read_metrics()], [*files.read_samples()]
+
+
+def test_a_run_that_resumes_where_another_has_its_metrics_moves_them_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(RUN_B, tmp_path, range(1, 7))
+    run_as(RUN_A, tmp_path, range(4, 6), resumes=True)
+    assert steps_in(tmp_path / "earlier-1") == ([1, 2, 3, 4, 5, 6],) * 2
+    assert RunFiles(tmp_path / "earlier-1").run == RUN_B
+    assert steps_in(tmp_path) == ([4, 5],) * 2 and RunFiles(tmp_path).run == RUN_A
+    found = " ".join(capsys.readouterr().out.split())
+    assert f"held the metrics of {RUN_B}, and this run continues {RUN_A}; the files of the other are now in" in found
+
+
+def test_a_run_that_resumes_its_own_metrics_continues_them_without_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_as(RUN_A, tmp_path, range(1, 4))
+    run_as(RUN_A, tmp_path, range(3, 5), resumes=True)
+    run_as(RUN_A, tmp_path, range(5, 6), resumes=True)
+    assert steps_in(tmp_path) == ([1, 2, 3, 4, 5],) * 2 and not (tmp_path / "earlier-1").exists()
+    assert "--output-dir" not in capsys.readouterr().out
+
+
+def test_metrics_of_an_earlier_version_are_continued_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(arguments(tmp_path), range(1, 4))  # its run.json has no id
+    run_as(None, tmp_path, range(3, 5), resumes=True)
+    run_as(None, tmp_path, range(4, 6), resumes=True)  # killed before it has saved
+    run_as(RUN_A, tmp_path, range(6, 7), resumes=True)
+    assert steps_in(tmp_path)[0] == [1, 2, 3, 4, 5, 6] and RunFiles(tmp_path).run == RUN_A
+    assert "does not say which run wrote its metrics" in " ".join(capsys.readouterr().out.split())
+    run_as(None, tmp_path, range(5, 6), resumes=True)
+    assert steps_in(tmp_path)[0] == [5] and steps_in(tmp_path / "earlier-1")[0] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"run": 3}', '{"run": {"id": 3}}'])
+def test_a_damaged_header_names_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert RunFiles(tmp_path).run is None
 
 
 def fill_disk(path: Path) -> None:

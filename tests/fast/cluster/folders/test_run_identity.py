@@ -5,7 +5,8 @@ import json
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.folders.run_identity import RunIdentity, check_load_folder, own_save_folder
+from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
+from miles.tracking.identity import RunIdentity
 
 OLD = RunIdentity("old", "2026-01-01 10:00:00")
 NEW = RunIdentity("new", "2026-01-02 10:00:00")
