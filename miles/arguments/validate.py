@@ -33,6 +33,7 @@ from miles.arguments.rollout import check_async, check_rollout, fill_over_sampli
 from miles.arguments.rules.agents import check_agents
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
+from miles.arguments.rules.export_folder import check_export_folder
 from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss
 from miles.arguments.rules.model_context import check_model_context, notes_on_model_context
@@ -152,6 +153,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_model_context(settings, errors)
     check_stop_token_ids(settings, errors)
     check_tracking(settings.tracking, errors)
+    check_export_folder(settings, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, rollout.rollout_max_context_len, errors)
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
         check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)

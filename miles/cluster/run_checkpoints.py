@@ -11,6 +11,7 @@ from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.rollout import path_of_iteration
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.flags import count
+from miles.host.disk_faults import naming_disk
 from miles.metrics import Metric
 from miles.remote.folder import is_url
 from miles.tracking.identity import RunIdentity
@@ -170,7 +171,11 @@ class RunCheckpoints:
         self.before_writing()
         name = path_of_iteration(self.arguments.save_hf, done)
         folder = self.arguments.local(name) / checkpoint_name(done) if is_url(name) else Path(name)
-        with appearing_whole(folder.absolute()) as staged:
+        what = f"--save-hf {self.arguments.save_hf}: the export"
+        with (
+            naming_disk(folder, what=what, then="earlier checkpoints are intact"),
+            appearing_whole(folder.absolute()) as staged,
+        ):
             self.sides.trainer.export_hf(staged)
             self.sides.rollout.save_tokenizer(staged)
         if is_url(name):

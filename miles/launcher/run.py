@@ -95,7 +95,6 @@ def launch(
     from miles.tracking.json_output import as_json_lines
     from miles.tracking.notifications import Notifier
     from miles.tracking.tracker import check_services
-    from miles.training.checkpoint_folder import remove_unfinished
 
     settings = validated.settings
     given = settings.checkpoint
@@ -116,8 +115,7 @@ def launch(
         with _locked(settings) as (folders, lock):
             point = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
-            if checkpoint.save is not None:
-                remove_unfinished(checkpoint.local(checkpoint.save))
+            _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
             context = _context(validated, stop, files, notifier, is_alone, previous)
             # The second ``failure_handling`` knows where to resume from: --start-over changes it.
@@ -127,6 +125,24 @@ def launch(
                 uploading(settings, lock, point.damaged) as uploads,
             ):
                 (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check))
+
+
+def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
+    """Remove half-written checkpoints, and put an export into place that a killed run was exchanging."""
+    from miles.training.checkpoint_files import recover_exports
+    from miles.training.checkpoint_folder import remove_unfinished
+
+    if checkpoint.save is not None:
+        remove_unfinished(checkpoint.local(checkpoint.save))
+    if checkpoint.save_hf is not None and "save_hf" not in checkpoint.urls:
+        try:
+            recover_exports(checkpoint.save_hf)
+        except OSError as error:
+            raise ValueError(
+                f"--save-hf {checkpoint.save_hf}: a run was killed while it exchanged this export, and what is in "
+                f"{error.filename} cannot be put into place ({error.strerror}); rename it to the name of the export, "
+                "or give another folder"
+            ) from None
 
 
 def _resume_point(validated: Validated) -> ResumePoint:

@@ -21,8 +21,8 @@ class RunHeader:
     ``settings`` and ``defaults`` map section to field to value (a field without an entry in ``defaults`` counts as
     default, so that a header without defaults highlights nothing). ``objective_words`` and ``objective_formula``
     describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar. ``provenance`` is
-    what the run started with (provenance.py); empty in files of earlier versions. ``run`` is the identity of the run, as
-    in its checkpoints (identity.py); empty in files of earlier versions, and in a run that continues a checkpoint of one.
+    what the run started with (provenance.py); empty in files of earlier versions. ``run`` is the identity of the run
+    (identity.py); empty in files of earlier versions, and in a run that continues a checkpoint of one.
     """
 
     title: str

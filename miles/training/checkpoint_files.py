@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,26 +46,69 @@ def sync_tree(folder: Path) -> None:
 def appearing_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into, which becomes ``folder`` when the block ends without an error.
 
-    If ``folder`` exists, its weights are removed and the new files replace those of the same name, ``config.json``
-    last; other files stay.
+    If ``folder`` exists, the new one takes its place in two renames, and gets its other files: all but weights and
+    files of the names that the new one has. Whenever this is killed, the older or the new one is complete, in
+    ``folder``, or in ``.replaced_*`` or ``.writing_*`` beside it. The next call, or ``recover_exports``, puts it there.
     """
-    staged = folder.with_name(f".writing_{folder.name}")
+    folder = folder.resolve()  # a link stays, and what it names is replaced
+    _recover(folder)
+    staged, replaced = _staged(folder), _replaced(folder)
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     yield staged
     sync_tree(staged)
-    if not folder.exists():
-        staged.rename(folder)
+    if folder.exists():
+        folder.rename(replaced)
+        try:
+            staged.rename(folder)
+        except OSError:
+            replaced.rename(folder)
+            raise
     else:
-        for old in folder.glob("*.safetensors*"):
-            old.unlink()
-        for path in sorted(staged.iterdir(), key=lambda path: path.name == "config.json"):
-            if path.is_dir():  # a folder takes the place of an empty one only
-                shutil.rmtree(folder / path.name, ignore_errors=True)
-            path.replace(folder / path.name)
-        staged.rmdir()
-        sync(folder)
+        staged.rename(folder)
     sync(folder.parent)
+    _recover(folder)
+
+
+def recover_exports(template: str) -> None:
+    """Put into place what a killed run has left of exports of this name, in which ``{iteration}`` is any number.
+
+    What is half-written stays until the next export of the same name, as another run may be writing it.
+    """
+    parts = re.split(r"\{(?:iteration|rollout_id)\}", str(Path(template).resolve()))
+    pattern = re.compile(r"\d+".join(map(re.escape, parts)))
+    parent = os.path.dirname("*".join(map(glob.escape, parts)))
+    for found in glob.glob(f"{parent}/.replaced_*"):
+        path = Path(found)
+        exported = path.with_name(path.name.removeprefix(".replaced_"))
+        if pattern.fullmatch(str(exported)):
+            _recover(exported)
+
+
+def _recover(folder: Path) -> None:
+    """Finish what ``appearing_whole`` was killed in, so that ``folder`` is complete."""
+    staged, replaced = _staged(folder), _replaced(folder)
+    if not replaced.is_dir():
+        return
+    if not folder.exists():  # killed between the two renames, so the new one is complete
+        (staged if staged.is_dir() else replaced).rename(folder)
+        sync(folder.parent)
+    if replaced.is_dir():
+        for path in replaced.iterdir():
+            is_weights = ".safetensors" in path.name and not path.is_dir()
+            if not is_weights and not (folder / path.name).exists():
+                path.rename(folder / path.name)
+        sync(folder)
+        shutil.rmtree(replaced)
+        sync(folder.parent)
+
+
+def _staged(folder: Path) -> Path:
+    return folder.with_name(f".writing_{folder.name}")
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".replaced_{folder.name}")
 
 
 def read_bytes(folder: Path, name: str) -> bytes:

@@ -17,6 +17,7 @@ from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.restarts import resuming
 from miles.cluster.run_checkpoints import RunCheckpoints
 from miles.launcher import run as launcher
+from miles.training import checkpoint_files
 from tests.fast.arguments.conftest import minimal
 from tests.fast.support.small_checkpoint import save_checkpoint
 
@@ -138,6 +139,28 @@ def test_what_was_not_uploaded_is_named_and_uploaded_by_the_next_run(launch, tmp
     assert f"the last checkpoint, iter_0000002, which it uploads from {local} first" in capsys.readouterr().err
     launch("first", saving(), "--load URL")
     assert (tmp_path / "bucket/run/iter_0000002/manifest.json").is_file()
+
+
+def test_an_export_that_a_killed_run_was_exchanging_is_in_place_before_the_run_begins(tmp_path, monkeypatch, capsys):
+    def start(folder):
+        monkeypatch.setattr(launcher, "run", lambda settings, context: None)
+        launcher.launch(validate(parse(minimal(f"--save-hf {folder} --output-dir {tmp_path}/out"))), exit_with_message)
+
+    (tmp_path / ".replaced_hf").mkdir()
+    start(tmp_path / "hf")
+    assert (tmp_path / "hf").is_dir() and not (tmp_path / ".replaced_hf").exists()
+    (tmp_path / "hf").rename(tmp_path / ".replaced_hf")
+    (tmp_path / "hf").mkdir()
+
+    def fails(path):
+        raise OSError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", fails)
+    with pytest.raises(SystemExit):
+        start(tmp_path / "hf")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: error: --save-hf {tmp_path}/hf: a run was killed while it exchanged this export")
+    assert f"{tmp_path}/.replaced_hf cannot be put into place (Permission denied)" in line
 
 
 def test_an_export_goes_to_its_url(tmp_path):
