@@ -14,6 +14,8 @@ from miles.flags import Errors, flag
 from miles.remote.folder import fault_of_url, is_url, protocol_of
 from miles.secret_values import HIDDEN, public
 
+# Switches that a run does not need to continue from its own checkpoints: with them it would begin from one of another.
+NOT_OF_ITS_OWN = ("finetune", "no_load_optim", "no_load_rng")
 _CHECKPOINT = re.compile(r"(.+)/(iter_\d{7})/*")  # the URL of one checkpoint
 
 

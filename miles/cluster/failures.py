@@ -7,23 +7,25 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray.exceptions
 
-from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
 from miles.cluster import stop_requests
 from miles.cluster.failure_files.death import DEATHS, how_it_died
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
+from miles.flags import flag_name
 from miles.host.disk_faults import WriteFailed
 from miles.host.output_fault import fault_of_output
 from miles.input_error import InputError
 from miles.one_line import few_lines, name_and_words, one_line, words_of
 from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
-from miles.training.checkpoint_folder import newest
+from miles.training.checkpoint_folder import at, newest
 
 _LONGEST_SENTENCE = 5000  # one about flags may list many names
 _LONGEST_WORDS = 1000
@@ -140,17 +142,34 @@ def in_one_line(error: Exception) -> str:
 
 
 def how_to_resume(checkpoint: CheckpointArguments) -> str:
-    """Return how to resume a run that ended early, or that it starts from the beginning."""
+    """Return how to resume a run that ended early, or where it starts again.
+
+    Args:
+        checkpoint: The flags of the command; those of one that resumed by itself would not say what to leave out.
+    """
+    again = "a new run starts from the beginning"
+    if checkpoint.load is not None and _may_have_checkpoint(checkpoint.local(checkpoint.load)):
+        again = f"the same command starts from --load {checkpoint.load} again"
     if checkpoint.save is None:
-        return "nothing was saved (no --save), so a new run starts from the beginning"
+        return f"nothing was saved (no --save), so {again}"
     local = checkpoint.local(checkpoint.save)
-    what_to_do = f"the same command with --load {checkpoint.save} continues from the last checkpoint"
+    # A run that begins from other weights: from its own checkpoints it continues whole (loading_its_own).
+    dropped = [flag_name(name) for name in NOT_OF_ITS_OWN if getattr(checkpoint, name)]
+    without = f" and without {' and '.join(dropped)}" if dropped else ""
+    what_to_do = f"the same command with --load {checkpoint.save}{without} continues from the last checkpoint"
     try:
         last = newest(local)
     except OSError as error:
         return f"{what_to_do}, once {local} can be read again (now: {error.strerror or error})"
     if last is None:
-        return f"no checkpoint was saved in {checkpoint.save} yet, so a new run starts from the beginning"
+        return f"no checkpoint was saved in {checkpoint.save} yet, so {again}"
     if is_url(checkpoint.save) and (pending := pending_in(local)):
         return f"{what_to_do}, {pending[-1].name}, which it uploads from {local} first"
     return what_to_do
+
+
+def _may_have_checkpoint(folder: Path) -> bool:
+    try:
+        return at(folder) is not None
+    except OSError:  # it cannot be read now
+        return True

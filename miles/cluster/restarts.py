@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import ray.exceptions
 
+from miles.arguments.checkpoint import NOT_OF_ITS_OWN
 from miles.arguments.settings import Settings
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of, in_one_line, is_death, is_stopped_soon, show
@@ -108,8 +109,8 @@ def loading_its_own(settings: Settings) -> Settings:
     given = settings.checkpoint
     if given.save is None or newest(given.local(given.save)) is None:
         return settings
-    checkpoint = replace(given, load=given.save, finetune=False, no_load_optim=False, no_load_rng=False)
-    return replace(settings, checkpoint=checkpoint)
+    whole: dict[str, Any] = dict.fromkeys(NOT_OF_ITS_OWN, False)
+    return replace(settings, checkpoint=replace(given, load=given.save, **whole))
 
 
 class Continuation:

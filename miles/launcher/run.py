@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.arguments.checkpoint import NOT_OF_ITS_OWN
 from miles.arguments.launch.host_share import host_line
 from miles.arguments.launch.notes import grouped
 from miles.hidden_secrets import hidden_in_output
@@ -98,6 +99,7 @@ def launch(
 
     settings = validated.settings
     given = settings.checkpoint
+    of_command = given if previous is None else previous.given
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
     kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
@@ -106,7 +108,7 @@ def launch(
     with (
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
-        failure_handling(given, stop, files),
+        failure_handling(_told(given, of_command), stop, files),
         stop.listening(is_alone),
     ):
         check_hooks(settings.loss)
@@ -118,13 +120,21 @@ def launch(
             _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
             context = _context(validated, stop, files, notifier, is_alone, previous)
-            # The second ``failure_handling`` knows where to resume from: --start-over changes it.
+            # The second one knows where to resume from: --start-over changes it.
             with (
-                failure_handling(checkpoint, stop, files),
+                failure_handling(_told(checkpoint, of_command), stop, files),
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
                 (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check))
+
+
+def _told(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
+    """Return the flags from which a message says how to resume: those of the attempt, with switches as in the command.
+
+    A restart drops some switches (cluster/restarts.py), and the user has to leave them out too.
+    """
+    return replace(checkpoint, **{name: getattr(of_command, name) for name in NOT_OF_ITS_OWN})
 
 
 def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
@@ -245,8 +255,9 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
 
     event: Event = "failure"
     status = 1
+    checkpoint = _told(settings.checkpoint, context.given)
     if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS, only_notes=True):
-        last_line, event, status = stopped_by(context.stop, settings.checkpoint), "end", context.stop.exit_status
+        last_line, event, status = stopped_by(context.stop, checkpoint), "end", context.stop.exit_status
     else:
         if is_hang(loss):
             _try("the report of a hang", lambda: context.files.report_hang(loss, ask_ray=False))
@@ -256,7 +267,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
                 return context.continuation(context.restarts.take(loss, settings, context.files))
             except Exception as error:
                 loss = f"{loss}, and the run cannot be restarted: {error}"
-        last_line = stopped(loss, settings.checkpoint, context.files)
+        last_line = stopped(loss, checkpoint, context.files)
     with suppress(OSError):  # nobody reads it any more
         print(last_line, file=sys.stderr, flush=True)
     context.notifier.send(event, last_line)

@@ -25,6 +25,29 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
     assert f"--load {tmp_path}" in how_to_resume(saving)
 
 
+@pytest.mark.parametrize(
+    "given, without",
+    [
+        ({}, ""),
+        ({"finetune": True}, " and without --finetune"),
+        ({"no_load_optim": True}, " and without --no-load-optim"),
+        ({"no_load_optim": True, "no_load_rng": True}, " and without --no-load-optim and --no-load-rng"),
+    ],
+)
+def test_how_to_resume_names_the_switches_to_leave_out(tmp_path, given, without):
+    (tmp_path / "iter_0000001").mkdir()
+    found = how_to_resume(CheckpointArguments(save=str(tmp_path), load="elsewhere", **given))
+    assert found == f"the same command with --load {tmp_path}{without} continues from the last checkpoint"
+
+
+def test_a_run_that_has_saved_nothing_starts_again_where_it_began(tmp_path):
+    (tmp_path / "first" / "iter_0000001").mkdir(parents=True)
+    began = {"load": str(tmp_path / "first"), "finetune": True}
+    for given in (CheckpointArguments(**began), CheckpointArguments(save=str(tmp_path / "own"), **began)):
+        assert how_to_resume(given).endswith(f", so the same command starts from --load {tmp_path}/first again")
+    assert how_to_resume(CheckpointArguments(load=str(tmp_path))).endswith("so a new run starts from the beginning")
+
+
 def test_value_error_is_one_sentence(capsys):
     with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")

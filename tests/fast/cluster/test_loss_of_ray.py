@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 
+from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.parser import parse
 from miles.cluster import stop_requests
 from miles.cluster.failures import WorkerLost, exit_with_message
@@ -58,6 +59,7 @@ def context():
         notifier=SimpleNamespace(send=lambda *event: sent.append(event), sent=sent),
         restarts=Restarts(1),
         continuation=lambda settings: "a continuation",
+        given=CheckpointArguments(),
     )
 
 

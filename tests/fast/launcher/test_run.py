@@ -206,3 +206,23 @@ def test_a_launcher_that_takes_over_resumes_what_was_saved_meanwhile(tmp_path, m
             launcher.LauncherState(replace(validated, settings=decided), validated.settings.checkpoint, 0)
         )
     assert loaded == [str(tmp_path / "ckpt" / "iter_0000004")]
+
+
+def test_a_launcher_that_took_over_says_what_to_leave_out_of_the_command(tmp_path, monkeypatch, capsys):
+    """It resumes without ``--finetune``, and the user's command has that switch."""
+
+    def fails(settings, context):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(launcher, "run", fails)
+    saved = tmp_path / "ckpt"
+    save_checkpoint(saved, 4)
+    words = minimal(f"--save {saved} --load {tmp_path} --finetune --no-load-rng --output-dir {tmp_path}/out")
+    validated = validate(parse(words))
+    decided, _ = resuming(validated.settings)
+    with pytest.raises(SystemExit, match="1"):
+        launcher.take_over(
+            launcher.LauncherState(replace(validated, settings=decided), validated.settings.checkpoint, 0)
+        )
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"with --load {saved} and without --finetune and --no-load-rng continues from the last checkpoint" in last
