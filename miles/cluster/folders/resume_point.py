@@ -68,12 +68,30 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
                 f"{flag}: there is no such checkpoint; give another one, or the folder of the checkpoints, whose "
                 "newest is taken"
             )
-        return ResumePoint(checkpoint)
+        return ResumePoint(checkpoint, notes=(_note_of_nothing(checkpoint, root, flag),))
     listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
     raise ValueError(
         f"{flag}: no checkpoint in it is complete ({listed}); restore one from a copy, or drop --load and give another "
         "--save folder to start from the beginning"
     )
+
+
+def _note_of_nothing(checkpoint: CheckpointArguments, root: Path, flag: str) -> str:
+    """Return the note of a run that has nothing to load, as the first of a job whose ``--load`` is its ``--save``.
+
+    Raises:
+        ValueError: It cannot go on without.
+    """
+    if checkpoint.finetune:
+        raise ValueError(
+            f"{flag}: --finetune wants the weights of a checkpoint, and there is none; check the path, or drop "
+            "--finetune and --load to start from --hf-checkpoint"
+        )
+    is_missing = not is_url(str(checkpoint.load)) and not root.is_dir()
+    found = "there is no such folder" if is_missing else "holds no checkpoint"
+    is_own = checkpoint.save is not None and root.resolve() == checkpoint.local(checkpoint.save).resolve()
+    check = "" if is_own else "; check the path if it was to continue another"
+    return f"{flag}: {found}, so the run starts from the beginning{check}"
 
 
 def check_frozen_models(model: ModelArguments) -> list[str]:

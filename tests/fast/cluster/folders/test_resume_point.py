@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,22 @@ def test_a_replaced_checkpoint_is_taken_if_the_one_that_replaces_it_is_damaged(r
 
 
 def test_without_checkpoints_nothing_is_loaded(tmp_path):
-    for given in (CheckpointArguments(), CheckpointArguments(load=str(tmp_path)), CheckpointArguments(load="missing")):
+    given = CheckpointArguments()
+    assert resume_point(given).checkpoint == given and resume_point(given).notes == ()
+    other = "so the run starts from the beginning; check the path if it was to continue another"
+    for load, save, note in (
+        (str(tmp_path), None, f"--load {tmp_path}: holds no checkpoint, {other}"),
+        ("missing", None, f"--load missing: there is no such folder, {other}"),
+        ("missing", "own", f"--load missing: there is no such folder, {other}"),
+        ("own", "./own", "--load own: there is no such folder, so the run starts from the beginning"),
+    ):
+        given = CheckpointArguments(load=load, save=save)
         point = resume_point(given)
-        assert point.checkpoint == given and point.notes == ()
+        assert point.checkpoint == given and point.notes == (note,)
+        with pytest.raises(
+            ValueError, match=r"--load .*: --finetune wants the weights of a checkpoint"
+        ):
+            resume_point(replace(given, finetune=True))
 
 
 def test_a_named_checkpoint_that_is_gone_is_not_a_new_run(root):
