@@ -287,7 +287,7 @@ def read_run_state(folder: Path, backend: str, flag: str) -> dict[str, Any]:
     try:
         state = read_state(folder)
     except DamagedFile as fault:
-        raise ValueError(f"{flag}: the checkpoint {folder} is damaged: {fault}") from None
+        raise ValueError(f"{flag}: the checkpoint {folder} is damaged: {fault}; give another one") from None
     written_by = state.get("backend", "fsdp")
     if written_by != backend:
         raise ValueError(

@@ -18,8 +18,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
-from miles.training.checkpoint_files import in_one_line, write_through
+from miles.training.checkpoint_files import DamagedFile, in_one_line, write_through
+from miles.training.restricted_pickle import check_files_of_index, read_index, restricted_loading
 
 
 class StagedFiles:
@@ -122,13 +124,39 @@ def save_errors(folder: Path) -> Iterator[None]:
         raise OSError(*number, fault) from error
 
 
-@contextmanager
-def load_errors(folder: Path, flag: str) -> Iterator[None]:
-    """Raise ``ValueError`` that names ``flag``, the checkpoint and the reason if a rank cannot read ``folder``."""
+def checked_index(folder: Path, flag: str) -> Metadata:
+    """Return the index of ``folder``, whose files are there.
+
+    The launcher compares files with the manifest, and does not read the index: this process has imported torch.
+
+    Raises:
+        ValueError: The index is not one, or files that it refers to are missing or cut. The message names the file.
+    """
     try:
-        yield
+        index = read_index(folder)
+        check_files_of_index(folder, index)
+    except DamagedFile as fault:
+        raise ValueError(f"{flag}: the checkpoint {folder} is damaged: {fault}; give another one") from None
+    return index
+
+
+@contextmanager
+def loading(folder: Path, flag: str) -> Iterator[None]:
+    """Have the block load ``folder``, whose index is checked, without running what its files name.
+
+    Raises:
+        ValueError: A rank cannot read it. The message names ``flag``, the checkpoint and the reason.
+    """
+    try:
+        with restricted_loading():
+            yield
     except CheckpointException as error:
         rank, failure = _first(error)
+        if isinstance(failure, OSError | UnpicklingError):
+            raise ValueError(
+                f"{flag}: the checkpoint {folder} cannot be read (rank {rank}: {type(failure).__name__}: "
+                f"{in_one_line(failure)}); give another one"
+            ) from error
         raise ValueError(
             f"{flag}: the checkpoint {folder} does not hold this model (rank {rank}: {type(failure).__name__}: "
             f"{in_one_line(failure)}); give one that was saved with the same model and heads"

@@ -40,5 +40,5 @@ def restore_random_state(folder: Path) -> dict[str, torch.Tensor]:
             torch.cuda.set_rng_state(cuda)
     except (DamagedFile, KeyError, RuntimeError, TypeError, AttributeError) as error:
         fault = error if isinstance(error, DamagedFile) else f"{name} holds no random state"
-        raise ValueError(f"--load: the checkpoint {folder} is damaged: {fault}") from None
+        raise ValueError(f"--load: the checkpoint {folder} is damaged: {fault}; give another one") from None
     return state

@@ -29,11 +29,10 @@ from miles.training.checkpoint_folder import (
     saved_critic,
     write_run_state,
 )
-from miles.training.checkpoint_io import StagedFiles, StagingWriter, load_errors, save_errors
+from miles.training.checkpoint_io import StagedFiles, StagingWriter, checked_index, loading, save_errors
 from miles.training.fsdp.disk_names import as_on_disk
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.random_state import restore_random_state, write_random_state
-from miles.training.restricted_pickle import restricted_loading
 
 
 def save(
@@ -88,7 +87,8 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
     tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:
         tensors["optimizer"] = _optimizer_state(model, optimizer)
-    with load_errors(folder, "--load"), restricted_loading():
+    checked_index(folder, "--load")
+    with loading(folder, "--load"):
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
     if with_optimizer:
@@ -128,7 +128,8 @@ def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
     tensors = {"model": _trained_state(model)}
-    with load_errors(folder, flag), restricted_loading():
+    checked_index(folder, flag)
+    with loading(folder, flag):
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
 
@@ -146,7 +147,8 @@ def load_reference(within: Path, model: PreTrainedModel) -> None:
     """Read what ``save_reference`` wrote into ``within``."""
     read_run_state(within, "fsdp", "--load")
     tensors = {"model": get_model_state_dict(model)}
-    with load_errors(within, "--load"), restricted_loading():
+    checked_index(within, "--load")
+    with loading(within, "--load"):
         dcp.load(tensors, checkpoint_id=within)
     set_model_state_dict(model, tensors["model"])
 

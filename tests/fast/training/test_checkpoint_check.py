@@ -28,7 +28,9 @@ from miles.training.checkpoint_folder import (
     staging,
     write_run_state,
 )
-from miles.training.checkpoint_manifest import MANIFEST, read_manifest
+from miles.training.checkpoint_io import loading
+from miles.training.checkpoint_manifest import MANIFEST, read_manifest, write_manifest
+from miles.training.fsdp import checkpoint
 from miles.training.random_state import restore_random_state
 from miles.training.restricted_pickle import restricted_loading
 
@@ -174,6 +176,46 @@ def test_a_hostile_index_is_refused_and_runs_nothing(saved, tmp_path):
     with one_rank(), pytest.raises(BaseException, match="ranks"):
         dcp.load(given, checkpoint_id=saved)
     assert marker.exists(), "the file has to be hostile for the test to mean anything"
+
+
+def damaged_pickle(folder):
+    (folder / INDEX).write_bytes(b"\x80\x04.")
+
+
+def hostile(folder):
+    (folder / INDEX).write_bytes(pickle.dumps(Hostile(folder / "it ran")))
+
+
+def shard_is_gone(folder):
+    (folder / SHARD).unlink()
+
+
+@pytest.mark.parametrize(
+    "damage, fault",
+    [
+        (
+            hostile,
+            r"\.metadata is not the index of a checkpoint \(it names .*, which no checkpoint of miles contains\)",
+        ),
+        (damaged_pickle, r"\.metadata is not the index of a checkpoint \(.*\)"),
+        (shard_is_gone, r"__0_0\.distcp is missing"),
+    ],
+)
+def test_a_rank_names_the_file_and_its_fault_where_a_manifest_was_written_after_the_damage(saved, damage, fault):
+    damage(saved)
+    write_manifest(saved, {})
+    check_checkpoint(saved)  # as the launcher does, which does not read what torch has written
+    words = rf"^--load: the checkpoint {saved} is damaged: {fault}; give another one$"
+    with one_rank(), pytest.raises(ValueError, match=words):
+        checkpoint._load_tensors(saved, torch.nn.Linear(1, 1), None, with_optimizer=False)
+    assert not (saved / "it ran").exists()
+
+
+def test_a_rank_that_cannot_read_does_not_call_it_another_model(saved):
+    words = r"cannot be read \(rank 0: FileNotFoundError: .*\); give another one"
+    with one_rank(), pytest.raises(ValueError, match=words), loading(saved, "--load"):
+        (saved / SHARD).unlink()
+        dcp.load(tensors(), checkpoint_id=saved)
 
 
 def test_a_hostile_object_among_the_tensors_is_refused_and_runs_nothing(tmp_path):

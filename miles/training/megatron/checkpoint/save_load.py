@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.model_families.parameters import EMBEDDING
-from miles.training.checkpoint_files import DamagedFile, in_one_line
+from miles.training.checkpoint_files import in_one_line
 from miles.training.checkpoint_folder import read_run_state, write_run_state
-from miles.training.checkpoint_io import StagedFiles, load_errors, save_errors
+from miles.training.checkpoint_io import StagedFiles, checked_index, loading, save_errors
 from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState, Piece
 from miles.training.megatron.checkpoint.writer import DirectWriter
 from miles.training.megatron.model.adapter import Adapter
@@ -35,7 +35,6 @@ from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
 from miles.training.random_state import restore_random_state, write_random_state
-from miles.training.restricted_pickle import read_index, restricted_loading
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 KINDS = (MASTER, *MOMENTS)
@@ -165,7 +164,7 @@ def _read(
         _check_holds_only(folder, policy, set().union(*names), flag)
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}
-            with load_errors(folder, flag), restricted_loading():
+            with loading(folder, flag):
                 found = dist_checkpointing.load(
                     _empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False
                 )
@@ -186,10 +185,7 @@ def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: 
     Raises:
         ValueError: The checkpoint ``folder`` is that of another model.
     """
-    try:
-        index = read_index(folder)
-    except DamagedFile as fault:
-        raise ValueError(f"{flag}: the checkpoint {folder} is damaged: {fault}") from None
+    index = checked_index(folder, flag)
     sizes = {
         name: found.size
         for name, found in index.state_dict_metadata.items()

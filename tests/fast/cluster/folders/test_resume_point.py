@@ -119,9 +119,7 @@ def test_without_checkpoints_nothing_is_loaded(tmp_path):
         given = CheckpointArguments(load=load, save=save)
         point = resume_point(given)
         assert point.checkpoint == given and point.notes == (note,)
-        with pytest.raises(
-            ValueError, match=r"--load .*: --finetune wants the weights of a checkpoint"
-        ):
+        with pytest.raises(ValueError, match=r"--load .*: --finetune wants the weights of a checkpoint"):
             resume_point(replace(given, finetune=True))
 
 
