@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.components import TRAIN_BACKENDS
+from miles.data.position import check_position
 from miles.training.checkpoint_files import DamagedFile, read_json_object
 from miles.training.checkpoint_folder import (
     STATE,
@@ -40,6 +41,10 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
     state = read_state(folder)
     if not {"rollouts_done", "prompts"} <= state["launcher"].keys():
         raise DamagedFile(f"{STATE} lacks the state of the run")
+    try:
+        check_position(state["launcher"]["prompts"])
+    except ValueError as fault:
+        raise DamagedFile(f"{STATE} has no position in the prompts ({fault})") from None
     if state.get("manifest") and not has_manifest(folder):
         raise DamagedFile(f"{MANIFEST} is missing")
     cost = check_against_manifest(folder) if has_manifest(folder) else None

@@ -109,6 +109,14 @@ def forget_manifest(folder):
     (folder / STATE).write_text(json.dumps(state))
 
 
+def test_a_position_that_no_run_has_saved_is_a_fault(saved):
+    state = json.loads((saved / STATE).read_text())
+    state["launcher"]["prompts"]["epoch"] = None
+    (saved / STATE).write_text(json.dumps(state))
+    write_manifest(saved, {})  # it was saved like that
+    assert fault_of(saved) == "state.json has no position in the prompts (epoch is malformed)"
+
+
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
     assert fault_of(tmp_path) == "the folder is empty"
 

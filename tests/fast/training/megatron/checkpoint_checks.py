@@ -107,7 +107,7 @@ def changes(whole: bool) -> tuple[Change, ...]:
     return CHANGES if whole else BY_TURNS
 
 
-LAUNCHER = {"rollouts_done": 2, "prompts": {"position": [3, 1]}}
+LAUNCHER = {"rollouts_done": 2, "prompts": {"source": {"position": [3, 1]}, "next_group_index": 2, "unfinished": []}}
 
 
 def _backend(process: RankProcess, model: str) -> MegatronBackend:
