@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -111,24 +112,34 @@ def checkpoint_name(iterations_done: int) -> str:
 
 
 def first_iteration(checkpoint: CheckpointArguments) -> int | None:
-    """Return the iteration at which the run starts; None if only remote storage knows it."""
+    """Return the iteration at which the run starts; None if only remote storage knows it, or nobody can read it."""
     folder = checkpoint.load
     if folder is None or checkpoint.finetune:
         return 0
     if is_url(folder):
         return None
-    return _newest_checkpoint(folder) or 0
+    try:
+        return _newest_checkpoint(folder) or 0
+    except OSError:  # the launcher refuses to run (cluster/folders/reading.py)
+        return None
 
 
 def _newest_checkpoint(folder: str) -> int | None:
     """Return after how many iterations the newest complete checkpoint in a local folder was saved; None without one."""
-    complete = [done for path, done in _checkpoints(folder) if (path / "manifest.json").is_file()]
+    complete = [done for path, done in _checkpoints(folder) if os.path.isfile(path / "manifest.json")]
     return max(complete, default=None)
 
 
 def _checkpoints(folder: str) -> Iterator[tuple[Path, int]]:
-    """Yield the checkpoints in a local folder by their names, complete or not, with their iterations."""
-    for path in (Path(folder), *Path(folder).glob("iter_*")):  # --load may name one of them
+    """Yield the checkpoints in a local folder by their names, complete or not, with their iterations.
+
+    Raises ``OSError`` if the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    for path in (Path(folder), *(Path(folder) / name for name in names)):  # --load may name one of them
         if (match := re.fullmatch(r"iter_(\d{7})", path.name)) is not None:
             yield path, int(match[1])
 
@@ -243,7 +254,10 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
 
 
 def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
-    newest = _newest_checkpoint(folder)
+    try:
+        newest = _newest_checkpoint(folder)
+    except OSError as error:
+        return f"cannot be read ({error.strerror}), so the run is refused"
     if newest is None and any(_checkpoints(folder)):
         return "no checkpoint is complete by its manifest; the run checks its files, and stops if none can be loaded"
     if newest is None:

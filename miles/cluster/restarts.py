@@ -21,6 +21,7 @@ from miles.arguments.checkpoint import NOT_OF_ITS_OWN
 from miles.arguments.settings import Settings
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of, in_one_line, is_death, is_stopped_soon, show
+from miles.cluster.folders.reading import reading
 from miles.cluster.folders.resume_point import resume_point
 from miles.cluster.stop_requests import StopRequests
 from miles.host.disk_faults import WriteFailed
@@ -105,10 +106,14 @@ def resuming(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
 
 
 def loading_its_own(settings: Settings) -> Settings:
-    """Return ``settings`` changed to load what is in ``--save``; unchanged if nothing was saved."""
+    """Return ``settings`` changed to load what is in ``--save``; unchanged if nothing was saved.
+
+    Raises ``ValueError`` if the folder cannot be read.
+    """
     given = settings.checkpoint
-    if given.save is None or newest(given.local(given.save)) is None:
-        return settings
+    with reading(f"--save {given.save}"):
+        if given.save is None or newest(given.local(given.save)) is None:
+            return settings
     whole: dict[str, Any] = dict.fromkeys(NOT_OF_ITS_OWN, False)
     return replace(settings, checkpoint=replace(given, load=given.save, **whole))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
+from miles.cluster.folders.reading import reading
 from miles.cluster.folders.remote_checkpoints import RemoteCheckpoints, named_errors
 from miles.remote.folder import is_url
 from miles.training import checkpoint_folder
@@ -42,14 +43,16 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     root = checkpoint.local(checkpoint.load)
     flag = f"--load {checkpoint.load}"
     remote = RemoteCheckpoints.of(checkpoint, checkpoint.load) if is_url(checkpoint.load) else None
-    if checkpoint_folder.is_checkpoint(root):
+    with reading(flag):
+        is_checkpoint, found = checkpoint_folder.is_checkpoint(root), checkpoint_folder.all_in(root)
+    if is_checkpoint:
         try:
             note = _fetch_and_check(root, flag, remote)
         except DamagedFile as fault:
             raise ValueError(f"{flag}: this checkpoint is damaged: {fault}; give another one") from None
         return ResumePoint(replace(checkpoint, load=str(root)), notes=(note,))
     faults: dict[Path, DamagedFile] = {}
-    for folder in reversed(checkpoint_folder.all_in(root)):
+    for folder in reversed(found):
         try:
             note = _fetch_and_check(folder, flag, remote)
         except DamagedFile as fault:
@@ -104,10 +107,11 @@ def check_frozen_models(model: ModelArguments) -> list[str]:
     """
     notes = []
     for name, path in (("--ref-load", model.ref_load), ("--opd-teacher-load", model.opd_teacher_load)):
-        folder = None if path is None else checkpoint_folder.at(Path(path))
+        flag = f"{name} {path}"
+        with reading(flag):
+            folder = None if path is None else checkpoint_folder.at(Path(path))
         if folder is None:
             continue
-        flag = f"{name} {path}"
         try:
             notes.append(_check(folder, flag, weights_alone=True))
         except DamagedFile as fault:

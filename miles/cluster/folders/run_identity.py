@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.folders.reading import reading
 from miles.tracking.identity import RunIdentity
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_files import DamagedFile
@@ -28,12 +29,10 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     Raises:
         ValueError: If the folder holds checkpoints of several runs: the newest may be another run's.
     """
-    if checkpoint.load is None:
+    start = _loaded(checkpoint)
+    if checkpoint.load is None or start is None:
         return []
     local = checkpoint.local(checkpoint.load)
-    start = checkpoint_folder.at(local)
-    if start is None:
-        return []
     if start != local:  # a folder of checkpoints
         last = _last_of_each_run(local)
         newest = max(last, key=lambda run: checkpoint_folder.iterations_of(last[run]) or 0, default=None)
@@ -65,7 +64,8 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
         ValueError: If ``--save`` holds checkpoints that this run does not continue from.
     """
     passed_over = {folder.resolve() for folder in damaged}
-    checkpoints = [] if checkpoint.save is None else checkpoint_folder.all_in(checkpoint.local(checkpoint.save))
+    with reading(f"--save {checkpoint.save}"):
+        checkpoints = [] if checkpoint.save is None else checkpoint_folder.all_in(checkpoint.local(checkpoint.save))
     newest = next((folder for folder in reversed(checkpoints) if folder.resolve() not in passed_over), None)
     if newest is None or _continues_from(newest, checkpoint):
         return checkpoint
@@ -73,19 +73,36 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
     if checkpoint.start_over:
         name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         return replace(checkpoint, save=checkpoint.inside(checkpoint.save, name))
-    this = "a new run" if checkpoint.load is None or checkpoint.finetune else f"a run that continues {checkpoint.load}"
     raise ValueError(
         f"--save {checkpoint.save}: holds checkpoints of {_shown(_run_of(newest))}, up to {newest.name}, and this is "
-        f"{this}; continue that run with --load {checkpoint.save} (without --finetune), give another folder, or add "
-        "--start-over to save into a new folder inside it"
+        f"{_this_run(checkpoint)}; continue that run with --load {checkpoint.save} (without --finetune), give another "
+        "folder, or add --start-over to save into a new folder inside it"
     )
 
 
+def _this_run(checkpoint: CheckpointArguments) -> str:
+    """Return which run this is, for a message: the one that it continues, by its id, or where its weights are from."""
+    if checkpoint.load is None:
+        return "a new run, without --load"
+    if checkpoint.finetune:
+        return f"a new run, with the weights of --load {checkpoint.load}"
+    loaded = _loaded(checkpoint)
+    if loaded is None:
+        return f"a new run, as --load {checkpoint.load} holds no checkpoint"
+    return f"{_shown(_run_of(loaded))}, which continues from {loaded}"
+
+
 def _continues_from(newest: Path, checkpoint: CheckpointArguments) -> bool:
-    if checkpoint.load is None or checkpoint.finetune:
-        return False
-    loaded = checkpoint_folder.at(checkpoint.local(checkpoint.load))
+    loaded = None if checkpoint.finetune else _loaded(checkpoint)
     return loaded is not None and loaded.resolve() == newest.resolve()
+
+
+def _loaded(checkpoint: CheckpointArguments) -> Path | None:
+    """Return the checkpoint that ``--load`` names; None without one."""
+    if checkpoint.load is None:
+        return None
+    with reading(f"--load {checkpoint.load}"):
+        return checkpoint_folder.at(checkpoint.local(checkpoint.load))
 
 
 def _last_of_each_run(root: Path) -> dict[RunIdentity | None, Path]:

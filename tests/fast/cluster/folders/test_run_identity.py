@@ -48,6 +48,27 @@ def test_a_run_that_continues_the_newest_checkpoint_saves_in_its_folder(saved):
         assert own_save_folder(given) == given
 
 
+@pytest.mark.parametrize(
+    "load, finetune, this",
+    [
+        (None, False, "a new run, without --load"),
+        ("elsewhere", True, "a new run, with the weights of --load {load}"),
+        ("elsewhere", False, "run new of 2026-01-02 10:00:00, which continues from {load}/iter_0000007"),
+        ("unnamed", False, "an earlier run, which continues from {load}/iter_0000007"),
+        ("missing", False, "a new run, as --load {load} holds no checkpoint"),
+    ],
+)
+def test_the_refusal_names_both_runs(saved, tmp_path, load, finetune, this):
+    folder = saved(60, OLD)
+    saved(7, NEW, folder="elsewhere")
+    saved(7, None, folder="unnamed")
+    given = CheckpointArguments(save=folder, load=None if load is None else f"{tmp_path}/{load}", finetune=finetune)
+    with pytest.raises(ValueError) as refused:
+        own_save_folder(given)
+    both = f"holds checkpoints of run old of 2026-01-01 10:00:00, up to iter_0000060, and this is {this}; continue that"
+    assert both.format(load=given.load) in str(refused.value)
+
+
 @pytest.mark.parametrize("change", [{"finetune": True}, {"load": "iter_0000020"}, {"load": "elsewhere"}])
 def test_any_other_start_is_refused(saved, tmp_path, change):
     saved(20, OLD)
