@@ -137,7 +137,7 @@ def _checkpoints(folder: str) -> Iterator[tuple[Path, int]]:
     """
     try:
         names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a name that no folder can have
         names = []
     for path in (Path(folder), *(Path(folder) / name for name in names)):  # --load may name one of them
         if (match := re.fullmatch(r"iter_(\d{7})", path.name)) is not None:

@@ -35,6 +35,7 @@ def _check_set(state: Mapping[str, Any]) -> int:
     _check(_count(state, "position") <= prompts, "position")
     _check_counts(state.get("unfinished", []), "unfinished", _count(state, "next_group_index"))
     _check_counts(state.get("mastered", []), "mastered", prompts)
+    _check(isinstance(state.get("fingerprint", ""), str), "fingerprint")
     return prompts
 
 

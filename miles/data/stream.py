@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from miles.sample import Prompt, PromptGroup
+
+FINGERPRINTED = 4096
+_logger = logging.getLogger(__name__)
 
 
 class NoPromptsLeft(ValueError):
@@ -141,10 +147,13 @@ class PromptStream(TrainingStream):
             "next_group_index": self._next_group_index,
             "unfinished": sorted({*self._unfinished, *unfinished}),
             "mastered": sorted(self._mastered),
+            "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``: the next draw is the one that would have followed when it was taken.
+
+        Other prompts, as many as before, are a note: rows may have been corrected.
 
         Raises ``ValueError`` for a state of another order: another number of prompts, shuffling or seed, or of
         the user's own source.
@@ -169,9 +178,30 @@ class PromptStream(TrainingStream):
                     f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, "
                     f"or start a new run from its weights"
                 )
+        if state.get("fingerprint", self._fingerprint) != self._fingerprint:  # absent in earlier checkpoints
+            name = self._prompts[0].prompt_set
+            _logger.warning(
+                "%s: the rows are not those of the run that was saved, though they are as many (%d); this run "
+                "continues at the same place in them; give the rows of that run, or start a new run from its weights with "
+                "--finetune, if this was not meant",
+                f"the prompt set {name}" if name else "--prompt-data",
+                len(self._prompts),
+            )
         self._move_to(state["epoch"], state["position"], state["next_group_index"])
         self._unfinished = list(state.get("unfinished", ()))  # absent in earlier checkpoints, which have none
         self._mastered = set(state.get("mastered", ()))
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """A hash of up to ``FINGERPRINTED`` rows, spread evenly: it takes milliseconds, and misses an edit of few rows.
+
+        It has what the file holds, so that another chat template or tokenizer does not change it.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self._prompts[:: -(-len(self._prompts) // FINGERPRINTED)]:
+            row = [prompt.text if prompt.input is None else prompt.input, prompt.label]
+            digest.update(json.dumps(row, skipkeys=True, default=lambda other: type(other).__name__).encode())
+        return digest.hexdigest()
 
     def _order_key(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}

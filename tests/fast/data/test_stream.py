@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.data.stream import NoPromptsLeft, PromptStream
+from miles.data.stream import FINGERPRINTED, NoPromptsLeft, PromptStream
 from miles.sample import Prompt
 
 sizes = st.integers(1, 7)
@@ -82,6 +82,51 @@ def test_shuffling_differs_by_epoch_and_seed():
 def test_state_of_another_order_is_refused(other, fault):
     with pytest.raises(ValueError, match=fault):
         other.restore(stream_of(5).state())
+
+
+def rows(*texts, rendered="{}", name="", label=None):
+    prompts = [Prompt(rendered.format(t), (1,), label, input=t, prompt_set=name) for t in texts]
+    return PromptStream(prompts, shuffle=True, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [
+        (rows("a", "b", "d"), "--prompt-data"),
+        (rows("a", "b", "c", label="7"), "--prompt-data"),
+        (rows("c", "b", "a", name="math"), "the prompt set math"),
+        (rows([{"role": "user", "content": b"x"}], "b", "c"), "--prompt-data"),
+    ],
+)
+def test_other_rows_that_are_as_many_are_continued_with_a_note(caplog, other, where):
+    other.restore(rows("a", "b", "c").state())
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{where}: the rows are not those of the run that was saved, ")
+    assert other.state()["next_group_index"] == 0
+
+
+@pytest.mark.parametrize("same", [rows("a", "b", "c"), rows("a", "b", "c", rendered="<user>{}", name="math")])
+def test_the_same_rows_are_continued_without_a_note_also_with_another_template(caplog, same):
+    same.restore(rows("a", "b", "c").state())
+    earlier = rows("x", "y", "z").state()
+    del earlier["fingerprint"]
+    same.restore(earlier)
+    assert not caplog.records
+
+
+def test_the_fingerprint_of_many_rows_reads_few():
+    class Rows(list):
+        read = 0
+
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            self.read += len(found)
+            return found
+
+    many = Rows([Prompt(str(n), (1,)) for n in range(100_001)])
+    stream = PromptStream(many, shuffle=False, seed=0)
+    assert stream.state()["fingerprint"] == stream.state()["fingerprint"]
+    assert FINGERPRINTED / 2 < many.read <= FINGERPRINTED
 
 
 def test_a_position_in_the_users_own_source_is_refused():
