@@ -182,8 +182,8 @@ class PromptStream(TrainingStream):
             name = self._prompts[0].prompt_set
             _logger.warning(
                 "%s: the rows are not those of the run that was saved, though they are as many (%d); this run "
-                "continues at the same place in them; give the rows of that run, or start a new run from its weights with "
-                "--finetune, if this was not meant",
+                "continues at the same place in them; if this was not meant, give the rows of that run, or start a new "
+                "run from its weights with --finetune",
                 f"the prompt set {name}" if name else "--prompt-data",
                 len(self._prompts),
             )
