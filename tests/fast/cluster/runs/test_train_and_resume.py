@@ -138,3 +138,29 @@ def test_saved_samples_train_the_same_first_step_in_another_layout(whole, launch
     assert {name: first[name] for name in names} == pytest.approx(
         {name: expected[name] for name in names}, rel=1e-4, abs=1e-6
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_runs_in_one_output_folder_keep_their_metrics_apart(launch, workplace):
+    """One is stopped, another runs in its output folder, and the first is resumed there, over its own export."""
+    saving = ["--save", str(workplace / "first"), "--save-hf", str(workplace / "first_hf"), "--save-interval", "1"]
+    first = launch("shared", *saving, "--num-rollout", "2")
+    assert first.wait() == 0, first.err
+    run = json.loads((first.output / "run.json").read_text())["run"]
+    (workplace / "first_hf" / "README.md").write_text("mine")
+    second = launch("shared", "--num-rollout", "3")
+    assert second.wait() == 0, second.err
+    other = json.loads((second.output / "run.json").read_text())["run"]
+    resumed = launch("shared", *saving, "--num-rollout", "3", "--load", str(workplace / "first"))
+    assert resumed.wait() == 0, resumed.err
+    assert json.loads((resumed.output / "run.json").read_text())["run"] == run != other
+    steps = {name: sorted({*rows_of(resumed.output / name)}) for name in (".", "earlier-1", "earlier-2")}
+    assert steps == {".": [5, 6], "earlier-1": [1, 2, 3, 4], "earlier-2": [1, 2, 3, 4, 5, 6]}
+    said = " ".join(resumed.out.split())
+    assert f"held the metrics of run {other['id']} " in said and f"this run continues run {run['id']} " in said
+    assert {"README.md", "config.json", "model.safetensors"} <= {p.name for p in (workplace / "first_hf").iterdir()}
+
+
+def rows_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
