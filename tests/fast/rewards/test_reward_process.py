@@ -369,11 +369,13 @@ def test_standard_input_is_empty(process, make_sample):
 
 
 def test_a_gigabyte_of_output_is_cut_and_control_characters_are_removed(process, make_sample, capfd):
+    others = threading.enumerate()
     function = process("prints", seconds=60.0)
+    (reader,) = [each for each in threading.enumerate() if each.name == "reward-output" and each not in others]
     assert scored(function, [make_sample("abc")]) == 0
     function._shared.stop()
-    reader = next(thread for thread in threading.enumerate() if thread.name == "reward-output")
     reader.join(30)
+    assert not reader.is_alive()
     shown = capfd.readouterr().err
     assert len(shown) < 500_000 and "\x1b" not in shown
     assert "more bytes of its output are not shown" in shown
