@@ -90,7 +90,7 @@ def _printing_help(words: Sequence[str]) -> Iterator[None]:
 def _last_line(words: Sequence[str]) -> str:
     """Return what is said when Ctrl-C ends the command. A run reports it itself (cluster/failures.py)."""
     if words[:1] == ["train"]:
-        return "train.py: stopped by SIGINT while no run was under way"
+        return "train.py: stopped by SIGINT; no run was active"
     return f"{' '.join(['miles', *words[:1]])}: stopped by SIGINT"
 
 

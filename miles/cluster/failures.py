@@ -142,7 +142,7 @@ def in_one_line(error: Exception) -> str:
 
 
 def how_to_resume(checkpoint: CheckpointArguments) -> str:
-    """Return how to resume a run that ended early, or where it starts again.
+    """Return how to resume a run that ended early, or what the next run starts from.
 
     Args:
         checkpoint: The flags of the command; those of one that resumed by itself would not say what to leave out.

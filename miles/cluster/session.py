@@ -172,7 +172,7 @@ def ray_session(
         engines: The servers that the run starts.
         on_loss: Says what happened to Ray before the process ends, and returns the exit status, 1 without it, or how
             the run continues.
-        files: Is told where Ray's logs are.
+        files: Gets the folder of Ray's logs.
 
     Raises:
         ValueError: If the cluster does not have the devices that the run needs, or this process has a Ray already.

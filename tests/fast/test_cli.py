@@ -110,9 +110,9 @@ def test_a_word_after_two_dashes_asks_for_no_help(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.py", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
-        (["train_async.py", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
-        (["-m", "miles", "train", "@{file}"], "train.py: stopped by SIGINT while no run was under way\n"),
+        (["train.py", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
+        (["train_async.py", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
+        (["-m", "miles", "train", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
         (["-m", "miles", "check-reward", "math", "--cases", "{file}"], "miles check-reward: stopped by SIGINT\n"),
     ],
 )

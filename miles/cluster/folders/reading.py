@@ -10,7 +10,7 @@ from contextlib import contextmanager
 def reading(flag: str) -> Iterator[None]:
     """Raise ``ValueError`` that names ``flag``, the path and the reason if the block cannot read a file or folder.
 
-    Whether there are checkpoints is not known then, so the run must not go on as if there were none.
+    Whether there are checkpoints is not known then, so the run must not continue as if there were none.
     """
     try:
         yield

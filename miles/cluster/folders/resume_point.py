@@ -83,7 +83,7 @@ def _note_of_nothing(checkpoint: CheckpointArguments, root: Path, flag: str) -> 
     """Return the note of a run that has nothing to load, as the first of a job whose ``--load`` is its ``--save``.
 
     Raises:
-        ValueError: It cannot go on without.
+        ValueError: The run needs a checkpoint (``--finetune``).
     """
     if checkpoint.finetune:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A folder that cannot be read is one sentence: a run must not go on as if it held no checkpoint."""
+"""A folder that cannot be read is one sentence: a run must not continue as if it held no checkpoint."""
 
 import errno
 import os
