@@ -1,6 +1,6 @@
 """Answer Ctrl-C before a run listens to signals itself (cluster/stop_requests.py): one sentence, and status 130.
 
-A ``KeyboardInterrupt`` that is raised during an import can be lost in one of its callbacks, or prints a traceback of it.
+During an import, a ``KeyboardInterrupt`` can be lost in a callback, or end in a traceback of the import.
 """
 
 from __future__ import annotations
