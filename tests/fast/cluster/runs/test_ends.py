@@ -13,7 +13,7 @@ import pytest
 from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.local_access import private_session_root
 from miles.stacks import RUN_FOLDER
-from tests.fast.cluster.runs.launches import REPO, kind_of
+from tests.fast.cluster.runs.launches import REPO, kind_of, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -214,9 +214,9 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):
     run.wait_until(run.has_rows)
     assert len(files_of_runs() - before) == 1
     os.kill(run.process.pid, signal.SIGKILL)
+    assert run.process.wait() == -signal.SIGKILL
     assert run.none_left(KILLED_SECONDS), run.left()
     assert files_of_runs() <= before
-    assert run.wait() == -signal.SIGKILL
 
 
 def test_two_launchers_at_a_time_do_not_disturb_each_other(launch, workplace):
@@ -229,11 +229,5 @@ def test_two_launchers_at_a_time_do_not_disturb_each_other(launch, workplace):
     os.kill(second.process.pid, signal.SIGKILL)
     assert first.wait() == 0, first.err
     assert first.none_left(0) and second.none_left(KILLED_SECONDS) and files_of_runs() <= before
-    rows = [
-        {
-            step: {name: v for name, v in row.items() if not name.startswith(("time", "perf"))}
-            for step, row in run.rows().items()
-        }
-        for run in (alone, first)
-    ]
+    rows = [{step: trained(row) for step, row in run.rows().items()} for run in (alone, first)]
     assert rows[0] == rows[1]
