@@ -29,10 +29,8 @@ LONGEST_VALUE = 200  # characters of a value in a message
 LONGEST_WAIT = 1_000_000  # seconds of a time limit; the system waits for 2**31 milliseconds at most
 LONGEST_MESSAGE = 1500
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in it, on Linux
-LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = (
-    3500,
-    240,
-)  # the same, if a run writes files in it, or under a longer name first
+# The same, if a run writes files in it, or under a longer name first.
+LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = 3500, 240
 LONGEST_SHOWN_PATH = 60  # characters of a path that is refused for its length
 _PATHS = ("DIR", "FILE", "FILE.html", "PATH")  # metavars of flags that name a file or folder
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)

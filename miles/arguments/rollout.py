@@ -5,6 +5,7 @@ A run generates first and then trains (the default), generates ahead (``--async-
 continue it in the next one (``--partial-rollout``). The rules below say which of these go together.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
@@ -17,6 +18,7 @@ from miles.objective.settings import LossArguments
 from miles.one_line import one_line
 
 LEAST_TEMPERATURE = 1e-6  # above 0, which is greedy
+PLACEHOLDER = re.compile(r"\{(?:iteration|rollout_id)\}")  # of the number of an iteration, in a path
 MOST_TRAJECTORIES = 100_000_000  # of an iteration, which is in memory; one takes a kilobyte or more
 
 
@@ -458,12 +460,12 @@ def _check_conversations(rollout: RolloutArguments, errors: Errors) -> None:
 
 def names_iteration(path: str) -> bool:
     """Return whether a path of saved samples has a placeholder; ``{rollout_id}`` is the ecosystem's name."""
-    return "{iteration}" in path or "{rollout_id}" in path
+    return PLACEHOLDER.search(path) is not None
 
 
 def path_of_iteration(template: str, iteration: int) -> str:
     """Return the path of one iteration: ``{iteration}`` or ``{rollout_id}`` in ``template`` is replaced."""
-    return template.replace("{rollout_id}", str(iteration)).replace("{iteration}", str(iteration))
+    return PLACEHOLDER.sub(str(iteration), template)
 
 
 def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Errors) -> None:

@@ -226,8 +226,8 @@ def keeping_logs(files: FailureFiles, stop: StopRequests) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_told = isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError)
-        if not is_told and not (is_death(error) and is_stopped_soon(stop)):
+        is_explained = isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError)
+        if not is_explained and not (is_death(error) and is_stopped_soon(stop)):
             files.keep_ray_logs()
         raise
 

@@ -108,7 +108,7 @@ def launch(
     with (
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
-        failure_handling(_told(given, of_command), stop, files),
+        failure_handling(_as_in_command(given, of_command), stop, files),
         stop.listening(is_alone),
     ):
         check_hooks(settings.loss)
@@ -120,16 +120,16 @@ def launch(
             _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
             context = _context(validated, stop, files, notifier, is_alone, previous)
-            # The second one knows where to resume from: --start-over changes it.
+            # The second ``failure_handling`` knows where to resume from: --start-over changes it.
             with (
-                failure_handling(_told(checkpoint, of_command), stop, files),
+                failure_handling(_as_in_command(checkpoint, of_command), stop, files),
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
                 (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check))
 
 
-def _told(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
+def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
     """Return the flags from which a message says how to resume: those of the attempt, with switches as in the command.
 
     A restart drops some switches (cluster/restarts.py), and the user has to leave them out too.
@@ -255,7 +255,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
 
     event: Event = "failure"
     status = 1
-    checkpoint = _told(settings.checkpoint, context.given)
+    checkpoint = _as_in_command(settings.checkpoint, context.given)
     if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS, only_notes=True):
         last_line, event, status = stopped_by(context.stop, checkpoint), "end", context.stop.exit_status
     else:

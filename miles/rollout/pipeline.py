@@ -46,7 +46,7 @@ from miles.rollout.chosen_generator import get_group_generator, session_generato
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
-from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
+from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.evaluation_function import own_evaluation
 from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.hooks.buffer_filter import BufferFilter
@@ -57,7 +57,7 @@ from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, Rollou
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import Interruptible, StreamCollector
-from miles.rollout.supply import build_supply, iterations_of
+from miles.rollout.supply import build_supply, iterations_of, load_held_out
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.threads import in_thread
 from miles.user_code.calls import user_code_in_thread
@@ -266,18 +266,6 @@ class RolloutPipeline:
             await self.engine.close()
 
 
-def _eval_sets(settings: Settings, tokenizer: Any) -> list[EvalSet]:
-    reward = settings.reward
-    return load_eval_sets(
-        settings.evaluation,
-        settings.data,
-        settings.rollout,
-        tokenizer,
-        labels_optional=reward.labels_optional,
-        needing_labels=reward.needing_labels,
-    )
-
-
 async def build_pipeline(
     settings: Settings, host: EngineHost, worker_starter: Callable[[Any], StartWorker] | None = None
 ) -> RolloutPipeline:
@@ -294,7 +282,7 @@ async def build_pipeline(
     rollout, reward, data = settings.rollout, settings.reward, settings.data
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     reward_function = _reward_function(reward)
-    eval_sets = _eval_sets(settings, tokenizer)
+    eval_sets = load_held_out(settings, tokenizer)
     supply = build_supply(settings, tokenizer)
     agents = session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)

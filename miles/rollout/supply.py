@@ -16,6 +16,8 @@ from miles.data.custom_source import CustomStream
 from miles.data.mixture import Mixture, NamedSet
 from miles.data.prompts import RowReader, load_prompts
 from miles.data.stream import PromptStream, TrainingStream
+from miles.rollout.evaluate import EvalSet, load_eval_sets
+from miles.sample import Prompt
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,14 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         ValueError: A row is malformed, or the source or the curriculum cannot be imported.
     """
     data, rollout = settings.data, settings.rollout
-    context, labels_optional = rollout.rollout_max_context_len, settings.reward.labels_optional
-    needing = settings.reward.needing_labels
+    context, reward = rollout.rollout_max_context_len, settings.reward
     if data.data_source_path is not None:
         reader = RowReader(
-            data, tokenizer, labels_optional=labels_optional, needing_labels=needing, max_context_len=context
+            data,
+            tokenizer,
+            labels_optional=reward.labels_optional,
+            needing_labels=reward.needing_labels,
+            max_context_len=context,
         )
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
     if data.prompt_mix is not None or data.curriculum_path is not None:
@@ -63,28 +68,36 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         )
         prompts = [conversation.prompt for conversation in conversations]
     else:
-        loaded = load_prompts(
-            data.prompt_data,
-            data,
-            tokenizer,
-            labels_optional=labels_optional,
-            needing_labels=needing,
-            max_context_len=context,
-        )
-        prompts = list(loaded.prompts)
+        prompts = list(_prompts_of(data.prompt_data, settings, tokenizer))
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts), conversations)
 
 
-def _named_set(name: str, source: str, settings: Settings, tokenizer: Any) -> NamedSet:
-    loaded = load_prompts(
+def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
+    """Load the held-out sets; see ``load_eval_sets``."""
+    return load_eval_sets(
+        settings.evaluation,
+        settings.data,
+        settings.rollout,
+        tokenizer,
+        labels_optional=settings.reward.labels_optional,
+        needing_labels=settings.reward.needing_labels,
+    )
+
+
+def _prompts_of(source: str, settings: Settings, tokenizer: Any) -> Sequence[Prompt]:
+    return load_prompts(
         source,
         settings.data,
         tokenizer,
         labels_optional=settings.reward.labels_optional,
         needing_labels=settings.reward.needing_labels,
         max_context_len=settings.rollout.rollout_max_context_len,
-    )
-    return NamedSet(name, [replace(prompt, prompt_set=name) for prompt in loaded.prompts])
+    ).prompts
+
+
+def _named_set(name: str, source: str, settings: Settings, tokenizer: Any) -> NamedSet:
+    prompts = _prompts_of(source, settings, tokenizer)
+    return NamedSet(name, [replace(prompt, prompt_set=name) for prompt in prompts])
 
 
 def _with_curriculum(mixture: Mixture, path: str | None, rollout: RolloutArguments) -> Mixture | CurriculumStream:

@@ -28,10 +28,11 @@ from miles.input_error import InputError
 from miles.rewards.passing import passes
 from miles.rewards.registry import get_reward_function
 from miles.rollout.chosen_generator import group_generator
-from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
+from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools, response_seed, sampling_params
 from miles.rollout.intervals import Estimate, mean_over_prompts
 from miles.rollout.metrics import pass_at_k, powers_of_two
+from miles.rollout.supply import load_held_out
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.secret_values import HIDDEN
 
@@ -137,14 +138,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     evaluation = fill_evaluation(evaluation, settings.rollout, settings.data)
     reward = settings.reward
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    loaded = load_eval_sets(
-        evaluation,
-        settings.data,
-        settings.rollout,
-        tokenizer,
-        labels_optional=reward.labels_optional,
-        needing_labels=reward.needing_labels,
-    )
+    loaded = load_held_out(replace(settings, evaluation=evaluation), tokenizer)
     if samples_per_prompt is not None:  # also if --eval-config says another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)

@@ -11,6 +11,7 @@ from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.host_share import is_on_cpu
 from miles.arguments.model import ModelArguments
 from miles.arguments.parser import Command, judge, read_command
+from miles.arguments.rollout import names_iteration
 from miles.arguments.settings import Settings
 from miles.flags import Errors, FlagError, flag_name
 from miles.remote.folder import is_url
@@ -123,8 +124,7 @@ def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> 
     if given.save is not None:
         keywords["save"] = _own_place(given.save, folder / CHECKPOINTS, variant.name, seed)
     if given.save_hf is not None:
-        per_iteration = any(name in given.save_hf for name in ("{iteration}", "{rollout_id}"))
-        exports = folder / EXPORT / "{iteration}" if per_iteration else folder / EXPORT
+        exports = folder / EXPORT / "{iteration}" if names_iteration(given.save_hf) else folder / EXPORT
         keywords["save_hf"] = _own_place(given.save_hf, exports, variant.name, seed)
     command = _on_one_rank(read_command(definition.words, keywords))
     settings = _judged(command, folder, own)

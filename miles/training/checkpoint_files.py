@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.rollout import PLACEHOLDER
+
 
 class DamagedFile(ValueError):
     """A file of a checkpoint is missing, or holds something other than what was saved. The message names the file."""
@@ -75,7 +77,7 @@ def recover_exports(template: str) -> None:
 
     What is half-written stays until the next export of the same name, as another run may be writing it.
     """
-    parts = re.split(r"\{(?:iteration|rollout_id)\}", str(Path(template).resolve()))
+    parts = PLACEHOLDER.split(str(Path(template).resolve()))
     pattern = re.compile(r"\d+".join(map(re.escape, parts)))
     parent = os.path.dirname("*".join(map(glob.escape, parts)))
     for found in glob.glob(f"{parent}/.replaced_*"):

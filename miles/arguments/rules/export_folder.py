@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from miles.arguments.checkpoint import fill_remote_cache
+from miles.arguments.rollout import PLACEHOLDER
 from miles.arguments.settings import Settings
 from miles.flags import Errors, flag_name
 from miles.remote.folder import is_url
 
-_ITERATION = re.compile(r"\{(?:iteration|rollout_id)\}")
 _CHECKPOINT = re.compile(r"(\.replaced_)?iter_\d{7}")
 _FILE_URL = re.compile(r"(?:file|local)://(?=/)")
 
@@ -49,7 +49,7 @@ def _folders(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _fault(given: str, flag: str, other: str) -> str | None:
     export, folder = _place(given), _place(other)
-    pattern = r"\d+".join(re.escape(part) for part in _ITERATION.split(export))
+    pattern = r"\d+".join(re.escape(part) for part in PLACEHOLDER.split(export))
     if re.fullmatch(pattern, folder):
         return f"is the folder of {flag} {other}, and an export removes the weights that are in its folder"
     if is_url(export) or is_url(folder):

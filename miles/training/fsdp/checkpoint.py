@@ -82,14 +82,19 @@ def _save_tensors(
         write_run_state(folder, "fsdp", state, optimizer.state())
 
 
+def _load_into(tensors: dict[str, Any], folder: Path, flag: str) -> None:
+    """Fill ``tensors`` from ``folder``. Raises ``ValueError`` naming ``flag`` if it cannot be read."""
+    checked_index(folder, flag)
+    with loading(folder, flag):
+        dcp.load(tensors, checkpoint_id=folder)
+
+
 def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
     state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:
         tensors["optimizer"] = _optimizer_state(model, optimizer)
-    checked_index(folder, "--load")
-    with loading(folder, "--load"):
-        dcp.load(tensors, checkpoint_id=folder)
+    _load_into(tensors, folder, "--load")
     _set_state(model, tensors["model"])
     if with_optimizer:
         own = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.adam.param_groups]
@@ -128,9 +133,7 @@ def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
     tensors = {"model": _trained_state(model)}
-    checked_index(folder, flag)
-    with loading(folder, flag):
-        dcp.load(tensors, checkpoint_id=folder)
+    _load_into(tensors, folder, flag)
     _set_state(model, tensors["model"])
 
 
@@ -147,9 +150,7 @@ def load_reference(within: Path, model: PreTrainedModel) -> None:
     """Read what ``save_reference`` wrote into ``within``."""
     read_run_state(within, "fsdp", "--load")
     tensors = {"model": get_model_state_dict(model)}
-    checked_index(within, "--load")
-    with loading(within, "--load"):
-        dcp.load(tensors, checkpoint_id=within)
+    _load_into(tensors, within, "--load")
     set_model_state_dict(model, tensors["model"])
 
 

@@ -23,6 +23,20 @@ KEY = "sk-very-secret-12345"
 
 
 @contextmanager
+def serving(handler):
+    """Serve with ``handler`` on a free port; yield the base URL."""
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}"
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+
+
+@contextmanager
 def server(answer):
     """Serve ``answer(path, headers, body) -> (status, value[, headers])`` on a free port; yield the base URL."""
 
@@ -42,15 +56,8 @@ def server(answer):
         def log_message(self, *_):
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_port}"
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 def remote(url, **flags):
@@ -168,15 +175,8 @@ def endless_server(head):
         def log_message(self, *_):
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_port}/?token={KEY}", sent
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
+    with serving(Handler) as url:
+        yield f"{url}/?token={KEY}", sent
 
 
 @pytest.mark.parametrize(
