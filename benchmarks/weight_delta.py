@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, lr: float) -> dict[str, float]:
             chunks = exported(model)
 
             began = clocks()
-            expected = read(asyncio.run(whole.write(chunks, step)))
+            expected = read(Path(asyncio.run(whole.write(chunks, step)).path))
             disk = since(began)
 
             began = clocks()

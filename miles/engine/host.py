@@ -13,7 +13,7 @@ from miles.threads import in_thread
 if TYPE_CHECKING:  # server processes import this module before they start, and torch takes seconds
     import torch
 
-    from miles.weight_sync.local_copy import CopySource
+    from miles.weight_sync.local_copy import CopySource, WeightFolder
 
 
 class ServerFailed(RuntimeError):
@@ -52,8 +52,8 @@ class Server(Protocol):
         """End the server, whatever state it is in."""
         ...
 
-    async def update_copy(self, source: CopySource) -> str:
-        """Bring the copy of the weights on the server's host up to date, and return its folder.
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Bring the copy of the weights on the server's host up to date, and return it.
 
         Raises ``DeltaRefused`` if the host needs all weights, and ``ServerFailed`` if it does not answer.
         """
@@ -114,9 +114,9 @@ class LocalServer:
         """Stop it; ``Server.stop``."""
         await in_thread(self._process.stop)
 
-    async def update_copy(self, source: CopySource) -> str:
+    async def update_copy(self, source: CopySource) -> WeightFolder:
         """Update this machine's copy in a thread; ``Server.update_copy``."""
-        return str(await in_thread(source.update_copy))
+        return await in_thread(source.update_copy)
 
 
 class LocalHost:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from miles.host.disk_faults import naming_disk
 from miles.threads import in_thread
 from miles.weight_sync.delta_files import MAKE_ROOM
+from miles.weight_sync.local_copy import WeightFolder
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 
@@ -31,14 +32,14 @@ class DiskTransport:
         folder = await self.write(chunks, version)
 
         async def load(receiver: WeightReceiver) -> None:
-            await receiver.load_folder(str(folder), version)
+            await receiver.load_folder(folder, version)
 
         await delivery.each(load)
 
     def forget_all_but(self, urls: Collection[str]) -> None:
         """Keep nothing: a folder belongs to no engine."""
 
-    async def write(self, chunks: Iterable[WeightChunk], version: int) -> Path:
+    async def write(self, chunks: Iterable[WeightChunk], version: int) -> WeightFolder:
         """Write the weights and return their folder. Raises ``WriteFailed`` if the disk is full."""
         folder, staging = self._root / f"version_{version:07d}", self._root / f".writing_version_{version:07d}"
         with naming_disk(folder, staging, then=MAKE_ROOM, failures=(OSError, SafetensorError)):
@@ -53,4 +54,4 @@ class DiskTransport:
                 number += 1
             for earlier in self._root.glob("version_*"):
                 shutil.rmtree(earlier)
-            return staging.rename(folder)
+            return WeightFolder.of(staging.rename(folder))

@@ -45,14 +45,14 @@ class DiskDeltaTransport:
         if all(receiver.url in updated for receiver in delivery.alive):
             return
         folder = await self._files.write(chunks, version)
-        source = CopySource(uuid.uuid4().hex, str(folder), None, self._copies, str(self._root), result)
+        source = CopySource(uuid.uuid4().hex, folder.path, None, self._copies, str(self._root), result)
 
         async def adopt(receiver: WeightReceiver) -> None:
             if receiver.url not in updated:
                 await receiver.load_copy(source, version)
 
         await delivery.each(adopt)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.path)
 
     async def _offer(self, delivery: Delivery, weights: OffersDelta, version: int) -> set[str]:
         """Offer the delta to all receivers; return the URLs of those that have followed it."""

@@ -44,6 +44,24 @@ class OtherWeights(RuntimeError):
 
 
 @dataclass(frozen=True)
+class WeightFolder:
+    """A folder of safetensors files that hold all weights.
+
+    Attributes:
+        path: The folder, as the host that has it names it.
+        nbytes: The bytes of the files: whoever reads them takes time in proportion.
+    """
+
+    path: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> WeightFolder:
+        """Describe ``folder``, which is on this host."""
+        return cls(str(folder), sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+
+
+@dataclass(frozen=True)
 class CopySource:
     """Describe the source of new weights for a host's copy.
 
@@ -63,15 +81,15 @@ class CopySource:
     root: str
     result: str | None = None
 
-    def update_copy(self) -> Path:
-        """Bring the copy of this host up to date; return its folder. Raises what ``follow`` and ``adopt`` raise."""
+    def update_copy(self) -> WeightFolder:
+        """Bring the copy of this host up to date, and return it. Raises what ``follow`` and ``adopt`` raise."""
         copy = LocalCopy(copy_folder(self.copies, self.root))
         if self.offer is not None:
             copy.follow(self.offer)
         else:
             assert self.folder is not None, "a source has all weights or an offer"
             copy.adopt(chunks_in(Path(self.folder)), self.sent, self.result)
-        return copy.folder
+        return WeightFolder.of(copy.folder)
 
 
 def copy_folder(copies: str | None, root: str) -> Path:

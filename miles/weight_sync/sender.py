@@ -73,7 +73,7 @@ class WeightSender:
         async def compare(receiver: WeightReceiver) -> None:
             arrived[receiver.url] = await receiver.checksums()
             await receiver.scramble()
-            await receiver.load_folder(str(folder), version)
+            await receiver.load_folder(folder, version)
             expected[receiver.url] = await receiver.checksums()
 
         await delivery.each(compare)

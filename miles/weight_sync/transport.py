@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from typing import Protocol
 
 from miles.threads import in_thread
-from miles.weight_sync.local_copy import CopySource
+from miles.weight_sync.local_copy import CopySource, WeightFolder
 from miles.weights import WeightChunk
 
 
@@ -26,8 +26,8 @@ class WeightReceiver(Protocol):
     async def end_update(self) -> None:
         """Close the update: the new weights are complete."""
 
-    async def load_folder(self, folder: str, version: int) -> None:
-        """Read all weights from the safetensors files in ``folder``, which the engine's host must see."""
+    async def load_folder(self, folder: WeightFolder, version: int) -> None:
+        """Read all weights from ``folder``, which the engine's host must see."""
 
     async def load_copy(self, source: CopySource, version: int) -> None:
         """Have the engine's host bring its copy of the weights up to date, then read all weights from the copy.

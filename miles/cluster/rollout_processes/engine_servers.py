@@ -19,7 +19,7 @@ from miles.stacks import answer_requests
 if TYPE_CHECKING:
     import torch
 
-    from miles.weight_sync.local_copy import CopySource
+    from miles.weight_sync.local_copy import CopySource, WeightFolder
 
 STOP_SECONDS = 15.0  # for a server to end, which takes it a few
 
@@ -48,9 +48,9 @@ class EngineActor:
         """Stop the server; ``ServerProcess.stop``."""
         self.server.stop()
 
-    def update_copy(self, source: CopySource) -> str:
+    def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring this host's copy of the weights up to date; ``miles.engine.host.Server.update_copy``."""
-        return str(source.update_copy())
+        return source.update_copy()
 
 
 class ActorServer:
@@ -129,12 +129,12 @@ class ActorServer:
         ray.kill(self._actor)
         self._actor = None
 
-    async def update_copy(self, source: CopySource) -> str:
+    async def update_copy(self, source: CopySource) -> WeightFolder:
         """Have the actor update the copy of its host; ``Server.update_copy``."""
         assert self._actor is not None, "a server in use has an actor"
         try:
             async with asyncio.timeout(self._start_seconds):  # as loading a model may take
-                folder: str = await self._actor.update_copy.remote(source)
+                folder: WeightFolder = await self._actor.update_copy.remote(source)
         except RayTaskError as error:
             raise error.cause from None
         except DEATHS as death:

@@ -28,8 +28,8 @@ WRONG_KEY = (
     "the server wants another key; give the one that it was started with, as --sglang-api-key and "
     "--sglang-admin-api-key"
 )
-CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
-SLOWEST_TRANSFER = 20e6  # bytes per second, from memory or over a network; a transfer that takes longer hangs
+CONTROL_SECONDS = 600.0  # of calls that go through all weights of a large model, whose size the caller does not know
+SLOWEST_TRANSFER = 20e6  # bytes per second, from memory, a disk or a network; a transfer that takes longer hangs
 
 
 class EngineUnavailable(Exception):
@@ -142,7 +142,7 @@ class SglangClient:
         return answer
 
     async def transfer(self, path: str, body: dict[str, Any], nbytes: int) -> None:
-        """Make a control call during which the server receives ``nbytes`` bytes of weights."""
+        """Make a control call during which the server goes through ``nbytes`` bytes of weights."""
         await self.control(path, body, self._seconds + nbytes / SLOWEST_TRANSFER)
 
     async def pause(self, mode: str) -> None:

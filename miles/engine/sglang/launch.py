@@ -25,7 +25,7 @@ from miles.host.disk_faults import disk_fault, naming_disk
 from miles.host.machine import num_cores
 from miles.secret_values import split_secret_words
 from miles.stacks import RUN_FOLDER
-from miles.weight_sync.local_copy import CopySource
+from miles.weight_sync.local_copy import CopySource, WeightFolder
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
@@ -308,6 +308,6 @@ class ExternalServer:
     async def stop(self) -> None:
         """Leave the server running: it is not ours to stop."""
 
-    async def update_copy(self, source: CopySource) -> str:
+    async def update_copy(self, source: CopySource) -> WeightFolder:
         """Do nothing: nothing of this run is on the server's host."""
         raise AssertionError("check_engine() refuses deltas for engines that are running already")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from miles.engine.host import ServerPart
-from miles.weight_sync.local_copy import CopySource
+from miles.weight_sync.local_copy import CopySource, WeightFolder
 
 
 class SpanningServer:
@@ -43,7 +43,7 @@ class SpanningServer:
         """End all processes."""
         await asyncio.gather(*(part.stop() for part in self._parts))
 
-    async def update_copy(self, source: CopySource) -> str:
-        """Bring the copy of the weights on every node up to date, and return the folder, which is the same on all."""
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Bring the copy of the weights on every node up to date, and return it: it is the same on all."""
         folders = await asyncio.gather(*(part.update_copy(source) for part in self._parts))
         return folders[0]

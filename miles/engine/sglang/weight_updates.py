@@ -10,7 +10,7 @@ from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.host import Server
 from miles.engine.sglang.client import RequestRefused, SglangClient
 from miles.engine.sglang.servers import Failures, ManagedServer, Servers, ServerState
-from miles.weight_sync.local_copy import CopySource
+from miles.weight_sync.local_copy import CopySource, WeightFolder
 from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
@@ -151,6 +151,7 @@ class SglangReceiver:
         self.num_ranks = num_ranks
         self._client = client
         self._flush = flush
+        self._received = 0  # bytes of this update
 
     async def begin_update(self) -> None:
         """Open an update; see ``WeightReceiver``."""
@@ -160,17 +161,17 @@ class SglangReceiver:
             if SESSION_OPEN not in str(refusal):
                 raise
             # A sender that failed halfway, or died, left it open. This update overwrites what it sent.
-            await self.end_update()
+            await self._client.control("/end_weight_update", {})
             await self._client.begin_update()
 
     async def end_update(self) -> None:
-        """Close the update; see ``WeightReceiver``."""
-        await self._client.control("/end_weight_update", {})
+        """Close the update; see ``WeightReceiver``. The server may convert each weight once more."""
+        await self._client.transfer("/end_weight_update", {}, self._received)
 
-    async def load_folder(self, folder: str, version: int) -> None:
+    async def load_folder(self, folder: WeightFolder, version: int) -> None:
         """Read all weights from ``folder``; see ``WeightReceiver``."""
-        body = {"model_path": folder, "load_format": "safetensors", **self._version(version, last=True)}
-        await self._client.control("/update_weights_from_disk", body)
+        body = {"model_path": folder.path, "load_format": "safetensors", **self._version(version, last=True)}
+        await self._client.transfer("/update_weights_from_disk", body, folder.nbytes)
 
     async def load_copy(self, source: CopySource, version: int) -> None:
         """Read all weights from the copy of the server's host; see ``WeightReceiver``."""
@@ -198,12 +199,14 @@ class SglangReceiver:
             **self._version(version, last),
         }
         await self._client.transfer("/update_weights_from_distributed", body, chunk.nbytes)
+        self._received += chunk.nbytes
 
     async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
         """Load tensors from shared memory; see ``WeightReceiver``."""
         encoded = [base64.b64encode(payload).decode() for payload in payloads]
         body = {"serialized_named_tensors": encoded, **self._version(version, last)}
         await self._client.transfer("/update_weights_from_tensor", body, nbytes)
+        self._received += nbytes
 
     async def scramble(self) -> None:
         """Overwrite every weight with random numbers."""

@@ -53,7 +53,7 @@ class FakeServer:
             await asyncio.to_thread(self.process.stop, 0.0)
 
     async def update_copy(self, source):
-        return str(await asyncio.to_thread(replace(source, copies=self.copies).update_copy))
+        return await asyncio.to_thread(replace(source, copies=self.copies).update_copy)
 
     def signal(self, number):
         os.kill(self.process.pid, number)

@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from miles.engine.base import SamplingParams
 from miles.engine.sglang import fast_json
 from miles.engine.sglang.client import (
+    SLOWEST_TRANSFER,
     EngineUnavailable,
     RequestRefused,
     SglangClient,
@@ -22,6 +23,7 @@ from miles.engine.sglang.client import (
     sampling_params,
 )
 from miles.engine.sglang.weight_updates import SglangReceiver
+from miles.weight_sync.local_copy import WeightFolder
 from miles.weights import WeightChunk
 
 
@@ -159,7 +161,7 @@ async def test_an_update_does_not_wait_for_a_server_that_hangs():
         await asyncio.Event().wait()
 
     app = web.Application()
-    app.add_routes([web.post("/begin_weight_update", hang), web.post("/update_weights_from_{source}", hang)])
+    app.add_routes([web.post("/{part}_weight_update", hang), web.post("/update_weights_from_{source}", hang)])
     chunk = WeightChunk({"a": torch.zeros(1000)})
     async with TestServer(app) as server:
         client = SglangClient(str(server.make_url("")).rstrip("/"), 1, seconds=0.2)
@@ -168,7 +170,28 @@ async def test_an_update_does_not_wait_for_a_server_that_hangs():
             receiver.begin_update(),
             receiver.receive_shared([b""], chunk.nbytes, 1, last=False),
             receiver.receive_broadcast(chunk, "group", 1, last=False),
+            receiver.load_folder(WeightFolder("weights", 4000), 1),
+            receiver.end_update(),
         ):
             with pytest.raises(EngineUnavailable, match="Timeout"):
                 await asyncio.wait_for(call, 60)
+        await client.close()
+
+
+async def test_a_server_has_the_longer_to_end_an_update_the_more_weights_it_has_received():
+    async def take(request):
+        return web.json_response({"success": True})
+
+    async def convert(request):
+        await asyncio.sleep(1)  # work: longer than a health check may take
+        return web.json_response({"success": True})
+
+    app = web.Application()
+    app.add_routes([web.post("/update_weights_from_tensor", take), web.post("/end_weight_update", convert)])
+    async with TestServer(app) as server:
+        client = SglangClient(str(server.make_url("")).rstrip("/"), 1, seconds=0.2)
+        receiver = SglangReceiver(client, 1, flush=False, process=None)
+        for _ in range(2):
+            await receiver.receive_shared([b""], int(30 * SLOWEST_TRANSFER), 1, last=False)
+        await receiver.end_update()
         await client.close()

@@ -38,7 +38,7 @@ class Host:
 
     async def load_copy(self, source, version):
         folder = await asyncio.to_thread(replace(source, copies=self.copies).update_copy)
-        chunks = await asyncio.to_thread(lambda: list(chunks_in(folder)))
+        chunks = await asyncio.to_thread(lambda: list(chunks_in(Path(folder.path))))
         self.weights = {name: tensor.clone() for chunk in chunks for name, tensor in chunk.tensors.items()}
 
 
