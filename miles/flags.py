@@ -32,7 +32,7 @@ LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in i
 # The same, if a run writes files in it, or under a longer name first.
 LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = 3500, 240
 LONGEST_SHOWN_PATH = 60  # characters of a path that is refused for its length
-_PATHS = ("DIR", "FILE", "FILE.html", "PATH")  # metavars of flags that name a file or folder
+PATH_METAVARS = ("DIR", "FILE", "FILE.html", "FOLDER", "OUT", "PATH", "RUN")  # of arguments that name a file or folder
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and what else ends a line
 _BREAKS_IN_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
@@ -182,7 +182,7 @@ class Errors:
                     self.add(f"{flag_name(field.name)}: the value is empty; give one, or drop {flag_name(field.name)}")
                 elif (rule := fault_of_text(word, bool(field.metadata.get("has_lines")))) is not None:
                     self.refuse(field.name, word, rule, "correct the value")
-                elif field.metadata.get("metavar") in _PATHS:
+                elif field.metadata.get("metavar") in PATH_METAVARS:
                     rule = fault_of_path(word, bool(field.metadata.get("is_written")))
                     if rule is not None:
                         self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")

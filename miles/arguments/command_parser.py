@@ -7,10 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from miles.flags import LONGEST_MESSAGE, LONGEST_SHOWN_PATH, fault_of_path, fault_of_size, fault_of_text
+from miles.flags import (
+    LONGEST_MESSAGE,
+    LONGEST_SHOWN_PATH,
+    PATH_METAVARS,
+    fault_of_path,
+    fault_of_size,
+    fault_of_text,
+)
 from miles.one_line import one_line
-
-_PATHS = ("DIR", "FILE", "FOLDER", "OUT", "PATH", "RUN")  # metavars of arguments that name a file or folder
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,7 +47,7 @@ def _fault(action: argparse.Action, value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         rule = fault_of_size(action.dest, value)
         return None if rule is None else f"{rule}; give a number nearer to 0"
-    if not isinstance(value, Path) and not (isinstance(value, str) and action.metavar in _PATHS):
+    if not isinstance(value, Path) and not (isinstance(value, str) and action.metavar in PATH_METAVARS):
         return None
     if (rule := fault_of_text(str(value), has_lines=False)) is not None:
         return f"{rule}; correct the path"
