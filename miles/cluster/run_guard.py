@@ -26,7 +26,7 @@ from tempfile import mkdtemp
 
 import psutil
 
-from miles.engine.sglang.leftovers import remove_segments
+from miles.engine.sglang.leftovers import open_segments, remove_segments
 from miles.host.processes import kill_all
 from miles.stacks import RUN_FOLDER
 
@@ -99,10 +99,12 @@ def clean_up(folder: Path) -> bool:
         Whether all have ended.
     """
     killed: set[int] = set()
+    segments: set[str] = set()
     until = time.monotonic() + END_SECONDS
     while (found := members(str(folder))) and time.monotonic() < until:
+        segments |= open_segments(found)  # one that was opened a moment ago is not noted yet
         killed |= kill_all(found, 1.0)
-    remove_segments(folder)
+    remove_segments(folder, segments)
     _remove_tensors(killed)
     shutil.rmtree(folder, ignore_errors=True)
     return not found

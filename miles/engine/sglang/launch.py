@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir, mkdtemp
+from weakref import finalize
 
 import httpx
 
@@ -18,7 +19,7 @@ from miles.arguments.sglang.server_flags import has_flag
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
-from miles.engine.sglang.leftovers import note_segments, remove_segments
+from miles.engine.sglang.leftovers import begin_notes, remove_server_folder
 from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port
 from miles.engine.sglang.server_log import LogFile
 from miles.host.disk_faults import disk_fault, naming_disk
@@ -36,6 +37,7 @@ EXTERNAL_POLL_SECONDS = 1.0
 
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # the variable that names the cores of each rank
 
+NOTING = "miles.engine.sglang.server_process"  # runs one of these
 MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
@@ -164,7 +166,7 @@ class SglangServer:
         self._log = log
         self._host = host
         self._process: ChildProcess | None = None
-        self._meeting: TemporaryDirectory[str] | None = None  # of the ranks; only this user may enter it
+        self._remove_folder: finalize[[Path], SglangServer] | None = None  # called also when this process exits
 
     def meeting_address(self) -> str:
         """Return an address of this host at which the processes of several nodes can meet."""
@@ -202,20 +204,17 @@ class SglangServer:
     def _start_on(self, port: int, meeting: str | None) -> str:
         url = f"http://{self._host}:{port}"
         with _naming_disk():
-            self._meeting = TemporaryDirectory(prefix="e", dir=_temporary())  # short: sockets are in it
-        folder = Path(self._meeting.name)
+            folder = Path(mkdtemp(prefix="e", dir=_temporary()))  # short: sockets are in it; only this user may enter
+            self._remove_folder = finalize(self, remove_server_folder, folder)
+            begin_notes(folder)
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
         arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
-        process = self._process = ChildProcess(self._spec.module, arguments, environment, self._log, secret)
-
-        def serves() -> bool:
-            with _naming_disk():
-                note_segments(process.pid, folder)
-            return is_ready(url) if self._spec.node == 0 else answers(url, "/health")
-
+        self._process = ChildProcess(NOTING, [self._spec.module, *arguments], environment, self._log, secret)
         try:
-            process.wait_until(serves, START_SECONDS)
+            self._process.wait_until(
+                lambda: is_ready(url) if self._spec.node == 0 else answers(url, "/health"), START_SECONDS
+            )
         except BaseException:
             self.stop()
             raise
@@ -226,10 +225,9 @@ class SglangServer:
         if self._process is not None:
             self._process.stop(GRACE_SECONDS)
             self._process = None
-        if self._meeting is not None:
-            remove_segments(Path(self._meeting.name))
-            self._meeting.cleanup()
-            self._meeting = None
+        if self._remove_folder is not None:
+            self._remove_folder()
+            self._remove_folder = None
 
     @property
     def pid(self) -> int | None:

@@ -1,45 +1,65 @@
 """Remove the shared-memory segments that SGLang leaves: those that its servers have opened, and no others.
 
 SGLang names a segment after a random id. Some it never removes. Others, such as the queue of 25 MB between the ranks of
-tensor parallelism, stay if their process is killed, and SGLang kills its processes when it ends. So while a server
-starts, the segments that its processes have open are noted in its temporary folder; whoever removes that folder removes
+tensor parallelism, stay if their process is killed, and SGLang kills its processes when it ends. So a server notes the
+segments that its processes have open in its temporary folder (server_process.py); whoever removes that folder removes
 them too. This file imports nothing that is slow to import.
 """
 
 from __future__ import annotations
 
-import json
+import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")  # how their paths begin
-NOTED = "segments.json"
+NOTED = "segments"  # one path per line
+
+
+def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the segments that these processes have open now."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            found |= {file.path for file in process.open_files() if file.path.startswith(SEGMENTS)}
+    return found
+
+
+def begin_notes(folder: Path) -> None:
+    """Begin the notes of a server. Raises OSError if the disk has no room for them, nor for what the server writes."""
+    (folder / NOTED).write_text("\n")
 
 
 def note_segments(pid: int, folder: Path) -> None:
-    """Write to ``folder`` which segments process ``pid`` and its descendants have open now."""
+    """Add to the notes in ``folder`` which segments process ``pid`` and its descendants have open now."""
     with suppress(psutil.NoSuchProcess):
         server = psutil.Process(pid)
-        found = set(_noted(folder / NOTED))
-        for process in (server, *server.children(recursive=True)):
-            with suppress(psutil.Error):
-                found |= {file.path for file in process.open_files() if file.path.startswith(SEGMENTS)}
-        (folder / NOTED).write_text(json.dumps(sorted(found)))
+        found = open_segments([server, *server.children(recursive=True)]) - _noted(folder / NOTED)
+        if found:
+            with (folder / NOTED).open("a") as notes:
+                notes.write("".join(f"{path}\n" for path in sorted(found)))
 
 
-def remove_segments(folder: Path) -> None:
-    """Remove the segments that are noted in ``folder`` or a folder in it."""
-    for path in folder.rglob(NOTED):
-        for segment in _noted(path):
-            if segment.startswith(SEGMENTS):
-                Path(segment).unlink(missing_ok=True)
+def remove_server_folder(folder: Path) -> None:
+    """Remove the temporary folder of a server that is ending, and the segments that are noted in it."""
+    remove_segments(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _noted(path: Path) -> list[str]:
+def remove_segments(folder: Path, found: Iterable[str] = ()) -> None:
+    """Remove the segments that are noted in ``folder`` or a folder in it, and those that were ``found`` open."""
+    for segment in set(found).union(*map(_noted, folder.rglob(NOTED))):
+        with suppress(OSError):  # removed meanwhile
+            Path(segment).unlink()
+
+
+def _noted(path: Path) -> set[str]:
     try:
-        noted: list[str] = json.loads(path.read_text())
-        return noted
-    except (FileNotFoundError, ValueError):  # none yet, or killed while it was written
-        return []
+        lines = path.read_text().splitlines(keepends=True)
+    except FileNotFoundError:  # removed meanwhile
+        return set()
+    # The last one may have been cut when the server was killed.
+    return {line.strip() for line in lines if line.endswith("\n") and line.startswith(SEGMENTS)}

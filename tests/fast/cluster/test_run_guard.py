@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from miles.cluster.run_guard import LOCK, RunGuard, clean_up, remove_stale
-from miles.engine.sglang.leftovers import NOTED, SEGMENTS, note_segments, remove_segments
+from miles.engine.sglang.leftovers import NOTED, SEGMENTS, begin_notes, note_segments, remove_segments
 from miles.stacks import RUN_FOLDER
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -123,13 +123,15 @@ def test_only_segments_that_the_server_has_open_are_removed(tmp_path, segments):
         with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
             server.stdout.readline()
             (tmp_path / "engine").mkdir()
+            begin_notes(tmp_path / "engine")
             note_segments(server.pid, tmp_path / "engine")
             server.kill()
         note_segments(server.pid, tmp_path / "engine")  # a server that has ended keeps what was noted
         remove_segments(tmp_path)
         assert not os.path.exists(mine) and os.path.exists(other)
-        (tmp_path / "engine" / NOTED).write_text("[")  # killed while it was written
+        (tmp_path / "engine" / NOTED).write_text(other)  # killed while it was written: no end of the line
         remove_segments(tmp_path)
+        assert os.path.exists(other)
     finally:
         os.unlink(other)
 
