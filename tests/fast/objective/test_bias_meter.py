@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tolerance import FEW_ROUNDINGS
+from tolerance import FEW_ROUNDINGS, digits
 
 FOLDER = Path(__file__).parents[3] / "examples" / "reproduce" / "bias_meter"
 sys.path.insert(0, str(FOLDER))
 
 import measure  # noqa: E402
 import task  # noqa: E402
-
-FOUR_DIGITS = 1e-3  # figures are committed with so many, which is an error of up to half of this
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_only_the_ratio_of_the_sequence_corrects_for_another_sampler(engine, com
         )
         assert (row.objective == "mean reward") is (correction == "tis, sequence")
         stored = committed["another sampler", "rloo", "constant", correction]
-        assert float(stored["bias"]) == pytest.approx(row.bias, rel=FOUR_DIGITS, abs=measure.EXACT)
+        assert float(stored["bias"]) == pytest.approx(row.bias, rel=digits(4), abs=measure.EXACT)
 
 
 def test_a_policy_loss_that_chooses_tokens_is_given_its_choice(meter, committed):
@@ -64,7 +62,7 @@ def test_a_policy_loss_that_chooses_tokens_is_given_its_choice(meter, committed)
     loss = measure.loss_of(dict(advantage_estimator="rloo"), policy_loss="kl_cov")
     row = later.measure("a later step", ("kl_cov", "constant", "none"), loss)
     stored = committed["a later step", "kl_cov", "constant", "none"]
-    assert float(stored["bias"]) == pytest.approx(row.bias, rel=FOUR_DIGITS)
+    assert float(stored["bias"]) == pytest.approx(row.bias, rel=digits(4))
     assert stored["bias"] != committed["a later step", "cispo", "constant", "none"]["bias"], "the plain ratio"
 
 
@@ -87,7 +85,7 @@ def test_off_policy_masking_drops_something_in_a_later_step(meter, committed):
     loss = measure.loss_of(dict(advantage_estimator="rloo"), policy_loss=measure.PLAIN, **measure.OPSM)
     row = later.measure("a later step", (measure.PLAIN, "constant", "opsm"), loss)
     stored = committed["a later step", measure.PLAIN, "constant", "opsm"]
-    assert float(stored["bias"]) == pytest.approx(row.bias, rel=FOUR_DIGITS)
+    assert float(stored["bias"]) == pytest.approx(row.bias, rel=digits(4))
     assert stored["bias"] != committed["a later step", measure.PLAIN, "constant", "none"]["bias"]
 
 

@@ -102,6 +102,16 @@ and logits over the temperature are around 1.4. Recurrent layers have no longer 
 """
 
 
+def digits(count: int) -> float:
+    """Return the relative error of a number that was rounded to ``count`` significant digits: a unit of the last."""
+    return 10.0 ** (1 - count)
+
+
+def places(count: int) -> float:
+    """Return the absolute error of a number that was rounded to ``count`` decimal places: a unit of the last."""
+    return 10.0**-count
+
+
 def log_softmax_error(logits: torch.Tensor) -> float:
     """Return the largest absolute error of a log-prob of given logits, already divided by the temperature.
 
