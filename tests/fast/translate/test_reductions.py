@@ -46,9 +46,8 @@ def test_dividing_by_the_maximal_length_is_dr_grpo():
     ],
 )
 def test_exact_counterparts_give_every_token_the_same_weight(reduction, mode, divisor):
-    assert r.distance(reduction, lambda step: our_value(mode, step, divisor), UNEVEN) == pytest.approx(
-        0, abs=DOUBLE_ERROR
-    )
+    distance = r.distance(reduction, lambda step: our_value(mode, step, divisor), UNEVEN)
+    assert distance == pytest.approx(0, abs=DOUBLE_ERROR)
 
 
 def test_token_weights_of_a_mean_of_micro_batches():

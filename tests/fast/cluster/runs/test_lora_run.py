@@ -23,9 +23,8 @@ def test_an_adapter_is_trained_saved_resumed_and_exported(launch, workplace, tin
     assert second.wait() == 0, second.err
     rows = first.rows() | second.rows()
     assert sorted(rows) == [1, 2, 3, 4] and all(row["train/grad_norm"] > 0 for row in rows.values())
-    assert rows[1]["train/kl_loss"] == pytest.approx(0.0, abs=FEW_ROUNDINGS), (
-        "the reference is the model without its adapter"
-    )
+    # The reference is the model without its adapter.
+    assert rows[1]["train/kl_loss"] == pytest.approx(0.0, abs=FEW_ROUNDINGS)
     assert rows[4]["train/kl_loss"] > rows[1]["train/kl_loss"]
 
     before = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
