@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tolerance import METRIC_ERROR, RELATIVE_ERROR, RUN_METRIC_ERROR
+from tolerance import METRIC_ERROR, RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
 
 PPO = ["--advantage-estimator", "ppo", "--normalize-advantages", "--lambd", "0.95", "--kl-coef", "0.01"]
 CRITIC = ["--critic-lr", "3e-3", "--num-critic-only-steps", "1"]
@@ -70,4 +70,4 @@ def test_megatron_takes_the_same_steps(whole, launch):
     for step in (1, 2):
         found, wanted = of_training(run.rows()[step]), of_training(whole.rows()[step])
         assert found.keys() == wanted.keys()
-        assert found == pytest.approx(wanted, rel=1e-3, abs=RUN_METRIC_ERROR), step
+        assert found == pytest.approx(wanted, rel=RUN_ERROR, abs=RUN_METRIC_ERROR), step
