@@ -112,6 +112,7 @@ def test_the_page_has_curves_with_bands_and_the_tables(whole: Results, tmp_path:
     assert data["metrics"]["steps"] == list(range(1, 11))
     exact = over_seeds({seed: seed / 10 + 0.05 for seed in SEEDS})
     assert values[base["key"]][4] == pytest.approx(exact.mean)
+    # The band has fewer resamples than the interval.
     assert values[base["low"]][4] == pytest.approx(exact.low, abs=0.03)
     assert values[base["high"]][4] == pytest.approx(exact.high, abs=0.03)
     held_out = next(chart for chart in overview["charts"] if chart["title"] == "Held-out accuracy")

@@ -53,6 +53,7 @@ def test_export_is_the_trained_model(megatron, workplace, tiny_model):
     after = dict(AutoModelForCausalLM.from_pretrained(workplace / "megatron_hf").named_parameters())
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+    # Four steps, each of at most about the learning rate, 1e-4.
     assert all(torch.allclose(before[name], after[name], atol=1e-3) for name in before)
     assert megatron.none_left() and megatron.said() == []
 
