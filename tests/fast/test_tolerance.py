@@ -1,15 +1,36 @@
-"""Tolerances are wide enough for fp32 on this CPU and too narrow for small faults."""
+"""Tolerances are wide enough for this CPU's arithmetic and too narrow for small faults; tests have no others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import math
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tiny_kinds import config_of
 from tiny_llama import tiny_llama
-from tolerance import log_prob_error, rounding_error
+from tolerance import (
+    DEVIATION_ERROR,
+    DOUBLE_ERROR,
+    FEW_ROUNDINGS,
+    KIND_LOG_PROB_ERROR,
+    RELATIVE_ERROR,
+    RUN_ERROR,
+    adam_error,
+    attention_error,
+    digits,
+    log_prob_error,
+    log_softmax_error,
+    places,
+    rounding_error,
+)
+from transformers import AutoModelForCausalLM
 
 TEMPERATURE = 0.8
 TOKENS = torch.randint(64, (60,), generator=torch.Generator().manual_seed(1))
@@ -68,3 +89,169 @@ def test_a_small_fault_exceeds_the_tolerance(fault: Callable[[Any], None], sprea
     expected = log_probs(model.double())
     tolerance = log_prob_error(model, [TOKENS], TEMPERATURE)
     assert largest_error(log_probs(wrong.double()), expected) > 2 * tolerance
+
+
+def _policy_loss(p: torch.Tensor, old: torch.Tensor, a: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
+    """Return a loss of each row that has a formula's usual steps: ratios, their product, a gate and a mean."""
+    ratio = (p - old).exp() + epsilon
+    sequence = (p - old).sum(1, keepdim=True).exp()
+    return (-a * ratio - a * sequence**1.5 * (1 - sequence).exp()).mean(1)
+
+
+def _excess(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error, relative for numbers above 1."""
+    return ((found.double() - expected).abs() / expected.abs().clamp_min(1.0)).max().item()
+
+
+def test_few_roundings_are_those_of_a_formula_and_no_fault() -> None:
+    draw = torch.Generator().manual_seed(0)
+    p, old, a = (torch.randn(2000, 5, generator=draw) for _ in range(3))
+    old = p + 0.5 * old
+    expected = _policy_loss(p.double(), old.double(), a.double())
+    assert _excess(_policy_loss(p, old, a), expected) < FEW_ROUNDINGS / 2
+    assert _excess(_policy_loss(p, old, a, epsilon=1e-5), expected) > 2 * FEW_ROUNDINGS
+    assert _excess(_policy_loss(p.half(), old.half(), a.half()), expected) > 2 * FEW_ROUNDINGS
+
+
+def test_float64_is_told_from_fp32() -> None:
+    values = np.random.default_rng(0).uniform(-9, 9, 1000)
+    mean = math.fsum(values) / 1000
+    one_by_one = 0.0
+    for value in values:
+        one_by_one += value / 1000
+    assert abs(one_by_one - mean) < DOUBLE_ERROR / 2
+    assert abs(float(values.astype(np.float32).mean()) - mean) > 2 * DOUBLE_ERROR
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-15, 1e-12, 1e-6, 1.0])
+def test_differences_over_deviations_show_another_epsilon(apart: float) -> None:
+    values = 9.9 + apart * np.arange(6)
+
+    def in_deviations(epsilon: float) -> np.ndarray:
+        return (values - values.mean()) / (values.std(ddof=1) + epsilon)
+
+    exact = [Fraction(value) for value in values]
+    centred = [value - sum(exact) / 6 for value in exact]
+    deviation = math.sqrt(sum(value * value for value in centred) / 5)
+    expected = np.array([float(value) for value in centred]) / (deviation + 1e-6)
+    assert abs(in_deviations(1e-6) - expected).max() < DEVIATION_ERROR / 2
+    if apart >= 1e-12:
+        assert abs(in_deviations(2e-6) - expected).max() > 2 * DEVIATION_ERROR
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 10.0])
+def test_log_probs_of_given_logits_show_another_temperature(spread: float) -> None:
+    logits = spread * torch.randn(50, 700, generator=torch.Generator().manual_seed(0))
+    expected, tolerance = logits.double().log_softmax(-1), log_softmax_error(logits)
+    assert largest_error(logits.log_softmax(-1), expected) < tolerance / 2
+    assert largest_error(logits.double().mul(1 + 1e-5).log_softmax(-1), expected) > 2 * tolerance
+    assert largest_error(logits.half().double().log_softmax(-1), expected) > 2 * tolerance
+
+
+def test_attention_shows_a_key_too_few() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 40, 8, generator=draw) for _ in range(3))
+
+    def attend(*inputs: torch.Tensor, scale: float = 0.3) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, scale=scale)
+
+    exact = q.double(), k.double(), v.double()
+    expected, tolerance = attend(*exact), attention_error(q, k, v, scaling=0.3, terms=40)
+    assert largest_error(attend(q, k, v), expected) < tolerance / 2
+    assert largest_error(attend(q.half(), k.half(), v.half()), expected) > 2 * tolerance
+    assert largest_error(attend(*exact, scale=0.3001), expected) > 2 * tolerance
+    assert largest_error(attend(exact[0], exact[1][:, :-1], exact[2][:, :-1]), expected) > 2 * tolerance
+
+
+def _trained(noise: float, dtype: torch.dtype, forgets: bool = False, **given: Any) -> torch.Tensor:
+    """Return 10^4 weights after four steps of AdamW; the last two gradients have a relative error of ``noise``."""
+    draw = torch.Generator().manual_seed(0)
+    weight = (0.15 * torch.randn(10_000, generator=draw)).to(dtype).requires_grad_()
+    gradients = 1e-3 * torch.randn(4, 10_000, generator=draw)
+    errors = noise * 1e-3 * torch.randn(4, 10_000, generator=draw)
+    adam = torch.optim.AdamW([weight], **(dict(lr=1e-2, weight_decay=0.1) | given))
+    for step in range(4):
+        weight.grad = (gradients[step] + (errors[step] if step >= 2 else 0)).to(dtype)
+        if forgets and step == 2:
+            adam.state.clear()
+        adam.step()
+    return weight.detach()
+
+
+def test_steps_of_adam_show_other_settings_and_lost_moments() -> None:
+    expected = _trained(0.0, torch.float64)
+    close = adam_error(1e-2, steps=2) + FEW_ROUNDINGS * expected.abs()
+
+    def excess(found: torch.Tensor) -> float:
+        return ((found.double() - expected).abs() / close).max().item()
+
+    assert excess(_trained(RELATIVE_ERROR / 3, torch.float32)) < 1
+    for given in (dict(betas=(0.9, 0.99)), dict(weight_decay=0.09), dict(lr=1.01e-2), dict(forgets=True)):
+        assert excess(_trained(0.0, torch.float64, **given)) > 2, given
+
+
+def test_a_run_shows_another_learning_rate() -> None:
+    """One step of a model like the runs': 1 % of the learning rate changes the loss by more than two layouts may."""
+
+    def loss_after(lr: float) -> float:
+        model = tiny_llama(seed=3, initializer_range=0.3).double()
+        adam = torch.optim.Adam(model.parameters(), lr=lr)
+        for _ in range(2):
+            loss = model(input_ids=TOKENS[None], labels=TOKENS[None]).loss
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        return loss.item()
+
+    assert abs(loss_after(1.01e-3) / loss_after(1e-3) - 1) > 2 * RUN_ERROR
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v32", "gpt_oss", "nemotron_h", "qwen3_next"])
+def test_the_error_of_all_kinds_is_at_least_that_of_each(kind: str) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config_of(kind, initializer_range=0.2))
+    assert KIND_LOG_PROB_ERROR / 2 < log_prob_error(model, [TOKENS[:17]], TEMPERATURE) < KIND_LOG_PROB_ERROR
+
+
+@pytest.mark.parametrize("value", [1.0006, 9.9962, 0.123456])
+def test_a_printed_number_is_within_its_digits(value: float) -> None:
+    assert float(f"{value:.4g}") == pytest.approx(value, rel=digits(4))
+    assert round(value, 3) == pytest.approx(value, abs=places(3))
+    assert float(f"{value:.4g}") != pytest.approx(value, rel=digits(6))
+
+
+TESTS = Path(__file__).parents[1]
+LITERAL = 1e-3  # tolerances below it are there for rounding
+ALLOWED = {
+    "fast/benchmarks/test_levers.py": "the least size that a tolerance is multiplied by",
+    "fast/docs/test_recipe_examples.py": "quantiles with four digits, and figures with three",
+    "fast/objective/estimators/test_grpo_batch_std.py": "an epsilon of the formula over a deviation",
+}
+
+
+def literal_tolerances(source: str) -> Iterator[int]:
+    """Yield the lines in which a number is written as the tolerance of a comparison."""
+    names = {"abs", "rel", "atol", "rtol", "abs_tol", "rel_tol"}
+    if not any(f"{name}=" in source for name in names):
+        return  # parsing takes long
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg in names:
+            for part in ast.walk(node.value):
+                if isinstance(part, ast.Constant) and isinstance(part.value, float) and 0 < part.value < LITERAL:
+                    yield part.lineno
+
+
+def test_tolerances_for_rounding_have_a_name() -> None:
+    found: dict[str, list[int]] = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        if lines := [*literal_tolerances(path.read_text(encoding="utf-8"))]:
+            found[str(path.relative_to(TESTS))] = lines
+    new = {name: lines for name, lines in found.items() if name not in ALLOWED}
+    assert not new, "take these tolerances from tests/fast/support/tolerance.py, or add one there with its derivation"
+    assert found.keys() == ALLOWED.keys(), "a reason that is no longer needed"
+
+
+def test_a_literal_tolerance_is_found() -> None:
+    named = "assert a == approx(b, rel=RELATIVE_ERROR) or a == approx(1, abs=0.01)"
+    source = f"{named}\nassert_close(a, b, rtol=0,\n atol=2 * 1e-6)"
+    assert [*literal_tolerances(source)] == [3]

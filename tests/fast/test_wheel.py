@@ -16,6 +16,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tolerance import DOUBLE_ERROR
 
 REPO = Path(__file__).parents[2]
 FLAGS = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 10"
@@ -208,7 +209,7 @@ def test_a_newcomer_installs_trains_watches_evaluates_and_exports(browser, clean
     rows = [json.loads(line) for line in (folder / "outputs/quickstart/metrics.jsonl").read_text().splitlines()]
     logged = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row]
     figures = json.loads(succeed(miles("eval", "outputs/quickstart", "--json")))
-    assert figures["heldout"]["estimates"]["accuracy"]["value"] == pytest.approx(logged[-1], abs=1e-9)
+    assert figures["heldout"]["estimates"]["accuracy"]["value"] == pytest.approx(logged[-1], abs=DOUBLE_ERROR)
     assert "exported:" in succeed(miles("export", "outputs/quickstart", "exported"))
     code = "import sys, transformers as t; t.AutoTokenizer.from_pretrained(sys.argv[1]); "
     code += "print(t.AutoModelForCausalLM.from_pretrained(sys.argv[1]).num_parameters() > 0)"

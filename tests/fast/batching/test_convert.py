@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scored_groups import scored_group
+from tolerance import DOUBLE_ERROR
 
 from miles.batching.convert import convert
 from miles.objective.settings import LossArguments
@@ -158,7 +159,8 @@ def test_rewards_are_normalized_as_the_flags_say():
     (centred,) = convert(groups, loss=LossArguments(disable_grpo_std_normalization=True), global_batch_size=4)
     (scaled,) = convert(groups, loss=LossArguments(), global_batch_size=4)
     assert centred.rewards == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    assert scaled.rewards == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)  # the unbiased deviation is 0.5
+    deviation = 0.5 + 1e-6  # the unbiased one
+    assert scaled.rewards == pytest.approx([reward / deviation for reward in centred.rewards], rel=DOUBLE_ERROR)
 
 
 @pytest.mark.parametrize(

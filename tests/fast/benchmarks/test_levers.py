@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tolerance import RELATIVE_ERROR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miles.engine.base import SamplingParams
@@ -131,7 +132,7 @@ def test_a_lever_changes_the_operations_and_not_the_result(levers, make_bench, l
     (with_it, operations), (without, others) = (computed(levers, bench, lever.name, part, way) for way in (True, False))
     assert operations != others
     if lever.name != OTHER_ROWS:
-        tolerance = 0.05 if lever.half else 1e-4
+        tolerance = 0.05 if lever.half else RELATIVE_ERROR
         for a, b in zip(with_it, without, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1e-6, b.abs().max().item()))
 

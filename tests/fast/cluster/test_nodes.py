@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
+from tolerance import SERVER_LOG_PROB_ERROR
 
 from tests.fast.cluster.runs.launches import importing_from
 
@@ -88,8 +89,8 @@ def test_an_engine_is_on_another_node_and_follows_when_a_node_returns(launch: Ca
     assert run.wait() == 0, run.err
     rows = run.rows()
     assert before < 16 and sorted(rows) == list(range(1, 17)), "the node was lost before the run had ended"
-    # In the first step of each iteration, before the trainer's weights change: fp32, to 1e-4.
-    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in range(1, 17, 2))
+    # In the first step of each iteration, before the trainer's weights change: fp32.
+    assert max(rows[step]["train/train_rollout_logprob_abs_diff"] for step in range(1, 17, 2)) < SERVER_LOG_PROB_ERROR
 
 
 def test_an_engine_spans_two_nodes(launch: Callable[..., Any], nodes: Nodes) -> None:
@@ -100,4 +101,4 @@ def test_an_engine_spans_two_nodes(launch: Callable[..., Any], nodes: Nodes) -> 
     assert sorted(map(sorted, nodes.kinds())) == [["EngineActor"], ["EngineActor"], ["TrainActor"]]
     assert run.wait() == 0, run.err
     rows = run.rows()
-    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in range(1, 17, 2))
+    assert max(rows[step]["train/train_rollout_logprob_abs_diff"] for step in range(1, 17, 2)) < SERVER_LOG_PROB_ERROR

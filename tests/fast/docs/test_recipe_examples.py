@@ -217,7 +217,7 @@ def test_student_holds_95_percent(degrees):
     points = [-bound + 2 * bound * i / steps for i in range(steps + 1)]
     heights = [scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in points]
     area = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-    assert area * 2 * bound / steps / 3 == pytest.approx(0.95, abs=1e-4)
+    assert area * 2 * bound / steps / 3 == pytest.approx(0.95, abs=1e-4)  # bounds have three places
 
 
 def test_one_more_normal_run_is_within_the_interval_in_95_percent():

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
@@ -100,6 +101,8 @@ async def test_it_generates_and_takes_weights_as_the_model_does(tiny_model, tmp_
             await engine.update_weights(list(in_chunks(weights.named_parameters(), bucket_bytes=20_000)), version)
             (answer,) = await engine.generate(request)
             expected = log_probs_of(weights, request.prompt_ids, answer.token_ids)
-            torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(answer.log_probs).double(), expected, atol=SERVER_LOG_PROB_ERROR, rtol=0
+            )
     finally:
         await engine.close()

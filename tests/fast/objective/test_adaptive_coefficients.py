@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.metrics import Metric
 from miles.objective.chosen import build_objective
@@ -28,13 +29,13 @@ def test_the_weight_of_the_kl_follows_the_controller_of_ziegler(in_loss, steps):
     field, metric = ("kl_loss_coef", "train/kl_loss") if in_loss else ("kl_coef", "train/reward_kl")
     beta = 0.1
     for kl, trajectories in steps:
-        assert getattr(coefficients.loss, field) == pytest.approx(beta, rel=1e-12)
+        assert getattr(coefficients.loss, field) == pytest.approx(beta, rel=DOUBLE_ERROR)
         coefficients.follow({metric: Metric(kl * 7, 7.0)}, trajectories)
         ratio = kl / 0.2
         e = -0.2 if ratio < 0.8 else 0.2 if ratio > 1.2 else ratio - 1.0
         beta += beta * e * trajectories / 50.0
     assert coefficients.metrics() == {f"train/{field}": Metric(getattr(coefficients.loss, field))}
-    assert getattr(coefficients.loss, field) == pytest.approx(beta, rel=1e-12)
+    assert getattr(coefficients.loss, field) == pytest.approx(beta, rel=DOUBLE_ERROR)
 
 
 @given(entropies=st.lists(st.floats(0, 1), min_size=1, max_size=40), start=st.sampled_from([0.0, 0.02, 0.05]))
@@ -49,7 +50,7 @@ def test_the_weight_of_the_entropy_follows_skywork(entropies, start):
     for entropy in entropies:
         coefficients.follow({"train/entropy_loss": Metric(entropy)}, 8)
         c = max(0.0, min(0.05, c + 0.01 if entropy <= 0.4 else c - 0.01))
-        assert coefficients.loss.entropy_coef == pytest.approx(c if entropy <= 0.4 else 0.0, abs=1e-15)
+        assert coefficients.loss.entropy_coef == pytest.approx(c if entropy <= 0.4 else 0.0, abs=DOUBLE_ERROR)
 
 
 @given(steps=STEPS, cut=st.integers(0, 30))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tolerance import FEW_ROUNDINGS
 
 from miles.flags import Errors
 from miles.objective.chosen import build_objective, check_objective
@@ -21,7 +22,7 @@ def test_the_kl_is_subtracted_from_any_advantage_and_not_from_returns(estimator)
         return token_advantages(build_objective(loss), [SampleTokens(0, 1.5, mask, values, None, gap)])
 
     plain, distilled = step(), step(use_opd=True, opd_kl_coef=0.25)
-    np.testing.assert_allclose(distilled.advantages[0], plain.advantages[0] - 0.25 * gap * mask, rtol=1e-6)
+    np.testing.assert_allclose(distilled.advantages[0], plain.advantages[0] - 0.25 * gap * mask, rtol=FEW_ROUNDINGS)
     assert distilled.metrics["opd_kl"].value == pytest.approx((0.5 - 2.0) / 2)
     if values is not None:
         np.testing.assert_array_equal(distilled.returns[0], plain.returns[0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import FEW_ROUNDINGS
 
 from miles.objective.settings import LossArguments
 from miles.objective.token_weights import ratios_of, token_weights_of, top_entropy_tokens, weigh
@@ -59,7 +60,7 @@ def test_the_ratio_is_that_of_a_token_or_its_sequence(make_micro, loss, expected
     micro = make_micro([[1, 1], [1, 1]])
     trainer_log_probs = torch.tensor([0.25, 4.0, 4.0, 0.5]).log()
     found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(4), trainer_log_probs))
-    assert found.weights.tolist() == pytest.approx(expected, rel=1e-6)
+    assert found.weights.tolist() == pytest.approx(expected, rel=FEW_ROUNDINGS)
 
 
 def test_normalized_weights_are_divided_by_the_mean_of_the_step(make_micro):
@@ -67,7 +68,7 @@ def test_normalized_weights_are_divided_by_the_mean_of_the_step(make_micro):
     micro = make_micro([[1, 1]], tis_mean=0.8)
     loss = LossArguments(use_tis=True, tis_clip=2.0, tis_batch_normalize=True)
     found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(2), torch.tensor([0.5, 4.0]).log()))
-    assert found.weights.tolist() == pytest.approx([0.5 / 0.8, 2.0 / 0.8], rel=1e-6)
+    assert found.weights.tolist() == pytest.approx([0.5 / 0.8, 2.0 / 0.8], rel=FEW_ROUNDINGS)
 
 
 def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from run_folder import SETTINGS, sample
+from tolerance import digits
 
 from miles.objective.aggregation import MODES
 from miles.report.ledger import ledger, share, token_columns
@@ -25,7 +26,7 @@ def test_the_weights_of_the_tokens_add_up_to_the_share_and_credits_to_the_credit
     found = lines(stored)
     assert float(found["share of the sample"][0]) == pytest.approx(sum(columns["weight"]))
     assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]))
-    assert float(found["weight of a loss token"][0]) == pytest.approx(1 / 12, rel=1e-5)
+    assert float(found["weight of a loss token"][0]) == pytest.approx(1 / 12, rel=digits(6))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -68,7 +69,7 @@ def test_what_the_trainer_recorded_replaces_what_was_assumed() -> None:
     assert columns["gap"] == [pytest.approx(-0.2), pytest.approx(0.1), None, None]
     found = lines(stored, SETTINGS | {"loss": SETTINGS["loss"] | {"use_tis": True}})
     assert found["corrections"] == ("0.5 to 2", "factors of the tokens by --use-tis; the share becomes 0.2917 of 0.25")
-    assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]), rel=1e-5)
+    assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]), rel=digits(6))
     assert found["advantage"][0] == "-2 to 1" and found["ratio"][0] == "0.9 to 1.1"
     value, why = found["engine-trainer gap"]
     assert float(value) == pytest.approx(0.15) and "at most 0.2" in why

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tolerance import places
 
 from miles.rollout.intervals import bootstrap, mean_over_prompts, wilson
 
@@ -12,7 +13,7 @@ from miles.rollout.intervals import bootstrap, mean_over_prompts, wilson
 )
 def test_wilson(passes, count, low, high):
     """Values of the published formula, to five digits."""
-    assert wilson(passes, count) == pytest.approx((low, high), abs=1e-5)
+    assert wilson(passes, count) == pytest.approx((low, high), abs=places(5))
 
 
 def test_values_that_pass_or_fail_get_wilsons_interval():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.metrics import Metric
 from miles.rewards.passing import passes_of
@@ -26,7 +27,7 @@ def test_it_is_the_share_of_k_subsets_with_a_pass(passed, k):
     k = min(k, len(passed))
     subsets = list(combinations(passed, k))
     expected = Fraction(sum(any(subset) for subset in subsets), len(subsets))
-    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(float(expected), abs=1e-12)
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(float(expected), abs=DOUBLE_ERROR)
 
 
 def test_powers_of_two_end_at_the_largest_that_fits():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from sweep_files import planned, write_run_of
+from tolerance import DOUBLE_ERROR
 
 from miles.sweep.progress import SweepProgress, TimeLeft, summary
 from miles.sweep.run_queue import Ended
@@ -38,7 +39,8 @@ def test_runs_of_one_speed_end_when_foreseen(
     if not ended and not running:
         assert found is None
     else:
-        assert found == pytest.approx((runs - ended - sum(running)) * speed / places, abs=1e-6 * speed)
+        # Shares that are done may leave almost nothing of the runs.
+        assert found == pytest.approx((runs - ended - sum(running)) * speed / places, abs=DOUBLE_ERROR * runs * speed)
 
 
 class Watch:

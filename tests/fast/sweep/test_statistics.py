@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.sweep.statistics import area, band, final, mean_of_last, over_seeds, paired_difference
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
 BY_SEED = st.dictionaries(st.integers(0, 50), VALUES, min_size=2, max_size=12)
-ROUNDING = 1e-9  # of sums of a dozen fp64 numbers, over the largest of them
 
 
 def close(a: float, b: float, scale: float) -> bool:
-    return abs(a - b) <= ROUNDING * max(scale, 1.0) or (math.isnan(a) and math.isnan(b))
+    """Compare sums of a dozen numbers; ``scale`` is the largest of them."""
+    return abs(a - b) <= DOUBLE_ERROR * max(scale, 1.0) or (math.isnan(a) and math.isnan(b))
 
 
 def size(*values: dict[int, float]) -> float:
@@ -43,7 +44,7 @@ def test_a_shift_of_every_pair_is_found_exactly(a: dict[int, float], shift: floa
 @given(BY_SEED)
 def test_an_interval_is_around_the_mean_and_within_the_values(values: dict[int, float]) -> None:
     found = over_seeds(values)
-    slack = ROUNDING * max(size(values), 1.0)
+    slack = DOUBLE_ERROR * max(size(values), 1.0)
     assert min(values.values()) - slack <= found.low <= found.high <= max(values.values()) + slack
     assert close(found.mean, float(np.mean([*values.values()])), size(values))
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from sweep_files import planned, write_run_of, write_sweep
+from tolerance import RUN_ERROR, RUN_METRIC_ERROR
 
 from miles.commands import sweep as sweep_command
 from miles.report.metrics_file import MetricsFile
@@ -65,7 +66,7 @@ def test_runs_in_one_process_are_those_with_ray(sweep, tmp_path):
     assert steps == expected_steps and columns.keys() == expected.keys()
     for name, values in columns.items():  # with other numbers of threads, so up to the order of sums
         assert list(map(float, values)) == pytest.approx(
-            list(map(float, expected[name])), rel=1e-3, abs=1e-5, nan_ok=True
+            list(map(float, expected[name])), rel=RUN_ERROR, abs=RUN_METRIC_ERROR, nan_ok=True
         ), name
     assert forked.none_left() and with_ray.none_left()
 

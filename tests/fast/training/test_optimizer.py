@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.optimizer import OptimizerArguments
 from miles.training.optimizer import DECAYS, learning_rate
@@ -26,10 +27,10 @@ SCHEDULES = st.builds(
 def test_rises_to_lr_then_never_rises(schedule):
     rates = [learning_rate(step, schedule, TOTAL) for step in range(60)]
     warmup = schedule.lr_warmup_iters
-    assert all(0 < rate <= schedule.lr * (1 + 1e-9) for rate in rates[:warmup])
+    assert all(0 < rate <= schedule.lr * (1 + DOUBLE_ERROR) for rate in rates[:warmup])
     assert all(a < b for a, b in zip(rates[:warmup], rates[1:warmup], strict=False))
     after = rates[warmup:]
-    assert all(b <= a * (1 + 1e-9) for a, b in zip(after, after[1:], strict=False))
+    assert all(b <= a * (1 + DOUBLE_ERROR) for a, b in zip(after, after[1:], strict=False))
     assert after[0] == pytest.approx(schedule.lr) or warmup >= (schedule.lr_decay_iters or TOTAL)
 
 

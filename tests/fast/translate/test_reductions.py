@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+from tolerance import DOUBLE_ERROR
 
 from miles.translate import reductions as r
 from miles.translate.examples import UNEVEN, WORKED, our_value
@@ -27,7 +28,7 @@ BY_HAND = {
 @pytest.mark.parametrize("reduction", BY_HAND, ids=lambda reduction: reduction.__name__)
 def test_values_are_those_computed_by_hand(reduction):
     expected = [float(Fraction(text)) for text in BY_HAND[reduction]]
-    assert [reduction(WORKED), reduction(UNEVEN)] == pytest.approx(expected, rel=1e-12)
+    assert [reduction(WORKED), reduction(UNEVEN)] == pytest.approx(expected, rel=DOUBLE_ERROR)
 
 
 def test_dividing_by_the_maximal_length_is_dr_grpo():
@@ -45,7 +46,8 @@ def test_dividing_by_the_maximal_length_is_dr_grpo():
     ],
 )
 def test_exact_counterparts_give_every_token_the_same_weight(reduction, mode, divisor):
-    assert r.distance(reduction, lambda step: our_value(mode, step, divisor), UNEVEN) == pytest.approx(0, abs=1e-12)
+    distance = r.distance(reduction, lambda step: our_value(mode, step, divisor), UNEVEN)
+    assert distance == pytest.approx(0, abs=DOUBLE_ERROR)
 
 
 def test_token_weights_of_a_mean_of_micro_batches():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tolerance import DOUBLE_ERROR
 
 from miles import cli
 from miles.arguments.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
@@ -128,7 +129,7 @@ def test_a_file_becomes_flags_and_an_objective(tmp_path, name):
     command = " ".join(translation.words)
     assert [flag for flag in flags if flag not in command] == []
     values = objective.values()
-    assert values["there"][1] == pytest.approx(uneven, rel=1e-12)
+    assert values["there"][1] == pytest.approx(uneven, rel=DOUBLE_ERROR)
     assert objective.exact is exact
     assert (values[objective.mode] == pytest.approx(values["there"])) is exact
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tolerance import METRIC_ERROR, RELATIVE_ERROR, RUN_ERROR, RUN_METRIC_ERROR
 
 from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback, kind_of, trained
 
@@ -74,7 +75,7 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(rows_when_killed, whole
     rows = whole.rows()
     assert sorted(rows_when_killed) == list(range(1 + 5 * STEPS)), "it was to be killed past its checkpoint"
     for step, expected in rows_when_killed.items():
-        assert trained(rows[step]) == pytest.approx(trained(expected), rel=1e-6, abs=1e-6), step
+        assert trained(rows[step]) == pytest.approx(trained(expected), rel=RELATIVE_ERROR, abs=METRIC_ERROR), step
 
 
 def test_every_step_is_logged(whole):
@@ -133,10 +134,10 @@ def test_saved_samples_train_the_same_first_step_in_another_layout(whole, launch
     run = launch("debug", "--use-kl-loss", "--kl-loss-coef", "0.1", *saved, *split, ranks=2)
     assert run.wait() == 0, run.err
     first, expected = run.rows()[1], whole.rows()[1]
-    assert first["train/loss_mass"] == expected["train/loss_mass"] == pytest.approx(1.0, rel=1e-5)
+    assert first["train/loss_mass"] == expected["train/loss_mass"] == pytest.approx(1.0, rel=RELATIVE_ERROR)
     names = [name for name in expected if name.startswith("train/") and name != "train/lr"]  # the run is shorter
     assert {name: first[name] for name in names} == pytest.approx(
-        {name: expected[name] for name in names}, rel=1e-4, abs=1e-6
+        {name: expected[name] for name in names}, rel=RUN_ERROR, abs=RUN_METRIC_ERROR
     )
 
 

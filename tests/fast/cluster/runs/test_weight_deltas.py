@@ -2,6 +2,7 @@
 
 import pytest
 from small_disk import fill, mounted_disk
+from tolerance import SERVER_LOG_PROB_ERROR
 
 DELTAS = ["--update-weight-transfer-mode", "disk-delta"]
 SERVERS = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
@@ -55,7 +56,8 @@ def test_a_rollout_worker_that_is_killed_gets_the_newest_weights(launch):
     assert run.kill_worker("RolloutActor")
     assert run.wait() == 0, run.err
     assert sorted(run.rows()) == list(range(1, 7))
-    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for step, row in run.rows().items() if step % 2)
+    gaps = [row["train/train_rollout_logprob_abs_diff"] for step, row in run.rows().items() if step % 2]
+    assert max(gaps) < SERVER_LOG_PROB_ERROR
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scored_groups import scored_group
+from tolerance import DOUBLE_ERROR
 
 from miles.batching.convert import convert
 from miles.objective.chosen import build_objective
@@ -49,7 +50,7 @@ def test_each_reward_is_normalized_by_itself_then_the_sum_over_the_iteration(gro
     spread = statistics.stdev(everything) if len(everything) > 1 else 0.0
     expected = [[s / (spread + 1e-6) for s in group] for group in sums]
     for found, wanted in zip(advantages(groups), expected, strict=True):
-        assert found == pytest.approx(wanted, abs=1e-6)
+        assert found == pytest.approx(wanted, abs=DOUBLE_ERROR)
 
 
 def test_combinations_of_one_sum_differ_where_grpo_has_them_equal():
@@ -64,7 +65,7 @@ def test_one_reward_is_grpo_over_the_spread_of_the_iteration(advantages_of):
     grpo = advantages_of(LossArguments(advantage_estimator="grpo"), groups)
     spread = statistics.stdev([a for group in grpo for a in group])
     for found, plain in zip(advantages_of(GDPO, groups), grpo, strict=True):
-        assert found == pytest.approx([a / spread for a in plain], rel=1e-5)
+        assert found == pytest.approx([a / (spread + 1e-6) for a in plain], rel=DOUBLE_ERROR)
 
 
 def test_rewards_reach_it_through_the_conversion():
@@ -82,7 +83,9 @@ def test_rewards_that_have_other_weights_or_none_are_refused(weights, parts):
     """As those of saved samples may."""
     samples = SampleRewards([1.0, 0.0], [4, 4], [8, 9], parts=[parts, parts], part_weights=weights)
     if not parts and len(weights) <= 1:  # one reward, which has no parts
-        assert build_objective(GDPO).sample_advantages(samples) == pytest.approx([2**-0.5, -(2**-0.5)], abs=1e-4)
+        of_group = 0.5 / (0.5**0.5 + 1e-6)
+        a = of_group / (of_group * 2**0.5 + 1e-6)
+        assert build_objective(GDPO).sample_advantages(samples) == pytest.approx([a, -a], rel=DOUBLE_ERROR)
         return
     found = ", ".join(parts) or "of no name"
     with pytest.raises(ValueError, match=f"the samples have the rewards {found}, and .*; give --rm-type the names"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -22,7 +23,7 @@ GPG = LossArguments(advantage_estimator="gpg")
 def test_the_mean_over_groups_is_one_over_those_that_differ(advantages_of, groups):
     valid = [group for group in groups if len(set(group)) > 1]
     alpha = len(groups) / len(valid) if valid else 0.0
-    expected = [pytest.approx([alpha * (r - statistics.mean(g)) for r in g], abs=1e-9) for g in groups]
+    expected = [pytest.approx([alpha * (r - statistics.mean(g)) for r in g], abs=DOUBLE_ERROR) for g in groups]
     assert advantages_of(GPG, groups) == expected
 
 
@@ -30,7 +31,7 @@ def test_the_mean_over_groups_is_one_over_those_that_differ(advantages_of, group
 def test_verls_scale_counts_the_rewards_that_are_not_0(advantages_of, groups):
     rewards = [reward for group in groups for reward in group]
     alpha = len(rewards) / max(sum(reward != 0.0 for reward in rewards), 1)
-    expected = [pytest.approx([alpha * (r - statistics.mean(g)) for r in g], abs=1e-9) for g in groups]
+    expected = [pytest.approx([alpha * (r - statistics.mean(g)) for r in g], abs=DOUBLE_ERROR) for g in groups]
     assert advantages_of(LossArguments(advantage_estimator="gpg", gpg_scale="rewards"), groups) == expected
 
 

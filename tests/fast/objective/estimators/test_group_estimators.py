@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.objective.chosen import build_objective
 from miles.objective.estimators import ESTIMATORS
@@ -45,7 +46,7 @@ def test_the_order_of_groups_and_trajectories_does_not_matter(advantages_of, nam
     loss = LossArguments(advantage_estimator=name)
     found = dict(zip(shuffled, build_objective(loss).sample_advantages(samples), strict=True))
     expected = advantages_of(loss, groups)
-    assert [found[g, i] for g, i in places] == pytest.approx([expected[g][i] for g, i in places], abs=1e-9)
+    assert [found[g, i] for g, i in places] == pytest.approx([expected[g][i] for g, i in places], abs=DOUBLE_ERROR)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,4 +58,4 @@ def test_a_trajectory_in_two_samples_counts_once(advantages_of, name, group):
     samples = SampleRewards([*group, group[0]], [0] * (n + 1), [*range(n), 0], [3] + [2] * (n - 1) + [3])
     found = build_objective(loss).sample_advantages(samples)
     [expected] = advantages_of(loss, [group], [[6] + [2] * (n - 1)])
-    assert found == pytest.approx([*expected, expected[0]], abs=1e-9)
+    assert found == pytest.approx([*expected, expected[0]], abs=DOUBLE_ERROR)

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DEVIATION_ERROR
 
 from miles.objective.settings import LossArguments
 
@@ -37,4 +38,4 @@ def in_deviations(group):
 @given(groups=GROUPS)
 def test_advantages_are_those_of_the_formula(advantages_of, flags, formula, groups):
     found = advantages_of(LossArguments(advantage_estimator="grpo", **flags), groups)
-    assert found == [pytest.approx(formula(group), abs=1e-9) for group in groups]
+    assert found == [pytest.approx(formula(group), abs=DEVIATION_ERROR) for group in groups]

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -34,7 +35,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_likelihood(advantages_of
         [advantages] = advantages_of(MAXRL, [outcome])
         scores = [1 / p if right else -1 / (1 - p) for right in outcome]
         found += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / n
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert found == pytest.approx(expected, rel=DOUBLE_ERROR)
 
 
 def test_a_rare_success_weighs_more_than_a_common_one(advantages_of):

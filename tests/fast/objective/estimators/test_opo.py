@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scored_groups import scored_group
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -24,7 +25,7 @@ def test_the_baseline_is_the_mean_weighted_by_length(advantages_of, groups):
     expected = []
     for group in groups:
         baseline = sum(length * reward for reward, length in group) / sum(length for _, length in group)
-        expected.append(pytest.approx([reward - baseline for reward, _ in group], abs=1e-9))
+        expected.append(pytest.approx([reward - baseline for reward, _ in group], abs=DOUBLE_ERROR))
     assert advantages_of(OPO, [[r for r, _ in g] for g in groups], [[n for _, n in g] for g in groups]) == expected
 
 
@@ -32,7 +33,8 @@ def test_the_baseline_is_the_mean_weighted_by_length(advantages_of, groups):
 def test_advantages_weighted_by_length_add_up_to_nothing(advantages_of, group):
     lengths = [length for _, length in group]
     [found] = advantages_of(OPO, [[reward for reward, _ in group]], [lengths])
-    assert sum(a * n for a, n in zip(found, lengths, strict=True)) == pytest.approx(0.0, abs=1e-7)
+    total = sum(a * n for a, n in zip(found, lengths, strict=True))
+    assert total == pytest.approx(0.0, abs=DOUBLE_ERROR * sum(lengths))
 
 
 def test_lengths_are_the_loss_tokens_of_the_trajectory():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import FEW_ROUNDINGS
 
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
@@ -60,11 +61,14 @@ def test_advantages_are_those_of_the_formula(groups, zero_tail):
         for (_, tokens), expected in zip(group, advantages_of(group, zero_tail), strict=True):
             column = next(found)
             kept = np.array([kept for *_, kept in tokens])
-            np.testing.assert_allclose(column[kept], expected, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(column[kept], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
             assert not column[~kept].any()
 
 
-@given(st.integers(0, 60), st.floats(0, 1), st.floats(-1e-7, 1e-7), st.floats(-1e-7, 1e-7))
+ROUNDED = 1e-7  # by how much a log-prob and the sum are changed
+
+
+@given(st.integers(0, 60), st.floats(0, 1), st.floats(-ROUNDED, ROUNDED), st.floats(-ROUNDED, ROUNDED))
 def test_a_score_norm_is_within_its_bounds_as_p_goes_to_1(exponent, rest, rounded_p, rounded_sum):
     """Near 1, scores are rounded to about 1e-7, and the norm is smaller: it must not become negative."""
     apart = 2.0**-exponent
@@ -76,14 +80,14 @@ def test_a_score_norm_is_within_its_bounds_as_p_goes_to_1(exponent, rest, rounde
     )
     norm = _score_norm(batch, 0)
     assert norm is not None and norm.dtype == np.float64
-    assert norm[0] >= 0 and norm[0] == pytest.approx(norm_of(p, rest), abs=4e-7 + 1e-6 * apart)
+    assert norm[0] >= 0 and norm[0] == pytest.approx(norm_of(p, rest), abs=4 * ROUNDED + FEW_ROUNDINGS * apart)
 
 
 def test_responses_of_one_length_and_one_energy_have_the_mean_as_baseline():
     group = [(reward, [(0.5, 0.5, True)] * 3) for reward in (1.0, 0.0, 0.0, 1.0)]
     loss = LossArguments(advantage_estimator="optimal_token_baseline")
     found = token_advantages(build_objective(loss), samples_of([group])).advantages
-    np.testing.assert_allclose(np.array(found)[:, 0], [0.5, -0.5, -0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(np.array(found)[:, 0], [0.5, -0.5, -0.5, 0.5], rtol=FEW_ROUNDINGS)
 
 
 def test_the_end_of_the_longest_response_is_not_trained_on_unless_asked():
@@ -91,7 +95,7 @@ def test_the_end_of_the_longest_response_is_not_trained_on_unless_asked():
     for zero_tail, expected in ((False, 0.0), (True, 1.0)):
         loss = LossArguments(advantage_estimator="optimal_token_baseline", otb_zero_tail=zero_tail)
         found = token_advantages(build_objective(loss), samples_of([group])).advantages[0]
-        np.testing.assert_allclose(found[2:], [expected] * 3, atol=1e-6)
+        np.testing.assert_allclose(found[2:], [expected] * 3, atol=FEW_ROUNDINGS)
 
 
 def test_the_kl_in_the_reward_is_part_of_the_return():
@@ -103,8 +107,8 @@ def test_the_kl_in_the_reward_is_part_of_the_return():
     ]
     found = token_advantages(build_objective(loss), pair).advantages
     # Returns of the second: 3 - 0.5 (0.2 + 0.4) and 3 - 0.5 * 0.4; both have the same weight.
-    np.testing.assert_allclose(found[1], [(2.7 - 1.0) / 2, (2.8 - 1.0) / 2], rtol=1e-6)
-    np.testing.assert_allclose(found[0], -found[1], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [(2.7 - 1.0) / 2, (2.8 - 1.0) / 2], rtol=FEW_ROUNDINGS)
+    np.testing.assert_allclose(found[0], -found[1], rtol=FEW_ROUNDINGS)
 
 
 @pytest.mark.parametrize("flags", ["--global-batch-size 2", "--num-steps-per-rollout 16"])

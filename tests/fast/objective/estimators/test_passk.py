@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -52,13 +53,13 @@ def test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer(advantage
         for i in range(len(right)):
             mine = [reward for subset, reward in zip(subsets, rewards, strict=True) if i in subset]
             expected[i] = (statistics.mean(mine) - mean) / spread
-    assert advantages_of(analytic(k), [[float(r) for r in right]]) == [pytest.approx(expected, abs=1e-9)]
+    assert advantages_of(analytic(k), [[float(r) for r in right]]) == [pytest.approx(expected, abs=DOUBLE_ERROR)]
 
 
 @given(right=RIGHT, k=st.integers(1, 5))
 def test_analytic_advantages_add_up_to_nothing(advantages_of, right, k):
     [found] = advantages_of(analytic(k), [[float(r) for r in right]])
-    assert sum(found) == pytest.approx(0.0, abs=1e-9)
+    assert sum(found) == pytest.approx(0.0, abs=DOUBLE_ERROR)
 
 
 def test_what_is_right_is_a_flag(advantages_of):

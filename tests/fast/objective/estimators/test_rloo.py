@@ -7,6 +7,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -36,7 +37,7 @@ def test_the_baseline_is_the_mean_of_the_others(groups):
         for group in groups
         for place, reward in enumerate(group)
     ]
-    assert advantages(rewards, indices) == pytest.approx(expected, abs=1e-9)
+    assert advantages(rewards, indices) == pytest.approx(expected, abs=DOUBLE_ERROR)
 
 
 def test_one_right_answer_of_four():

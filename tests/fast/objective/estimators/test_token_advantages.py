@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR, FEW_ROUNDINGS
 
 from miles.objective import token_advantages as phase_two
 from miles.objective.chosen import build_objective
@@ -40,7 +41,7 @@ def test_gae_is_the_double_sum(rows, gamma, lambd):
         delta = [r[t] + gamma * following[t] - v[t] for t in range(len(r))]
         for t, advantage in enumerate(advantages):
             expected = sum((gamma * lambd) ** (k - t) * delta[k] for k in range(t, len(r)))
-            assert advantage == pytest.approx(expected, abs=1e-9)
+            assert advantage == pytest.approx(expected, abs=DOUBLE_ERROR)
 
 
 def test_the_ends_of_lambda():
@@ -74,7 +75,7 @@ def test_the_kl_is_taken_off_every_tokens_reward():
     loss = LossArguments(advantage_estimator="reinforce_plus_plus", gamma=0.5, kl_coef=0.1, normalize_advantages=False)
     found = token_advantages(loss, [sample(0, [1, 0, 1], 1.0, log_ratio=[2.0, 50.0, -1.0])])
     last = 1.0 + 0.1
-    np.testing.assert_allclose(found.advantages[0], [-0.2 + 0.5 * last, 0.0, last], rtol=1e-6)
+    np.testing.assert_allclose(found.advantages[0], [-0.2 + 0.5 * last, 0.0, last], rtol=FEW_ROUNDINGS)
     assert found.metrics["reward_kl"].value == pytest.approx(0.5)
     assert found.returns is None
 
@@ -89,7 +90,8 @@ def test_whitening_is_over_the_tokens_of_the_step():
     loss = LossArguments(advantage_estimator="grpo", normalize_advantages=True)
     found = token_advantages(loss, [sample(0, [1, 1, 0], 1.0), sample(1, [1], -3.0), sample(2, [0], 100.0)])
     advantages = np.array([*found.advantages[0][:2], *found.advantages[1]])
-    assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, rel=1e-5)
+    assert advantages.mean() == pytest.approx(0, abs=FEW_ROUNDINGS)
+    assert advantages.std(ddof=1) == pytest.approx(1, rel=FEW_ROUNDINGS)
     assert found.advantages[0][2] == found.advantages[2][0] == 0
     assert found.metrics["advantages"].value == pytest.approx(-1 / 3), "reported as they were before"
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import FEW_ROUNDINGS
 
 from miles.arguments.explain import explain
 from miles.arguments.parser import parse
@@ -36,8 +37,8 @@ def test_advantages_and_returns_have_their_own_lambda(rows, gamma, critic_lambd,
         lambd = max(0.0, 1 - 1 / (0.1 * len(values))) if name == "vapo" else 0.3
         expected = gae(float(i), values, gamma, lambd)
         returns = [a + v for a, v in zip(gae(float(i), values, gamma, critic_lambd), values, strict=True)]
-        np.testing.assert_allclose(found.advantages[i], expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(found.returns[i], returns, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found.advantages[i], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
+        np.testing.assert_allclose(found.returns[i], returns, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
 
 
 def test_by_default_the_critic_of_vapo_learns_the_reward_and_that_of_ppo_a_plus_v():
@@ -48,7 +49,7 @@ def test_by_default_the_critic_of_vapo_learns_the_reward_and_that_of_ppo_a_plus_
         found[name] = token_advantages(build_objective(loss), [SampleTokens(0, 2.0, np.ones(3), values)])
     assert found["vapo"].returns is not None and found["ppo"].returns is not None
     np.testing.assert_allclose(found["vapo"].returns[0], [2.0] * 3)
-    np.testing.assert_allclose(found["ppo"].returns[0], found["ppo"].advantages[0] + values, rtol=1e-6)
+    np.testing.assert_allclose(found["ppo"].returns[0], found["ppo"].advantages[0] + values, rtol=FEW_ROUNDINGS)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tolerance import FEW_ROUNDINGS
 
 from miles.arguments.explain import explain, without_effect
 from miles.arguments.parser import parse
@@ -28,8 +29,8 @@ def test_loss_and_gradient(off_policy, gradient_of, seed, level):
         LossArguments(policy_loss="dro", dro_beta=0.3, dro_level=level), case.micro, case.log_probs
     )
     expected_loss, expected = case.expected(dro(0.3, level))
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
+    torch.testing.assert_close(gradient, expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
     assert "pg_clipfrac" not in metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tolerance import FEW_ROUNDINGS
 
 from miles.arguments.explain import explain, without_effect
 from miles.arguments.parser import parse
@@ -31,8 +32,8 @@ def test_loss_and_gradient(off_policy, gradient_of, seed, eps):
         LossArguments(policy_loss="geo_mean", geo_mean_log_clip=eps), case.micro, case.log_probs
     )
     expected_loss, expected = case.expected(gmpo(eps))
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
+    torch.testing.assert_close(gradient, expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
 
 
 def test_only_the_clipped_token_loses_its_gradient(make_micro, gradient_of):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tolerance import FEW_ROUNDINGS
 
 from miles.objective.settings import LossArguments
 
@@ -28,8 +29,8 @@ def test_each_token_has_its_own_advantage_and_the_sequences_ratio(off_policy, gr
         start += length
     expected_loss, expected = replace(case, samples=samples).expected(sequence_loss)
     loss, gradient, _ = gradient_of(LossArguments(policy_loss="gspo_token"), case.micro, case.log_probs)
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
+    torch.testing.assert_close(gradient, expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
 
 
 def test_it_is_gspo_if_a_sequence_has_one_advantage(off_policy, gradient_of):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerance import DOUBLE_ERROR, FEW_ROUNDINGS
 
 from miles.arguments.explain import explain, without_effect
 from miles.arguments.parser import parse
@@ -43,7 +44,7 @@ def test_kl_cov_takes_the_largest_covariances(tokens, fraction):
     cov = covariance(tokens)
     taken = [c for c, is_taken in zip(cov, found, strict=True) if is_taken]
     left = [c for c, is_taken in zip(cov, found, strict=True) if not is_taken]
-    assert not left or min(taken) >= max(left) - 1e-12
+    assert not left or min(taken) >= max(left) - DOUBLE_ERROR
 
 
 @given(TOKENS, st.sampled_from([1e-4, 0.2, 1.0]), st.integers(0, 2**32 - 1))
@@ -94,8 +95,8 @@ def test_loss_and_gradient(off_policy, gradient_of, name, given, formula, seed):
     selected = iter([part[mask != 0] for part, mask in zip(parts, masks, strict=True) if mask.any()])
     expected_loss, expected = case.expected(lambda p, old, a: formula(p, old, a, next(selected)))
     loss, gradient, metrics = gradient_of(LossArguments(policy_loss=name, **given), case.micro, case.log_probs)
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert loss == pytest.approx(expected_loss, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
+    torch.testing.assert_close(gradient, expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
     assert ("pg_clipfrac" in metrics) == (name == "clip_cov")
 
 
@@ -116,10 +117,10 @@ def test_the_penalty_kl_is_the_papers_on_average(make_micro, gradient_of, old, n
         value, slope, _ = gradient_of(loss, one, [log_probs[word].item()])
         mean += weight.item() * value
         gradient[word] = weight * slope[0]
-    assert mean == pytest.approx(kl.item(), rel=1e-4, abs=1e-5)
+    assert mean == pytest.approx(kl.item(), rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
     # The chain rule of log_softmax: words that lose probability to others.
     by_logit = gradient - log_probs.exp().detach() * gradient.sum()
-    torch.testing.assert_close(by_logit, logits.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_logit, logits.grad, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
 
 
 def test_clip_cov_scores_the_first_step_too_and_kl_cov_does_not():

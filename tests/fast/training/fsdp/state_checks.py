@@ -30,7 +30,7 @@ from stage import (
     train,
     weights,
 )
-from tolerance import RELATIVE_ERROR, log_prob_error
+from tolerance import FEW_ROUNDINGS, KIND_LOG_PROB_ERROR, RELATIVE_ERROR, adam_error, log_prob_error
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
@@ -84,8 +84,10 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
         metrics = values(backend.policy.optimizer.step())
         assert math.isclose(metrics["grad_norm"], norm.item(), rel_tol=RELATIVE_ERROR)
         assert math.isclose(metrics["lr"], 1e-2 * (1 - step / TOTAL_STEPS))
+        # The gradients are the same. Clipping divides all of them by a norm that was summed in another order.
+        error = adam_error(ADAM["lr"], step + 1, RELATIVE_ERROR)
         for name, found in weights(backend).items():
-            torch.testing.assert_close(found, plain[name].detach(), rtol=1e-4, atol=2e-6, msg=name)
+            torch.testing.assert_close(found, plain[name].detach(), rtol=FEW_ROUNDINGS, atol=error, msg=name)
 
 
 def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
@@ -271,8 +273,9 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
         assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(adam[name][key], value) for key, value in state.items()), name
     _train_two_steps(stage, backend)
+    error = adam_error(ADAM["lr"], steps=2)
     for name, later in weights(backend).items():
-        torch.testing.assert_close(later, wanted["later"][name], rtol=1e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(later, wanted["later"][name], rtol=FEW_ROUNDINGS, atol=error, msg=name)
 
 
 def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
@@ -386,7 +389,7 @@ def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
             with torch.no_grad():
                 log_p = (own(tokens[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
             wanted = log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0].numpy()
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=KIND_LOG_PROB_ERROR)
         before = weights(backend)
         train(backend, [shard])
         changed = {name for name, now in weights(backend).items() if not torch.equal(before[name], now)}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_kinds import CONFIGS, UNTESTED, WINDOWS, config_of
 from tiny_llama import SHAPE
+from tolerance import KIND_LOG_PROB_ERROR, RELATIVE_ERROR
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.parallel import ParallelArguments
@@ -63,8 +64,8 @@ def test_packed_and_padded_equal_transformers(tmp_path, kind):
     assert is_compared_by_test(config)
     for layout in (PACKED, PADDED):
         check_layout("--hf-checkpoint", str(tmp_path), layout)
-    assert largest_difference(policy, packed=False) < 1e-4
-    assert largest_difference(policy, packed=True) < 1e-4
+    assert largest_difference(policy, packed=False) < KIND_LOG_PROB_ERROR
+    assert largest_difference(policy, packed=True) < KIND_LOG_PROB_ERROR
 
 
 @pytest.mark.parametrize("kind", RECURRENT + SPARSE)
@@ -80,7 +81,7 @@ def test_gradients_equal_transformers_in_either_layout(tmp_path, kind):
     wanted = gradient(own_log_probs(policy))
     for packed in (False, True):
         error = (gradient(layout_log_probs(policy, "", packed)) - wanted).norm() / wanted.norm()
-        assert error < 1e-5
+        assert error < RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
@@ -97,8 +98,8 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
     wanted = gradient(own)
     for packed in (False, True):
         found = layout_log_probs(policy, "", packed)
-        assert (found - own).abs().max() < 1e-4
-        assert (gradient(found) - wanted).norm() < 1e-5 * wanted.norm()
+        assert (found - own).abs().max() < KIND_LOG_PROB_ERROR
+        assert (gradient(found) - wanted).norm() < RELATIVE_ERROR * wanted.norm()
     with patch.object(PackedLayout, "narrowed", lambda self, window: None):
         assert (layout_log_probs(policy, "", packed=True) - own).abs().max() > 0.1
 
@@ -140,7 +141,7 @@ def test_a_sample_that_would_change_the_positions_of_others_is_refused(tmp_path,
     policy._longest = None
     assert largest_difference(policy, packed=True) > 1e-2, "the others' log-probs are not theirs alone"
     longer = json.loads(json.dumps(given).replace("11", "13"))
-    assert largest_difference(make_policy(tmp_path / "long", kind, **longer), packed=True) < 1e-4
+    assert largest_difference(make_policy(tmp_path / "long", kind, **longer), packed=True) < KIND_LOG_PROB_ERROR
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_training_computes_what_scoring_does_and_exports_the_config_as_it_was(tm
     policy = make_policy(tmp_path, kind, **noise)
     policy.train()
     for packed in (True, False):
-        assert largest_difference(policy, packed) < 1e-4
+        assert largest_difference(policy, packed) < KIND_LOG_PROB_ERROR
     assert policy.language_model.config.to_dict().items() >= noise.items()
 
 
@@ -271,7 +272,7 @@ def test_bfloat16_passes_and_still_finds_the_state(tmp_path):
 def test_experts_may_have_any_width(tmp_path, kind):
     """torch's grouped product wants rows of 16 bytes."""
     policy = make_policy(tmp_path, kind, moe_intermediate_size=18)
-    assert largest_difference(policy, packed=False) < 1e-4
+    assert largest_difference(policy, packed=False) < KIND_LOG_PROB_ERROR
     assert policy.language_model.config._experts_implementation == "eager"
     other = make_policy(tmp_path / "even", kind)
     assert other.language_model.config._experts_implementation != "eager"

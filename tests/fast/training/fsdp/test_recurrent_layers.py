@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_kinds import config_of
 from tiny_llama import SHAPE
+from tolerance import rounding_error
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -35,9 +36,10 @@ def packed_samples() -> np.ndarray:
     return np.unique(index, return_inverse=True)[1]
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, roundings: int) -> None:
     """Compare by the largest entry: the scan is in float32 whatever the dtype of the layer."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * wanted.abs().max().item())
+    error = rounding_error(roundings, wanted.abs().max().item())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
@@ -49,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_each_sample_alone(kind, training):
     layout = PackedLayout.of_packed(index, LENGTHS, tokens.device)
     found = layer(tokens[None], packed=layout, attention_mask=None)[0][index]
     wanted = torch.cat([layer(tokens[part][None])[0] for part in np.split(index, np.cumsum(LENGTHS)[:-1])])
-    assert_close(found, wanted)
+    assert_close(found, wanted, max(LENGTHS))
     unaware = layer(tokens[None])[0][index]
     assert (unaware - wanted).abs().max() > 0.01 * wanted.abs().max()
 
@@ -61,4 +63,5 @@ def test_outputs_and_gradients_are_those_of_each_sample_alone(kind, training):
         torch.autograd.grad((wanted * cotangent).sum(), inputs),
         strict=True,
     ):
-        assert_close(mine, theirs)
+        # A decay's gradient adds up differences of all tokens, which cancel to about the size of one of them.
+        assert_close(mine, theirs, max(LENGTHS) * sum(LENGTHS))
