@@ -94,7 +94,7 @@ class Hosts:
         (port,) = free_ports(1)
         self.address = f"{services.get_node_ip_address()}:{port}"
         self.token = {name: ENVIRONMENT[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
-        self._folder = folder
+        self.folder = folder
         self._environment = os.environ | FEW_PROCESSES | environment | self.token
         self._hosts: list[Host] = []
         try:
@@ -127,7 +127,7 @@ class Hosts:
         return self._add(f"--address={self.address}", f"--node-ip-address={address}", cpus=cpus)
 
     def _add(self, *words: str, cpus: int) -> Host:
-        log = self._folder / f"host_{len(self._hosts)}.log"
+        log = self.folder / f"host_{len(self._hosts)}.log"
         self._hosts.append(Host(log, [*words, f"--num-cpus={cpus}"], self._environment))
         return self._hosts[-1]
 

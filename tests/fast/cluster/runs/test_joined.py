@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from miles.engine.sglang.leftovers import NOTED
 from tests.fast.cluster.runs.launches import REPO, importing_from, trained
 from tests.fast.support.ray_hosts import Hosts
 
@@ -21,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 END_SECONDS = 60  # from the loss to the end of the launcher
 KILLED_SECONDS = 5  # from the end of the launcher to that of its workers
 ITERATIONS = 4
+SERVERS = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 DIED = r"(the rollout worker|trainer rank 0) died \(with its node {}: .*"
 SILENT = r"(the rollout worker|trainer rank 0) \(process \d+\) is lost with its node: Ray's raylet at {}:\d+ has not .*"
 GCS, RAYLET = r"Ray's GCS at .* has not answered for \d+ s .*", r"Ray's raylet at .* has not answered for \d+ s .*"
@@ -34,7 +37,7 @@ def start_hosts(workplace: Path) -> Iterator[Callable[..., Hosts]]:
 
         def start(*cpus: int, **environment: str) -> Hosts:
             path = {"PYTHONPATH": f"{REPO}:{importing_from(workplace)}", "OMP_NUM_THREADS": "1"}
-            started.append(Hosts(Path(folder), path | environment, cpus))
+            started.append(Hosts(Path(folder), path | {"RAY_TMPDIR": folder} | environment, cpus))
             return started[-1]
 
         yield start
@@ -98,7 +101,7 @@ def joined(
         ("head", "gcs_server", signal.SIGKILL, GCS),
         ("head", "gcs_server", signal.SIGSTOP, GCS),
     ],
-    ids=lambda value: value.name if isinstance(value, signal.Signals) else None if "(" in value else value,
+    ids=[f"{part}-{how}" for part in ("second raylet", "head's raylet", "GCS") for how in ("killed", "stopped")],
 )
 def test_the_loss_of_a_part_of_the_cluster_is_one_sentence_and_the_run_resumes(
     joined: Callable[..., Joined],
@@ -143,6 +146,28 @@ def test_a_launcher_that_a_signal_ends_leaves_only_the_cluster(
         if number != signal.SIGKILL:
             assert run.err.splitlines()[-1].startswith(f"stopped by {number.name}; the same command with --load ")
         assert of_ray <= {process.pid for host in (hosts.head, hosts.second) for process in host.processes()}
+
+
+@pytest.mark.parametrize("lost", ["launcher", "raylet"])
+def test_nothing_is_left_of_an_engine_whose_launcher_or_raylet_is_killed(
+    start_hosts: Callable[..., Hosts], launch: Callable[..., Any], workplace: Path, lost: str
+) -> None:
+    pytest.importorskip("sglang")
+    hosts = start_hosts(1, 1)
+    run = launch(f"engine_of_{lost}", *SERVERS, "--num-rollout", "1000", "--ray-address", hosts.address, **hosts.token)
+    run.wait_until(run.has_rows)
+    noted = list(hosts.folder.glob(f"ray-*/*/*/{NOTED}"))
+    assert len(noted) == 1, "the folder of the engine"
+    segments = [Path(name) for name in json.loads(noted[0].read_text())]
+    assert any(segment.exists() for segment in segments)
+    if lost == "launcher":
+        run.process.kill()
+    else:
+        next(host for host in (hosts.head, hosts.second) if "EngineActor" in host.kinds()).named("raylet").kill()
+    run.wait()
+    assert not psutil.wait_procs(hosts.workers(), timeout=KILLED_SECONDS)[1]
+    assert not any(segment.exists() for segment in segments)
+    assert not list(hosts.folder.glob("ray-*/*/lock"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
