@@ -31,7 +31,7 @@ _numbers = itertools.count(2)
 def cluster() -> Iterator[Cluster]:
     """Start a head of one CPU, and connect to it."""
     with pytest.MonkeyPatch.context() as patch:
-        path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH", "")]
         for name, value in (RAY_DEFAULTS | LOCAL_RAY | NOTICES | {"PYTHONPATH": os.pathsep.join(path)}).items():
             patch.setenv(name, value)
         with without_extras():
