@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -204,6 +205,8 @@ class SglangServer:
         with _naming_disk():
             self._meeting = TemporaryDirectory(prefix="e", dir=_temporary())  # short: sockets are in it
         folder = Path(self._meeting.name)
+        # If this process ends without ``stop``, it removes the folder, with the notes, and so before it the segments.
+        weakref.finalize(self._meeting, remove_segments, folder)
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
         arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
