@@ -37,7 +37,7 @@ class EngineActor:
         """Show the server ``gpus`` of this node, if any are named; Ray shows this process one of them only."""
         answer_requests()
         # In a joined cluster this host has no guard: it removes what the server leaves, however this process ends.
-        self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root())
+        self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root(), True)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())
