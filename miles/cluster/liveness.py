@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import ray
 import ray.exceptions
 
 from miles.cluster.failure_files.death import DEATHS, how_it_died
-from miles.cluster.ray_watch import look_at_node
+from miles.cluster.ray_watch import look_at_node, loss_of_node, node_of
 
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
 # returns in time whatever else the worker does, and Ray fails it at once if the process dies.
@@ -24,13 +25,15 @@ WEIGHTS = "weights"  # the concurrency group of a call for all weights, while th
 HEARTBEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
+END_SECONDS = 10.0  # for workers to end by themselves
 BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the death that caused it
 
 
 def with_heartbeat(worker: type) -> Any:
     """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
 
-    The group ``REPORT`` is for ``describe()``, ``SAVING`` and ``WEIGHTS`` for what is done beside the work.
+    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for what is done beside
+    the work.
     """
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
     return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
@@ -59,6 +62,7 @@ class _Watched:
     replaceable: bool
     preparing: ray.ObjectRef[Any] | None = None  # until it has ended
     pid: int | None = None  # known with the first heartbeat
+    node: str | None = None  # likewise, in a joined cluster: its id
     lost: WorkerLost | None = None
 
     def beat(self) -> None:
@@ -126,6 +130,23 @@ class Workers:
         for watched in [w for w in self._watched if w.worker is worker]:
             self._watched.remove(watched)
         ray.kill(worker)
+
+    def end_directly(self, node: str | None = None) -> None:
+        """Have workers end themselves, where Ray cannot end them: its GCS or their raylet does not answer.
+
+        Args:
+            node: The id of the node whose workers are meant; None for all.
+        """
+        meant = [each.worker for each in self._watched if node is None or each.node == node]
+
+        def end() -> None:
+            ended = [worker.end_process.remote() for worker in meant]  # straight to the worker
+            if ended:
+                ray.wait(ended, num_returns=len(ended), timeout=END_SECONDS)
+
+        ending = threading.Thread(target=end, name="ending-workers", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS + 1.0)  # without a GCS, a call of Ray may wait for ever
 
     def pids(self) -> dict[int, str]:
         """Return the names of the workers by process id, as far as these are known."""
@@ -210,6 +231,9 @@ class Workers:
 
     def _lost(self, watched: _Watched, answered: bool) -> WorkerLost | None:
         """Return how ``watched`` was lost, or None if it is alive; one that answered gets the next request."""
+        if (loss := loss_of_node(watched.node)) is not None:
+            self.end_directly(watched.node)
+            return WorkerLost(watched.worker, f"{watched.name} (process {watched.pid}) is lost with its node: {loss}")
         if not answered:
             longest = HEARTBEAT_SECONDS + self._seconds
             if watched.is_preparing() or watched.pid is None or time.monotonic() - watched.sent <= longest:
@@ -220,8 +244,11 @@ class Workers:
                 "stopped, its host hangs, or code in it holds Python's lock, as a regular expression may "
                 "(--worker-timeout)",
             )
+        is_first = watched.pid is None
         try:
             watched.pid = ray.get(watched.heartbeat)
+            if is_first:
+                watched.node = node_of(watched.worker)
         except DEATHS as death:
             look_at_node()  # does not return if Ray itself was lost
             lost = WorkerLost(watched.worker, f"{watched.name} died ({how_it_died(death, watched.pid)})")

@@ -2,6 +2,9 @@
 
 No run continues without them, and calls of Ray may then wait for ever or end the process with a message of
 Ray's. So a thread of the launcher looks at both and reports the first that is lost, long before Ray's own time limit.
+
+In a cluster that was joined, workers may be on other nodes, and a run may outlive one of these. Another thread asks
+their raylets (``Nodes``), and whoever waits for a worker finds there that its node was lost.
 """
 
 from __future__ import annotations
@@ -9,19 +12,21 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, state
 from ray._private import worker as ray_worker
 
 LOOK_SECONDS = 0.2
 LOST_SECONDS = 30.0  # without an answer, or stopped; Ray's own limit is 60 s
 CONNECT_SECONDS = 5.0
+# How an HTTP/2 client begins. Servers of Ray answer it, and do not if they are stopped; the kernel still accepts then.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 @dataclass
@@ -59,8 +64,8 @@ class Listener:
 
     name: str
     address: str | tuple[str, int]  # a path, or host and port
-    is_own: bool = False  # of a Ray that this run has started
-    _patience: float = LOST_SECONDS
+    is_own: bool = False  # of a Ray that this run has started: an OwnProcess notices that it is stopped
+    _patience: float = field(default_factory=lambda: LOST_SECONDS)
     _answered: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
 
@@ -68,14 +73,8 @@ class Listener:
         """Return that the process does not answer any more, or None while it does. Connects every few seconds."""
         if time.monotonic() - self._asked < CONNECT_SECONDS:
             return None
-        family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
         try:
-            if isinstance(self.address, str):
-                with socket.socket(family) as probe:
-                    probe.settimeout(CONNECT_SECONDS)
-                    probe.connect(self.address)
-            else:
-                socket.create_connection(self.address, CONNECT_SECONDS).close()
+            _connect(self.address, greets=not self.is_own)
             self._answered = time.monotonic()
         except OSError as error:
             silent = time.monotonic() - self._answered
@@ -94,18 +93,30 @@ class Listener:
         return self.address if isinstance(self.address, str) else ":".join(map(str, self.address))
 
 
+def _connect(address: str | tuple[str, int], greets: bool) -> None:
+    """Connect to a process of Ray, and wait for an answer if ``greets``. Raises ``OSError`` without one."""
+    if isinstance(address, str):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_SECONDS)
+            probe.connect(address)
+        return
+    with socket.create_connection(address, CONNECT_SECONDS) as probe:
+        if greets:
+            probe.sendall(_GREETING)
+            probe.recv(1)
+
+
 def parts_of_ray() -> list[OwnProcess | Listener]:
     """Return what to watch of the Ray to which this process is connected."""
     node: Any = ray_worker._global_node
     gcs, raylet = "Ray's GCS", "Ray's raylet"
     host, _, port = node.gcs_address.rpartition(":")
-    # A process of its own as well: after SIGTERM the GCS stays for a minute, and answers nobody.
-    listeners = [
-        Listener(gcs, (host.strip("[]"), int(port)), node.head),
-        Listener(raylet, node.raylet_socket_name, node.head),
-    ]
+    address = host.strip("[]"), int(port)
     if not node.head:
-        return [*listeners]
+        this_node = _in_table(ray.get_runtime_context().get_node_id())
+        return [Listener(gcs, address), Listener(raylet, _address(this_node))]
+    # A process of its own as well: after SIGTERM the GCS stays for a minute, and answers nobody.
+    listeners = [Listener(gcs, address, is_own=True), Listener(raylet, node.raylet_socket_name, is_own=True)]
     kinds = ((gcs, ray_constants.PROCESS_TYPE_GCS_SERVER), (raylet, ray_constants.PROCESS_TYPE_RAYLET))
     own = [OwnProcess(name, psutil.Process(node.all_processes[kind][0].process.pid)) for name, kind in kinds]
     return [*own, *listeners]
@@ -144,6 +155,113 @@ def own_node() -> OwnNode | None:
     return OwnNode(raylet.pid, ray.get_runtime_context().get_node_id())
 
 
+def _in_table(node_id: str) -> dict[str, Any]:
+    """Return what the GCS knows of a node. Asks it, which may take as long as Ray waits for it."""
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _address(node: dict[str, Any]) -> tuple[str, int]:
+    """Return the address of a node's raylet."""
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+class Nodes:
+    """The nodes of a joined cluster on which the run has workers, and what happened to those that are lost.
+
+    A thread asks their raylets, as each of a host that hangs takes as long as a connection may.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, Listener] = {}
+        self._losses: dict[str, str] = {}
+        self._ended = threading.Event()
+
+    def watch(self, node_id: str) -> None:
+        """Ask the raylet of a node every few seconds from now on."""
+        if node_id in self._listeners:
+            return
+        listener = Listener("Ray's raylet", _address(_in_table(node_id)))
+        self._listeners = self._listeners | {node_id: listener}  # which the thread may be reading
+        if len(self._listeners) == 1:
+            threading.Thread(target=self._run, name="ray-nodes", daemon=True).start()
+
+    def loss(self, node_id: str) -> str | None:
+        """Return what happened to a node if its raylet has not answered for long, or None."""
+        return self._losses.get(node_id)
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            for node_id, listener in self._listeners.items():
+                if node_id not in self._losses and (loss := listener.loss()) is not None:
+                    self._losses[node_id] = loss
+
+
+def node_of(worker: Any) -> str | None:
+    """Return the id of a worker's node, and watch that from now on; None outside of a joined cluster.
+
+    Args:
+        worker: The handle of an actor that Ray has placed.
+    """
+    for nodes in _joined():
+        if (node_id := _node_id(worker._actor_id.hex())) is not None:
+            nodes.watch(node_id)
+            return node_id
+    return None
+
+
+def loss_of_node(node_id: str | None) -> str | None:
+    """Return what happened to a node of a joined cluster that has not answered for long, or None. Asks nobody."""
+    return next((nodes.loss(node_id) for nodes in _joined() if node_id is not None), None)
+
+
+def how_node_ended(actor_id: str | None) -> str | None:
+    """Return, as words in brackets, that a worker has died with its node; None if that is there.
+
+    Ray takes a while to notice the death of a node, so its raylet is asked too.
+
+    Args:
+        actor_id: The dead worker, if it is known.
+    """
+    if not any(_joined()) or actor_id is None or (node_id := _node_id(actor_id)) is None:
+        return None
+    node = _in_table(node_id)
+    words = f"with its node {node['NodeManagerAddress']}: "
+    if not node["Alive"]:
+        return words + (node["DeathReasonMessage"] or "Ray does not say why")
+    try:
+        _connect(_address(node), greets=True)
+    except OSError as error:
+        return f"{words}Ray's raylet there does not answer, {error.strerror or error}"
+    return None
+
+
+def are_alive(node_ids: Collection[str]) -> bool:
+    """Return whether all of these nodes of a joined cluster are there."""
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    try:
+        for node_id in node_ids:
+            if node_id not in alive or loss_of_node(node_id) is not None:
+                return False
+            _connect(_address(alive[node_id]), greets=True)
+    except OSError:
+        return False
+    return True
+
+
+def _node_id(actor_id: str) -> str | None:
+    """Return the id of the node on which an actor is or was; None if Ray has not placed it."""
+    found = state.actors(actor_id)
+    return found["Address"]["NodeID"] if found else None
+
+
+def _joined() -> list[Nodes]:
+    return [watch.nodes for watch in _current if watch.nodes is not None]
+
+
 _current: list[RayWatch] = []  # at most one: a process is connected to one Ray
 
 
@@ -159,7 +277,7 @@ class RayWatch:
     Args:
         parts: The parts of Ray that the thread looks at.
         on_loss: Called with a sentence, in the thread that has found the loss.
-        node: What ``look_at_node`` asks.
+        node: What ``look_at_node`` asks; None in a joined cluster, whose ``nodes`` are watched instead.
     """
 
     def __init__(
@@ -171,6 +289,7 @@ class RayWatch:
         self._parts = list(parts)
         self._node = node
         self._on_loss = on_loss
+        self.nodes = Nodes() if node is None else None
         self._ended = threading.Event()
         _current.append(self)
         self._looking = threading.Lock()
@@ -202,6 +321,8 @@ class RayWatch:
                 part.before_shutdown()
         self.look()
         self._ended.set()
+        if self.nodes is not None:
+            self.nodes.end()
         _current.remove(self)
 
     def _run(self) -> None:

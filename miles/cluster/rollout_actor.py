@@ -26,7 +26,7 @@ from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
 from miles.cluster.cpu_tuning import importing, use_threads
 from miles.cluster.failures import cause_of, in_one_line
-from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
+from miles.cluster.liveness import END_SECONDS, HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.rollout_processes.generation_workers import worker_starter
 from miles.cluster.session import Placement
@@ -405,6 +405,14 @@ class RolloutActor:
     async def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if it is not known."""
         return None if self._built is None else self._built.progress()
+
+    @ray.method(concurrency_group=REPORT)
+    async def end_process(self) -> None:
+        """End this process at once, but for the servers that the engine has started: these are stopped first."""
+        if self._loop is not None and self._settings.num_engines:
+            closing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), self._loop))
+            await asyncio.wait([closing], timeout=END_SECONDS)
+        os._exit(0)
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""

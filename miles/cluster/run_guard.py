@@ -31,15 +31,21 @@ from miles.host.processes import kill_all
 from miles.stacks import RUN_FOLDER
 
 LOCK = "lock"
+DETACHED = "--detached"
 END_SECONDS = 10.0  # for killed processes to end
 GUARD_SECONDS = 20.0  # for the guard to end
 
 
 class RunGuard:
-    """Hold the folder of a run, and the guard process that cleans up after it."""
+    """Hold the folder of a run, and the guard process that cleans up after it.
 
-    def __init__(self, root: Path) -> None:
-        """Remove what killed runs left in ``root``, make the folder of this run in it, and start the guard."""
+    Args:
+        root: The folder of this user's runs. What killed runs left in it is removed.
+        is_detached: Whether the guard is no child of this process: a worker of Ray kills its children when it ends.
+            It cannot be closed then, and its process id is not known.
+    """
+
+    def __init__(self, root: Path, is_detached: bool = False) -> None:
         with locked(root / LOCK):
             remove_stale(root)
             self.folder = Path(mkdtemp(prefix="r", dir=root))  # short, as sockets are in it
@@ -50,7 +56,7 @@ class RunGuard:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
         with lock:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "miles.cluster.run_guard", str(self.folder)],
+                [sys.executable, "-m", "miles.cluster.run_guard", str(self.folder), *[DETACHED] * is_detached],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -60,6 +66,8 @@ class RunGuard:
                 preexec_fn=_ignore_signals,
             )
         os.environ[RUN_FOLDER] = str(self.folder)
+        if is_detached:
+            self._process.wait()  # its child is the guard
 
     @property
     def pid(self) -> int:
@@ -159,4 +167,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if DETACHED in sys.argv and os.fork():
+        os._exit(0)
     main(Path(sys.argv[1]))

@@ -31,8 +31,9 @@ from miles.cluster.device_slots import Slot, check_engines, choose_nodes, find_s
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of, is_death, is_stopped_soon
 from miles.cluster.folders.folder_lock import release_at_end
+from miles.cluster.liveness import WorkerLost
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
-from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
+from miles.cluster.ray_watch import RayWatch, are_alive, own_node, parts_of_ray
 from miles.cluster.run_guard import END_SECONDS, RunGuard
 from miles.cluster.stop_requests import StopRequests, stops_later
 from miles.flags import count
@@ -79,7 +80,7 @@ class EngineLayout:
         return self.size // self.nodes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
     """The bundles of a run's actors: one per trainer rank and, unless colocated, bundles for generation.
 
@@ -89,11 +90,45 @@ class Placement:
     GPU.
     """
 
-    group: PlacementGroup
+    group: PlacementGroup | None  # None before ``place``
     cluster: ClusterArguments
     device: str  # cpu or cuda
     engines: EngineLayout
     slots: tuple[Slot, ...] = ()  # the GPU of each trainer rank; none on CPU, where rank i takes bundle i
+    nodes: frozenset[str] = frozenset()  # the ids of all nodes with bundles
+
+    def renew(self) -> None:
+        """Take other devices for a new attempt of the run, if a node of a joined cluster with some of them was lost.
+
+        Raises:
+            WorkerLost: If the cluster does not have the devices in time.
+        """
+        if not self.cluster.ray_address or are_alive(self.nodes):
+            return
+        print(f"note: a node was lost; waiting up to {PLACEMENT_SECONDS} s until the cluster has other devices")
+        self.remove()
+        try:
+            self.place()
+        except ValueError as error:
+            raise WorkerLost(None, f"a node of the cluster was lost, and {error}") from None
+
+    def place(self) -> None:
+        """Reserve the devices. Raises ``ValueError`` if the cluster does not have them in time."""
+        bundles = _bundles(self.cluster, self.engines, self.device)
+        group = self.group = _place(bundles, self.cluster)
+        if self.engines.beside_trainer:
+            group = self.group = _on_nodes_as_asked(group, bundles, self.cluster)
+            self.slots = find_slots(group, self.cluster.world_size) if self.device == "cuda" else ()
+        if self.cluster.colocate and self.engines.count:
+            check_engines(self.slots, self.engines.size, self.engines.per_node)
+        if self.cluster.ray_address:
+            self.nodes = frozenset(_nodes_of_bundles(group))
+
+    def remove(self) -> None:
+        """Release the devices, if there are any."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray actor options of trainer rank ``rank``."""
@@ -150,7 +185,7 @@ class Placement:
         return SENDER_SHARE if sends and self.device == "cuda" else 0.0
 
     def _options(self, bundle: int, share: float) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self.group, bundle)  # type: ignore[arg-type]  # place() comes first
         resources = {"num_gpus": share, "num_cpus": 0} if self.device == "cuda" else {"num_cpus": share}
         return {"scheduling_strategy": strategy, "max_restarts": 0, **resources}
 
@@ -181,8 +216,8 @@ def ray_session(
     if ray.is_initialized():
         raise ValueError("Ray is connected in this process already; call ray.shutdown() before the run")
     device, engines = resolve_device(cluster), engines or EngineLayout()
-    bundles = _bundles(cluster, engines, device)
-    num_cpus = int(sum(bundle["CPU"] for bundle in bundles))
+    placement = Placement(None, cluster, device, engines)
+    num_cpus = int(sum(bundle["CPU"] for bundle in _bundles(cluster, engines, device)))
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
@@ -191,7 +226,6 @@ def ray_session(
     environment.setdefault("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL", _NO_MESSAGES))
     guard: RunGuard | None = None
     watch: RayWatch | None = None
-    group: PlacementGroup | None = None
 
     try:
         if not cluster.ray_address:
@@ -200,18 +234,12 @@ def ray_session(
                 files.run_folder = guard.folder
         _connect(cluster, device, num_cpus, environment, guard)
         watch = RayWatch(parts_of_ray(), lambda loss: _end_after(loss, guard, on_loss), own_node())
-        group = _place(bundles, cluster)
-        if engines.beside_trainer:
-            group = _on_nodes_as_asked(group, bundles, cluster)
-        slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
-        if cluster.colocate and engines.count:
-            check_engines(slots, engines.size, engines.per_node)
-        yield Placement(group, cluster, device, engines, slots)
+        placement.place()
+        yield placement
     finally:
         if watch is not None:
             watch.end()
-        if group is not None:
-            remove_placement_group(group)
+        placement.remove()
         ray.shutdown()
         if guard is not None:
             guard.close()

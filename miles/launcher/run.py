@@ -235,7 +235,12 @@ def run(settings: Settings, context: RunContext) -> None:
     files, stop = context.files, context.stop
     ended = partial(after_loss, settings=settings, context=context)
     with ray_session(settings.cluster, engines, ended, files) as placement, keeping_logs(files, stop):
-        with_restarts(settings, lambda settings: train(settings, placement, context), context.restarts, files, stop)
+
+        def attempt(settings: Settings) -> None:
+            placement.renew()
+            train(settings, placement, context)
+
+        with_restarts(settings, attempt, context.restarts, files, stop)
 
 
 def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuation | int:
@@ -256,10 +261,11 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
     event: Event = "failure"
     status = 1
     checkpoint = _as_in_command(settings.checkpoint, context.given)
+    has_joined = bool(settings.cluster.ray_address)
     if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS, only_notes=True):
         last_line, event, status = stopped_by(context.stop, checkpoint), "end", context.stop.exit_status
     else:
-        if is_hang(loss):
+        if is_hang(loss) and not has_joined:  # else it would show this process only
             _try("the report of a hang", lambda: context.files.report_hang(loss, ask_ray=False))
         _try("Ray's logs", context.files.keep_ray_logs)
         if context.continuation is not None and context.restarts.left and not context.stop.is_requested:
@@ -268,6 +274,8 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
             except Exception as error:
                 loss = f"{loss}, and the run cannot be restarted: {error}"
         last_line = stopped(loss, checkpoint, context.files)
+    if has_joined and context.files.workers is not None:  # those of a Ray of its own the guard ends
+        context.files.workers.end_directly()
     with suppress(OSError):  # nobody reads it any more
         print(last_line, file=sys.stderr, flush=True)
     context.notifier.send(event, last_line)

@@ -16,6 +16,8 @@ from typing import Any
 from ray._private import worker as ray_worker
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from miles.cluster.ray_watch import how_node_ended
+
 # What Ray raises for a call of an actor whose process has ended; the second if Ray has ended it to save its host.
 DEATHS = (RayActorError, OutOfMemoryError)
 END_BYTES = 100_000  # of a log; the stacks follow the line
@@ -30,7 +32,7 @@ _WHAT_IT_MEANS = {
 
 
 def how_it_died(death: BaseException, pid: int | None = None) -> str:
-    """Return why a worker process of this host died, as words in brackets.
+    """Return why a worker process died, as words in brackets.
 
     Args:
         death: Ray's error, which names the process.
@@ -38,6 +40,8 @@ def how_it_died(death: BaseException, pid: int | None = None) -> str:
     """
     if isinstance(death, OutOfMemoryError):
         return _BY_RAY
+    if (with_node := how_node_ended(getattr(death, "actor_id", None))) is not None:
+        return with_node
     named = _PID.search(str(death))
     process = int(named[1]) if named else pid
     if process is None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
 
 from miles.cluster.failure_files.death import DEATHS
+from miles.cluster.local_access import private_session_root
+from miles.cluster.run_guard import RunGuard
 from miles.cluster.session import Placement
 from miles.engine.host import ServerFailed, ServerProcess
-from miles.stacks import answer_requests
+from miles.stacks import RUN_FOLDER, answer_requests
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,8 @@ class EngineActor:
     def __init__(self, build: Callable[[str], ServerProcess], host: str | None, gpus: tuple[str, ...] = ()) -> None:
         """Show the server ``gpus`` of this node, if any are named; Ray shows this process one of them only."""
         answer_requests()
+        # In a joined cluster this host has no guard: it removes what the server leaves, however this process ends.
+        self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root(), True)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())
@@ -50,6 +56,8 @@ class EngineActor:
 
     def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring this host's copy of the weights up to date; ``miles.engine.host.Server.update_copy``."""
+        if self._guard is not None and source.copies is None:  # not in the guard's folder: engines of a host share it
+            source = replace(source, copies=tempfile.gettempdir())
         return source.update_copy()
 
 

@@ -115,6 +115,15 @@ def test_without_a_signal_the_run_is_restarted(context):
     assert context.files.kept == ["report", "logs", "next attempt"] and context.restarts.left == 0
 
 
+def test_the_workers_of_a_joined_cluster_end_themselves(context, capsys):
+    """Ray cannot end them, and no guard does. A report would show this process only."""
+    ended = []
+    context.continuation, context.files.workers = None, SimpleNamespace(end_directly=lambda: ended.append(True))
+    assert run.after_loss(GONE, parse(["--ray-address", "10.0.0.1:6379"]), context) == 1
+    assert ended == [True] and context.files.kept == ["logs"] and context.restarts.left == 1
+    assert f"the run stopped: {GONE}" in capsys.readouterr().err
+
+
 def test_what_cannot_be_kept_or_restarted_does_not_replace_the_reason(context, capsys):
     context.files = Files(RuntimeError("a fault"))
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 
 import psutil
@@ -94,26 +95,39 @@ def test_a_part_that_does_not_answer_at_the_end_is_reported_if_it_is_the_runs_ow
     assert bool(losses) == is_own
 
 
-@pytest.mark.parametrize("kind", ["path", "port"])
-def test_a_process_of_a_joined_cluster_is_lost_when_it_answers_no_more(monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "how"), [("path", "dies"), ("port", "dies"), ("port", "stops")])
+def test_a_process_of_ray_is_lost_when_it_answers_no_more(monkeypatch, kind, how):
+    """One that is stopped has a kernel that still accepts connections, but answers nothing."""
     now = time.monotonic()
     monkeypatch.setattr(ray_watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(ray_watch, "CONNECT_SECONDS", 0.2)
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.socket(socket.AF_UNIX if kind == "path" else socket.AF_INET) as server,
     ):
         server.bind(f"{folder}/raylet" if kind == "path" else ("127.0.0.1", 0))
         server.listen()
-        part = Listener("Ray's raylet", server.getsockname())
+        answering = threading.Thread(target=answer_once, args=(server,))
+        if kind == "port":
+            answering.start()
+        part = Listener("Ray's raylet", server.getsockname(), is_own=kind == "path")
         now += 100.0
         assert part.loss() is None
-        server.close()
+        if kind == "port":
+            answering.join()
+        if how == "dies":
+            server.close()
         now += ray_watch.LOST_SECONDS - 1
         assert part.loss() is None, "it may come back"
-        now += 1
+        now += 0.1
         assert part.loss() is None, "it is asked every few seconds only"
-        now += ray_watch.CONNECT_SECONDS
+        now += 1 + ray_watch.CONNECT_SECONDS
         assert "Ray's raylet at" in (loss := part.loss()) and "has not answered for" in loss
+
+
+def answer_once(server):
+    with server.accept()[0] as asked:
+        asked.send(b"an answer")
 
 
 def test_a_node_that_has_signed_off_is_the_cause_of_a_workers_death(monkeypatch):

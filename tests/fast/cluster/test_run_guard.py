@@ -63,6 +63,35 @@ def started(tmp_path):
                 process.kill()
 
 
+OF_ENGINE = """
+import subprocess, sys
+from pathlib import Path
+from miles.cluster.run_guard import RunGuard
+
+print(RunGuard(Path(sys.argv[1]), is_detached=True).folder, subprocess.Popen(["/bin/sleep", "600"]).pid, flush=True)
+input()
+"""
+
+
+def test_the_guard_of_an_engine_outlives_the_children_that_ray_kills_with_their_worker(tmp_path):
+    command = [sys.executable, "-c", OF_ENGINE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        folder, pid = worker.stdout.readline().split()
+        children = psutil.Process(worker.pid).children(recursive=True)
+        assert [child.pid for child in children] == [int(pid)]
+        worker.kill()
+    try:
+        assert have_ended(children), "the guard has killed what was left"
+        until = time.monotonic() + 5.0
+        while os.path.exists(folder):
+            assert time.monotonic() < until, "the guard did not remove the folder"
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_launcher_is_killed(started, number):
     launcher, run, folder = started

@@ -208,9 +208,12 @@ def test_a_run_that_cannot_print_says_so(launch, workplace, output, why):
     assert run.none_left(0) and files_of_runs() <= before
 
 
-def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):
+@pytest.mark.parametrize(
+    "flags", [[], ["--train-backend", "megatron"], ["--report-port", "0"]], ids=["fsdp", "megatron", "report"]
+)
+def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch, request, flags):
     before = files_of_runs()
-    run = launch("launcher_killed", "--num-rollout", "1000")
+    run = launch(f"launcher_killed_{request.node.callspec.id}", "--num-rollout", "1000", *flags)
     run.wait_until(run.has_rows)
     assert len(files_of_runs() - before) == 1
     os.kill(run.process.pid, signal.SIGKILL)
