@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.model_families.installed_transformers import READ_AS
+from miles.one_line import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -40,21 +41,22 @@ def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTr
         ValueError: The files lack tensors that the configuration asks for, hold some of another shape, or cannot be
             read. The message names the first ones.
     """
-    from safetensors import SafetensorError  # slow to import, like transformers
-    from transformers import AutoModelForCausalLM
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM  # slow to import
 
+    config = read_config(path)
     again = "copy or download the folder again"
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
-            config=read_config(path),
+            config=config,
             dtype=dtype,
             attn_implementation=attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (SafetensorError, EOFError) as error:
-        raise ValueError(f"the model {path}: its weights cannot be read ({error}); {again}") from error
+    except (OSError, EOFError, SafetensorError) as error:
+        raise ValueError(f"the model {path}: its weights cannot be read ({one_line(str(error), 300)}); {again}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"the model {path}: its files lack {_listed(missing)}, which its config.json asks for; {again}")
     if mismatched := sorted(found["mismatched_keys"]):

@@ -118,10 +118,10 @@ def test_tensors_of_another_shape_are_refused(edited):
             read()
 
 
-def test_a_truncated_file_of_weights_is_named(edited):
+@pytest.mark.parametrize("spoil", [lambda file: file.write_bytes(file.read_bytes()[:-100]), Path.unlink])
+def test_truncated_or_lost_weights_are_one_sentence(edited, spoil):
     path = edited(lambda tensors: None)
-    file = Path(path, "model.safetensors")
-    file.write_bytes(file.read_bytes()[:-100])
+    spoil(Path(path, "model.safetensors"))
     for read in readers(path):
         with pytest.raises(ValueError, match=re.escape(f"the model {path}: its weights cannot be read (")):
             read()
