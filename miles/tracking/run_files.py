@@ -139,10 +139,11 @@ class RunFiles:
             by_rollout.setdefault(row["rollout_id"], []).append(record)
         return by_rollout
 
-    def drop_from(self, step: int) -> None:
-        """Forget this step and all later ones: the resumed run repeats them."""
-        jsonl.drop_from(self._metrics, "step", step)
+    def drop_from(self, step: int) -> int | None:
+        """Forget this step and all later ones, which the resumed run repeats; give the last step that is left."""
+        last = jsonl.drop_from(self._metrics, "step", step)
         SampleFile(self._samples).cut(step)
+        return last
 
     def mark_ended_early(self, step: int) -> None:
         """Note that the run came to its end after ``step``, with nothing left to train on."""
