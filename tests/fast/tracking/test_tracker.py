@@ -251,7 +251,7 @@ def test_a_gap_in_the_metrics_of_a_run_that_resumes_is_noted(
     assert "its metrics end" not in capsys.readouterr().out
     run(arguments(tmp_path), range(7, 9), resume=True)
     note = "its metrics end at step 4, and this run continues after step 6; the rows between are not there"
-    assert f"note: --output-dir {tmp_path}: {note}" in capsys.readouterr().out
+    assert f"--output-dir {tmp_path}: {note}" in capsys.readouterr().out
 
 
 def test_a_run_that_resumes_where_another_has_its_metrics_moves_them_aside(
