@@ -187,8 +187,10 @@ def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None
     given = settings.checkpoint
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
     written |= {} if "save" in given.urls else {"--save": given.save}
+    written |= {"--update-weight-disk-dir": settings.sglang.update_weight_disk_dir}
+    folders = [(flag, Path(folder)) for flag, folder in written.items() if folder is not None]
     with (
-        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None) as local,
+        locked_folders(folders, None if "save_hf" in given.urls else given.save_hf) as local,
         locked_in_remote_storage(given) as remote,
     ):
         yield local, remote

@@ -78,13 +78,15 @@ def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_pat
     assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
 
 
-@pytest.mark.parametrize("shared", ["--save", "--output-dir"])
+@pytest.mark.parametrize("shared", ["--save", "--output-dir", "--save-hf", "--update-weight-disk-dir"])
 def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeypatch, capsys, shared):
     def start(name, run):
-        folders = {flag: tmp_path / name / flag.strip("-") for flag in ("--save", "--output-dir")}
+        folders = {flag: tmp_path / name / flag.strip("-") for flag in ("--save", "--output-dir", shared)}
         folders[shared] = tmp_path / "shared"
         monkeypatch.setattr(launcher, "run", run)
         words = minimal(" ".join(f"{flag} {folder}" for flag, folder in folders.items()))
+        if shared == "--update-weight-disk-dir":
+            words += ["--rollout-engine", "sglang", "--update-weight-transfer-mode", "disk"]
         launcher.launch(validate(parse(words)), exit_with_message)
 
     def first(settings, context):
