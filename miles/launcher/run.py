@@ -126,7 +126,9 @@ def launch(
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
-                (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check, branch=branch))
+                (runner or run)(
+                    settings, replace(context, uploads=uploads, before_writing=folders.check, branch=branch)
+                )
 
 
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:

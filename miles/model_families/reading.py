@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.model_families.installed_transformers import READ_AS
 from miles.one_line import one_line
@@ -47,7 +47,7 @@ def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTr
     config = read_config(path)
     again = "copy or download the folder again"
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, which its annotation does not say
             path,
             config=config,
             dtype=dtype,
@@ -56,16 +56,22 @@ def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTr
             ignore_mismatched_sizes=True,  # refused below, by name
         )
     except (OSError, EOFError, SafetensorError) as error:
-        raise ValueError(f"the model {path}: its weights cannot be read ({one_line(str(error), 300)}); {again}") from error
+        raise ValueError(
+            f"the model {path}: its weights cannot be read ({one_line(str(error), 300)}); {again}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    found: dict[str, Any] = loaded[1]
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"the model {path}: its files lack {_listed(missing)}, which its config.json asks for; {again}")
+        raise ValueError(
+            f"the model {path}: its files lack {_listed(missing)}, which its config.json asks for; {again}"
+        )
     if mismatched := sorted(found["mismatched_keys"]):
         shapes = [f"{name} ({list(there)}, not {list(asked)})" for name, there, asked in mismatched]
         raise ValueError(
-            f"the model {path}: its config.json asks for other shapes than its files have, of {_listed(shapes)}; {again}"
+            f"the model {path}: its config.json asks for other shapes than its files have, of {_listed(shapes)}; "
+            f"{again}"
         )
-    read: PreTrainedModel = model
-    return read
+    return model
 
 
 def _listed(names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Lock the folders that a run writes, so that two launchers never write the same one.
 
-The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is beside it,
-and has the export's name. It holds host, process id and start time of its owner, and the owner
+The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is beside the
+folder, and has its name. A lock holds host, process id and start time of its owner, and the owner
 updates it every ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in
 whatever way. Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock
 without one for ``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks
@@ -254,6 +254,5 @@ def _named(owner: dict[str, Any]) -> str:
 def _in_use(shown: str, owner: dict[str, Any] | None) -> ValueError:
     who = "another launcher" if owner is None else _named(owner)
     return ValueError(
-        f"{shown}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another "
-        "folder"
+        f"{shown}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another folder"
     )

@@ -91,8 +91,8 @@ def _check_tokenizer(checkpoint: CheckpointArguments, model: object, settings: S
         return
     if (fault := fault_of_tokens(now, before)) is not None:
         raise ValueError(
-            f"--hf-checkpoint {now}: {fault}, the model of the run in --load {checkpoint.load}, whose weights know only "
-            f"those; give --hf-checkpoint {before}"
+            f"--hf-checkpoint {now}: {fault}, the model of the run in --load {checkpoint.load}, whose weights know "
+            f"only those; give --hf-checkpoint {before}"
         )
 
 

@@ -68,7 +68,9 @@ def test_a_scorer_with_another_tokenizer_is_refused(folder, refused, flag):
 def test_a_scorer_with_too_few_tokens_is_refused(folder, refused, flag):
     own, other = folder("own", {"a": 0, "b": 63}), folder("other", {"a": 0}, size=63)
     (message,) = refused(f"--hf-checkpoint {own} {SCORERS[flag]} {other}", without="--hf-checkpoint")
-    assert message.startswith(f"{flag} {other}: has the token ids 0 to 62, and the tokenizer of --hf-checkpoint has ids")
+    assert message.startswith(
+        f"{flag} {other}: has the token ids 0 to 62, and the tokenizer of --hf-checkpoint has ids"
+    )
 
 
 def test_scorers_may_have_more_tokens_and_other_special_ones(folder, validated):
