@@ -95,6 +95,7 @@ class RunFiles:
     >>> for step in range(3):
     ...     files.append_metrics(step, {"rollout/reward": step / 2})
     >>> files.drop_from(1)
+    0
     >>> files.read_metrics()
     [{'step': 0, 'rollout/reward': 0.0}]
     """
