@@ -4,8 +4,9 @@ The lock is the file ``.miles-lock`` in the folder. That of an export, whose fol
 the folder, and has its name. A lock holds host, process id and start time of its owner, and the owner updates it every
 ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in whatever way.
 Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock without one for
-``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks of two hosts may
-differ. A launcher that was stopped for so long, and continues, sees that before it writes again (``FolderLocks.check``).
+``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks of two hosts
+may differ. A launcher that was stopped for so long, and continues, sees that before it writes again
+(``FolderLocks.check``).
 """
 
 from __future__ import annotations
