@@ -152,7 +152,12 @@ def local_vocab_size(model: ModelArguments) -> int | None:
     Raises:
         FlagError: The file is broken.
     """
-    config = local_config(model, "hf_checkpoint") or {}
+    return vocab_size_of(model, "hf_checkpoint")
+
+
+def vocab_size_of(model: ModelArguments, field: str) -> int | None:
+    """Return the same of the model that ``field`` names."""
+    config = local_config(model, field) or {}
     size: int | None = (config.get("text_config") or config).get("vocab_size")
     return size
 

@@ -38,7 +38,7 @@ from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss
 from miles.arguments.rules.model_context import check_model_context, notes_on_model_context
 from miles.arguments.rules.replay import check_replay
-from miles.arguments.rules.vocabulary import check_stop_token_ids
+from miles.arguments.rules.vocabulary import check_stop_token_ids, check_tokens_of_scorers
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import (
     can_count_engines,
@@ -152,6 +152,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_evaluation(settings.evaluation, errors)
     check_model_context(settings, errors)
     check_stop_token_ids(settings, errors)
+    check_tokens_of_scorers(settings, errors)
     check_tracking(settings.tracking, errors)
     check_export_folder(settings, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, rollout.rollout_max_context_len, errors)

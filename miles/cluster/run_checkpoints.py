@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.rollout import path_of_iteration
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
+from miles.cluster.folders.saved_settings import KEY as SETTINGS
 from miles.flags import count
 from miles.host.disk_faults import naming_disk
 from miles.metrics import Metric
@@ -81,6 +82,8 @@ class RunCheckpoints:
     last_exported: int | None = None  # iterations of the newest export, if there is one
     continued: RunIdentity | None = None  # the run that the checkpoint of --load is of; None if it does not say
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
+    settings: Mapping[str, Any] = field(default_factory=dict)  # saved too (cluster/folders/saved_settings.py)
+    branch: str | None = None  # the checkpoint in --load from which a new run begins (cluster/folders/run_identity.py)
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
@@ -88,10 +91,11 @@ class RunCheckpoints:
         if state is None:
             return 0
         self.last_saved = done = int(state["rollouts_done"])
-        self.continued = RunIdentity.from_state(state)
+        is_branch = self.branch is not None and self.branch == self.arguments.load
+        self.continued = RunIdentity.from_state({"run": self.run_state} if is_branch else state)
         if self.continued is not None:
             self.run_state = self.continued.to_state()
-        if self.wandb_run is None:
+        if self.wandb_run is None and not is_branch:
             self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
         self.sides.rollout.restore(state["prompts"])
         if done >= (last := self.sides.rollout.num_iterations) > 0:
@@ -156,7 +160,7 @@ class RunCheckpoints:
         sides.give_gpus_to_trainer()
         with sides.timer.phase("save"):
             state = {"rollouts_done": done, "prompts": sides.rollout.state(done), "run": self.run_state}
-            state[STEPS_PER_ITERATION] = self.steps_per_iteration
+            state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
             sides.trainer.save(done, state, best)
             self.last_saved = done

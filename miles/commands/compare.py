@@ -8,6 +8,7 @@ from pathlib import Path
 from miles.arguments.command_parser import CommandParser
 from miles.report.comparison import Comparison
 from miles.saved_runs.remote_run import run_folder
+from miles.tracking.run_files import why_not_written
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if not 0 <= given.tolerance < float("inf"):
         parser.error(f"--tolerance {given.tolerance:g}: must be finite and at least 0; give 0 or more")
+    if given.out is not None and (fault := why_not_written(given.out)) is not None:
+        parser.error(f"--out {given.out}: {fault}")
     try:
         comparison = Comparison(given.runs, given.tolerance)
         print(comparison.text())

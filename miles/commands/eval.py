@@ -20,6 +20,7 @@ from miles.flags import count
 from miles.input_error import InputError
 from miles.saved_runs.run import SavedRun
 from miles.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.tracking.run_files import why_not_written
 
 if TYPE_CHECKING:
     from miles.saved_runs.generation import SetResult
@@ -47,8 +48,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--n-samples {given.n_samples}: must be at least 1; give 1 or more")
     if len(given.sets) % 2:
         parser.error(f"--sets {' '.join(given.sets)}: must be NAME SOURCE pairs; write a name before each source")
-    if given.out is not None and (given.out.is_dir() or not given.out.parent.is_dir()):
-        parser.error(f"--out {given.out}: must be a file in a folder that exists; give another path")
+    if given.out is not None:
+        if not given.out.parent.is_dir():
+            parser.error(f"--out {given.out}: must be a file in a folder that exists; give another path")
+        if (fault := why_not_written(given.out)) is not None:
+            parser.error(f"--out {given.out}: {fault}")
     try:
         results = _evaluate(given)
     except (InputError, ValueError, OSError) as error:

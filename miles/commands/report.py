@@ -9,6 +9,7 @@ from miles.arguments.command_parser import CommandParser
 from miles.report.server import HOST, ReportServer
 from miles.report.static_report import write_report
 from miles.saved_runs.remote_run import run_folder
+from miles.tracking.run_files import why_not_written
 from miles.tracking.run_header import RunHeader
 
 PORT = 8600
@@ -34,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.samples < 0:
         parser.error(f"--samples {given.samples}: must be at least 0; give 0 for none")
+    if given.static is not None and (fault := why_not_written(given.static)) is not None:
+        parser.error(f"--static {given.static}: {fault}")
     try:
         RunHeader.load(given.run)
         if given.static is not None:

@@ -37,6 +37,26 @@ def note_of_no_prompts(done: int, num_iterations: int) -> str:
     )
 
 
+def check_order(state: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+    """Check that a position in a set was saved in a run of the same order.
+
+    Args:
+        state: The position.
+        order: What the order of this run follows from: some of ``num_prompts``, ``shuffle`` and ``seed``.
+
+    Raises:
+        ValueError: The order was another one.
+    """
+    flags = {"num_prompts": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
+    for key, value in order.items():
+        if state[key] != value:
+            raise ValueError(
+                f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
+                f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, or "
+                "start a new run from its weights with --finetune"
+            )
+
+
 class TrainingStream(ABC):
     """Draws the prompts that a run trains on, and resumes from a saved position."""
 
@@ -170,14 +190,7 @@ class PromptStream(TrainingStream):
                 "continue from there; give --data-source-path as in the run that was saved, or start a new run from "
                 "its weights with --finetune"
             )
-        flags = {"num_prompts": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
-        for key, value in self._order_key().items():
-            if state[key] != value:
-                raise ValueError(
-                    f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
-                    f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, "
-                    f"or start a new run from its weights"
-                )
+        check_order(state, self._order_key())
         if state.get("fingerprint", self._fingerprint) != self._fingerprint:  # absent in earlier checkpoints
             name = self._prompts[0].prompt_set
             _logger.warning(

@@ -42,6 +42,7 @@ class RunContext:
             that is not the launcher's alone.
         uploads: Takes what is saved and exported to URLs; None without one.
         before_writing: Raises ``ValueError`` if the run's folders are another launcher's by now.
+        branch: The checkpoint in ``--load`` from which it branches off as a new run; None for other runs.
     """
 
     stop: StopRequests
@@ -52,6 +53,7 @@ class RunContext:
     continuation: Callable[[Settings], Continuation] | None
     uploads: Uploads | None = None
     before_writing: Callable[[], None] = lambda: None
+    branch: str | None = None
 
 
 def train(settings: Settings, placement: Placement, context: RunContext) -> None:
@@ -144,6 +146,7 @@ def _run_loop(
     foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
+    from miles.cluster.folders.saved_settings import settings_to_save
     from miles.cluster.run_checkpoints import RunCheckpoints
     from miles.cluster.sides import Sides
     from miles.generation_loop import GenerationLoop
@@ -169,6 +172,8 @@ def _run_loop(
             steps,
             tracker.wandb_run,
             before_writing=context.before_writing,
+            settings=settings_to_save(settings),
+            branch=context.branch,
         ),
         tracker,
         evaluation=settings.evaluation,
@@ -203,7 +208,8 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     header = replace(header, run=RunIdentity.new().to_state())
     config = _config(replace(settings, checkpoint=context.given), found)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
-    return Tracker(settings.tracking, header, sinks, config, saved_wandb_run(settings.checkpoint))
+    wandb_run = None if context.branch == settings.checkpoint.load else saved_wandb_run(settings.checkpoint)
+    return Tracker(settings.tracking, header, sinks, config, wandb_run)
 
 
 def _config(settings: Settings, found: dict[str, Any]) -> str:

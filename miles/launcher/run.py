@@ -115,7 +115,7 @@ def launch(
         check_whole_loss(settings.loss, flags_view(settings))
         check_services(settings.tracking)
         with _locked(settings) as (folders, lock):
-            point = _resume_point(validated)
+            point, branch = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
@@ -126,7 +126,9 @@ def launch(
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
-                (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check))
+                (runner or run)(
+                    settings, replace(context, uploads=uploads, before_writing=folders.check, branch=branch)
+                )
 
 
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
@@ -155,11 +157,12 @@ def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
             ) from None
 
 
-def _resume_point(validated: Validated) -> ResumePoint:
-    """Return the point at which the run begins, and print all notes about it."""
+def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
+    """Return where the run begins, and the checkpoint if it branches off there; print all notes about it."""
     from miles.cluster.folders.remote_checkpoints import index_all
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
-    from miles.cluster.folders.run_identity import check_load_folder
+    from miles.cluster.folders.run_identity import branch_of, check_load_folder
+    from miles.cluster.folders.saved_settings import check_settings
     from miles.cluster.run_checkpoints import check_same_steps
 
     settings = validated.settings
@@ -168,11 +171,13 @@ def _resume_point(validated: Validated) -> ResumePoint:
     notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
     point = resume_point(given)
     check_same_steps(point.checkpoint, settings.steps_per_iteration)
-    for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
+    branch, branch_notes = branch_of(given)
+    notes += [*point.notes, *branch_notes, *check_settings(point.checkpoint, settings)]
+    for note in (*notes, *check_frozen_models(settings.model)):
         print(f"note: {note}")
     if validated.accepted:
         print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
-    return point
+    return point, branch
 
 
 @contextmanager
@@ -184,8 +189,10 @@ def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None
     given = settings.checkpoint
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
     written |= {} if "save" in given.urls else {"--save": given.save}
+    written |= {"--update-weight-disk-dir": settings.sglang.update_weight_disk_dir}
+    folders = [(flag, Path(folder)) for flag, folder in written.items() if folder is not None]
     with (
-        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None) as local,
+        locked_folders(folders, None if "save_hf" in given.urls else given.save_hf) as local,
         locked_in_remote_storage(given) as remote,
     ):
         yield local, remote

@@ -1,13 +1,17 @@
-"""Read a model's configuration as transformers does, without code from the model's folder."""
+"""Read a model's configuration and weights as transformers does, without code from the model's folder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.model_families.installed_transformers import READ_AS
+from miles.one_line import one_line
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_SHOWN = 3  # names of tensors in a message
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -26,3 +30,51 @@ def read_config(path: str) -> PretrainedConfig:
     # auto_map names code in the folder, which is not run.
     known = {name: value for name, value in found.items() if name not in ("auto_map", "model_type")}
     return AutoConfig.for_model(kind, **known)
+
+
+def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    """Return the causal language model of a folder, or of a name on the hub, with every weight from its files.
+
+    transformers begins with random values where the files have no tensor.
+
+    Raises:
+        ValueError: The files lack tensors that the configuration asks for, hold some of another shape, or cannot be
+            read. The message names the first ones.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    config = read_config(path)
+    again = "copy or download the folder again"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, which its annotation does not say
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    except (OSError, EOFError, SafetensorError) as error:
+        raise ValueError(
+            f"the model {path}: its weights cannot be read ({one_line(str(error), 300)}); {again}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    found: dict[str, Any] = loaded[1]
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"the model {path}: its files lack {_listed(missing)}, which its config.json asks for; {again}"
+        )
+    if mismatched := sorted(found["mismatched_keys"]):
+        shapes = [f"{name} ({list(there)}, not {list(asked)})" for name, there, asked in mismatched]
+        raise ValueError(
+            f"the model {path}: its config.json asks for other shapes than its files have, of {_listed(shapes)}; "
+            f"{again}"
+        )
+    return model
+
+
+def _listed(names: list[str]) -> str:
+    """Name tensors: all, or the first of many with their number."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the tensor{'s' * (len(names) > 1)} {', '.join(names[:_SHOWN])}{more}"

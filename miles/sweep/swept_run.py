@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from miles.arguments.launch.spelling import group_words
 from miles.cluster.folders.folder_lock import is_held
-from miles.flags import LONGEST_VALUE
+from miles.flags import LONGEST_VALUE, flag_name
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.saved_runs.run import RunState, SavedRun
@@ -93,6 +94,10 @@ class SweptRun:
             shown = one_line("; ".join(changed), 1000)
             what_to_do = "give the variant another name, remove the folder, or give another --out"
             return f"{self.folder}: was run with other flags ({shown}); {what_to_do}"
+        for flag, digest in record.get("files", {}).items():  # absent in records of earlier versions
+            if self._files().get(flag, digest) != digest:
+                what_to_do = "restore it, give the variant another name, remove the folder, or give another --out"
+                return f"{self.folder}: was run with another content of the file of {flag}; {what_to_do}"
         return self._fault_of_checkpoints()
 
     def _fault_of_checkpoints(self) -> str | None:
@@ -144,7 +149,20 @@ class SweptRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self._record() or {"attempts": []}
         own = {"variant": self.planned.variant, "seed": self.planned.seed, "words": public_words(self.planned.words)}
-        self._write({**own, "attempts": record["attempts"]})
+        self._write({**own, "files": self._files(), "attempts": record["attempts"]})
+
+    def _files(self) -> dict[str, str]:
+        """Return a hash of each file of further settings, by the flag that names it: its words are not flags."""
+        settings = self.planned.settings
+        given = {
+            flag_name("custom_config_path"): settings.rollout.custom_config_path,
+            flag_name("eval_config"): settings.evaluation.eval_config,
+        }
+        return {
+            flag: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            for flag, path in given.items()
+            if path is not None and Path(path).is_file()
+        }
 
     def note(self, attempt: Attempt) -> None:
         """Keep an attempt in the record."""
@@ -196,6 +214,8 @@ class SweptRun:
             record = json.loads(text)
             if not isinstance(record, dict) or not {"variant", "seed", "words", "attempts"} <= record.keys():
                 raise ValueError("it is no record of a sweep")
+            if not isinstance(record.get("files", {}), dict):
+                raise ValueError("its files are no object")
             for attempt in record["attempts"]:
                 Attempt(**attempt)
         except (ValueError, TypeError) as error:

@@ -70,19 +70,21 @@ def parse_line(line: str, path: Path, number: int | str) -> dict[str, Any]:
     return row
 
 
-def drop_from(path: Path, key: str, limit: int) -> int:
-    """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the number of rows removed.
+def drop_from(path: Path, key: str, limit: int) -> int | None:
+    """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the largest key that is left.
+
+    None if no row is left.
 
     Raises:
         ValueError: A line is damaged; the message names it or its file.
         WriteFailed: As ``append`` does; the file is as it was then.
     """
     if not path.is_file():
-        return 0
+        return None
     rows = read(path, key)
     kept = [row for row in rows if row[key] < limit]
     replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
     with naming_disk(path, replacement):
         replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
         os.replace(replacement, path)
-    return len(rows) - len(kept)
+    return max((row[key] for row in kept), default=None)

@@ -23,6 +23,7 @@ TENSORBOARD = "tensorboard"
 REPORT = "report.html"
 CONFIG = run_config.FILE_NAME
 ENDED_EARLY = "ended-early.json"  # of a run that came to its end before the last of its steps
+_OF_RUN = (METRICS, SAMPLES, CONFIG, ENDED_EARLY, run_header.FILE_NAME)  # no command can write them again
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class RunFiles:
     >>> for step in range(3):
     ...     files.append_metrics(step, {"rollout/reward": step / 2})
     >>> files.drop_from(1)
+    0
     >>> files.read_metrics()
     [{'step': 0, 'rollout/reward': 0.0}]
     """
@@ -138,10 +140,11 @@ class RunFiles:
             by_rollout.setdefault(row["rollout_id"], []).append(record)
         return by_rollout
 
-    def drop_from(self, step: int) -> None:
-        """Forget this step and all later ones: the resumed run repeats them."""
-        jsonl.drop_from(self._metrics, "step", step)
+    def drop_from(self, step: int) -> int | None:
+        """Forget this step and all later ones, which the resumed run repeats; give the last step that is left."""
+        last = jsonl.drop_from(self._metrics, "step", step)
         SampleFile(self._samples).cut(step)
+        return last
 
     def mark_ended_early(self, step: int) -> None:
         """Note that the run came to its end after ``step``, with nothing left to train on."""
@@ -180,7 +183,7 @@ class RunFiles:
     def set_aside(self) -> Path | None:
         """Move what an earlier run left here into ``earlier-1``, ``earlier-2``…; give that folder, None if none was."""
         # run.json last: if this is killed, it still says whose files are left.
-        names = (METRICS, SAMPLES, TENSORBOARD, REPORT, CONFIG, ENDED_EARLY, run_header.FILE_NAME)
+        names = (TENSORBOARD, REPORT, *_OF_RUN)
         present = [self.output_dir / name for name in names if (self.output_dir / name).exists()]
         if not present:
             return None
@@ -191,6 +194,15 @@ class RunFiles:
         for path in present:
             path.rename(folder / path.name)
         return folder
+
+
+def why_not_written(path: Path) -> str | None:
+    """Return why a command does not write ``path``, as the end of a message: it is a folder, or a file of a run."""
+    if path.is_dir():
+        return "is a folder; give a file in it"
+    if path.name in _OF_RUN and (path.parent / run_header.FILE_NAME).exists():
+        return "is a file of a run, which would be lost; give another file"
+    return None
 
 
 def str_value(status: str) -> str:

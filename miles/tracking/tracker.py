@@ -102,7 +102,12 @@ class Tracker:
         """
         assert not self._begun, "resume() comes before the first log()"
         self._take_folder(run)
-        self._files.drop_from(step)
+        last = self._files.drop_from(step)
+        if last is not None and last < step - 1:
+            self._console.note(
+                f"--output-dir {self._output_dir}: its metrics end at step {last}, and this run continues after step "
+                f"{step - 1}; the rows between are not there"
+            )
         self._files.forget_early_end()
         self._begin(resume_step=step)
         if self._wandb is not None:

@@ -17,6 +17,7 @@ from miles.training.checkpoint_folder import (
     critic_folder,
     is_random_state,
     is_reference,
+    iterations_of,
     random_state_of,
     read_state,
     reference_folder,
@@ -45,6 +46,9 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
         check_position(state["launcher"]["prompts"])
     except ValueError as fault:
         raise DamagedFile(f"{STATE} has no position in the prompts ({fault})") from None
+    done, named = state["launcher"]["rollouts_done"], iterations_of(folder)
+    if named not in (None, done):
+        raise DamagedFile(f"{STATE} is of {done} iterations, and the name of the folder says {named}")
     if state.get("manifest") and not has_manifest(folder):
         raise DamagedFile(f"{MANIFEST} is missing")
     cost = check_against_manifest(folder) if has_manifest(folder) else None

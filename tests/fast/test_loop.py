@@ -83,6 +83,10 @@ class Recorder:
         return [call for call in self.calls if call[0] in names]
 
 
+OWN = RunIdentity("of this run", "2026-01-02 10:00:00")
+BRANCHED = RunIdentity("branched off", "2026-01-01 10:00:00")
+
+
 def loop_of(
     evaluation,
     resume_from=None,
@@ -91,6 +95,7 @@ def loop_of(
     before_writing=lambda: None,
     foreseen=lambda row: {},
     wandb_run=None,
+    branch=None,
     **checkpoint,
 ):
     """Run a loop; return what it has called."""
@@ -98,7 +103,16 @@ def loop_of(
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
-        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, 2, wandb_run, before_writing),
+        RunCheckpoints(
+            both,
+            CheckpointArguments(**checkpoint),
+            OWN.to_state(),
+            2,
+            wandb_run,
+            before_writing,
+            settings={"optimizer": {"lr": 0.5}},
+            branch=branch,
+        ),
         sides,
         evaluation=evaluation,
         steps_per_iteration=2,
@@ -202,11 +216,24 @@ def test_a_resumed_run_continues_after_the_iterations_that_are_done(run):
 
 
 def test_checkpoints_carry_the_run_that_they_belong_to(run):
-    assert run(save="checkpoints").saved_states[-1]["run"] == {"id": "of this run"}
+    assert run(save="checkpoints").saved_states[-1]["run"] == OWN.to_state()
     earlier = {"rollouts_done": 3, "prompts": {}, "run": RunIdentity("resumed", "2026-01-01 10:00:00").to_state()}
     sides = run(resume_from=earlier, save="checkpoints")
     assert sides.saved_states[-1]["run"] == earlier["run"]
     assert sides.continued == RunIdentity("resumed", "2026-01-01 10:00:00"), "the tracker finds its own metrics by it"
+
+
+def test_a_branch_is_a_run_of_its_own(run):
+    earlier = {"rollouts_done": 3, "prompts": {}, "run": BRANCHED.to_state(), "wandb_run": "earlier"}
+    for load, own in (("run/iter_0000003", True), ("branch", False)):  # of a restart: what the branch has saved
+        sides = run(resume_from=earlier, save="branch", load=load, branch="run/iter_0000003")
+        state = sides.saved_states[-1]
+        assert (state["run"] == OWN.to_state(), "wandb_run" not in state) == (own, own)
+        assert sides.continued == (OWN if own else BRANCHED)
+
+
+def test_checkpoints_carry_the_settings_of_the_run(run):
+    assert run(save="checkpoints").saved_states[-1]["settings"] == {"optimizer": {"lr": 0.5}}
 
 
 def test_checkpoints_carry_the_steps_of_an_iteration(run):

@@ -1,8 +1,9 @@
-"""Check token ids against the model's vocabulary."""
+"""Check token ids against the model's vocabulary, and the tokens of the models that score its answers."""
 
 from __future__ import annotations
 
-from miles.arguments.model import local_vocab_size
+from miles.arguments.files.tokenizer_file import fault_of_tokens, ordinary_tokens
+from miles.arguments.model import local_vocab_size, vocab_size_of
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
@@ -20,3 +21,29 @@ def check_stop_token_ids(settings: Settings, errors: Errors) -> None:
         if beyond:
             rule = f"the model has the token ids 0 to {size - 1}, by the vocab_size of its config.json"
             errors.refuse("rollout_stop_token_ids", beyond, rule, "give ids of its tokenizer's vocabulary")
+
+
+def check_tokens_of_scorers(settings: Settings, errors: Errors) -> None:
+    """Refuse a reference or a teacher to which the token ids of ``--hf-checkpoint`` are other text, or no tokens.
+
+    They score the ids that the policy chose. Folders with a ``config.json`` here are compared, and their tokenizers if
+    both have one.
+    """
+    own = settings.model.hf_checkpoint
+    if own is None or not errors.none_about("hf_checkpoint"):
+        return
+    for field in ("ref_load", "opd_teacher_load"):
+        path = getattr(settings.model, field)
+        if path is None or not errors.none_about(field):
+            continue
+        with errors.catching():
+            size, tokens = vocab_size_of(settings.model, field), ordinary_tokens(own)
+            last = max(tokens.values(), default=0) if tokens else 0
+            if size is not None and last >= size:
+                rule = f"has the token ids 0 to {size - 1}, and the tokenizer of --hf-checkpoint has ids up to {last}"
+                errors.refuse(field, path, rule, _SAME_TOKENS)
+            elif (fault := fault_of_tokens(path, own)) is not None:
+                errors.refuse(field, path, fault, _SAME_TOKENS)
+
+
+_SAME_TOKENS = "it scores the ids that the policy chose, so give a model with the same tokenizer"

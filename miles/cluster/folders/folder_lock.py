@@ -1,10 +1,11 @@
 """Lock the folders that a run writes, so that two launchers never write the same one.
 
-The lock is the file ``.miles-lock`` in the folder. It holds host, process id and start time of its owner, and the owner
-updates it every ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in
-whatever way. Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock
-without one for ``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks
-of two hosts may differ. A launcher that was stopped for so long, and continues, sees that before it writes again
+The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is beside
+the folder, and has its name. A lock holds host, process id and start time of its owner, and the owner updates it every
+``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in whatever way.
+Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock without one for
+``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks of two hosts
+may differ. A launcher that was stopped for so long, and continues, sees that before it writes again
 (``FolderLocks.check``).
 """
 
@@ -25,6 +26,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from miles.arguments.rollout import PLACEHOLDER
 from miles.host.disk_faults import disk_fault
 
 NAME = ".miles-lock"
@@ -36,7 +38,7 @@ _held: dict[Path, dict[str, Any]] = {}  # the locks of this process, and what is
 
 @dataclass(frozen=True)
 class FolderLocks:
-    """The locks that this launcher holds: flag, lock file and what this launcher has written there."""
+    """The locks that this launcher holds: flag and folder, lock file, and what this launcher has written there."""
 
     held: tuple[tuple[str, Path, dict[str, Any]], ...]
 
@@ -45,56 +47,64 @@ class FolderLocks:
 
         Called before a run writes: a launcher that was stopped for long must not write beside the one that followed it.
         """
-        for flag, path, record in self.held:
+        for shown, path, record in self.held:
             owner = _read(path)
             if owner == record:
                 continue
             if owner is not None:
                 raise ValueError(
-                    f"{flag} {path.parent}: {_named(owner)} has taken this folder over, as this run gave no sign of "
+                    f"{shown}: {_named(owner)} has taken this folder over, as this run gave no sign of "
                     f"life for {STALE_SECONDS:g} s; this run ends and leaves the folder to that one"
                 )
             if not path.exists():
                 raise ValueError(
-                    f"{flag} {path.parent}: the lock {NAME} of this run was removed, so another run may write to this "
+                    f"{shown}: the lock {path.name} of this run was removed, so another run may write to this "
                     "folder; start again, and do not remove the lock"
                 )
 
 
 @contextmanager
-def locked_folders(folders: Iterable[tuple[str, Path]]) -> Iterator[FolderLocks]:
+def locked_folders(folders: Iterable[tuple[str, Path]], export: str | None = None) -> Iterator[FolderLocks]:
     """Hold the locks of ``folders`` for the length of the block; folders are created if missing.
 
     Args:
         folders: Pairs of the flag that names a folder, for messages, and the folder. One folder may be named twice.
+        export: The local folder of ``--save-hf``, if there is one.
 
     Raises:
         ValueError: If another launcher that is alive writes to one of them.
     """
-    by_path = {path.resolve(): (flag, path) for flag, path in folders}
+    by_path = {path.resolve(): (f"{flag} {path}", path / NAME) for flag, path in folders}
+    locks = [*by_path.values(), *([] if export is None else [(f"--save-hf {export}", _lock_of_export(export))])]
     with ExitStack() as held:
-        records = [(flag, path / NAME, held.enter_context(_locked(flag, path))) for flag, path in by_path.values()]
+        records = [(shown, path, held.enter_context(_locked(shown, path))) for shown, path in locks]
         yield FolderLocks(tuple(records))
 
 
+def _lock_of_export(template: str) -> Path:
+    """Return the lock of all exports of a name, in which ``{iteration}`` is any number: beside the first of them."""
+    parts = Path(os.path.realpath(template)).parts
+    first = next((n for n, part in enumerate(parts) if PLACEHOLDER.search(part)), len(parts) - 1)
+    return Path(*parts[:first], f"{NAME}-{'-'.join(parts[first:])}")
+
+
 @contextmanager
-def _locked(flag: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Hold one lock, and yield what is written in it."""
-    path = folder / NAME
-    with _flocked(flag, path):
+def _locked(shown: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Hold the lock ``path`` of a folder, ``shown`` with its flag, and yield what is written in it."""
+    with _flocked(shown, path):
         try:
             owner = _record_in(path)
         except OSError as error:  # on a file system of two hosts, a launcher on the other one may hold it
-            raise _not_readable(flag, path, error) from None
+            raise _not_readable(shown, path, error) from None
         if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
-            raise _in_use(flag, folder, owner)
+            raise _in_use(shown, owner)
         record = {"host": _host(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S"), "id": _new_id()}
         try:
             _write(path, record)
         except OSError as error:
             with suppress(OSError):
                 path.unlink()  # half a lock, which would look like one that is being written
-            raise _not_writable(flag, path, error) from None
+            raise _not_writable(shown, path, error) from None
         stop = threading.Event()
         heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
         heartbeat.start()
@@ -148,38 +158,38 @@ def is_held(folder: Path) -> bool:
     return owner is None or bool(owner["host"] != _host() or psutil.pid_exists(owner["pid"]))
 
 
-def _flocked(flag: str, path: Path) -> TextIO:
+def _flocked(shown: str, path: Path) -> TextIO:
     """Open the lock file and take its ``flock``; closing the file releases it."""
     while True:
-        file = _open(flag, path)
+        file = _open(shown, path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file
         except BlockingIOError:
             file.close()
-            raise _in_use(flag, path.parent, _read(path)) from None
+            raise _in_use(shown, _read(path)) from None
         except FileNotFoundError:
             pass
         file.close()  # its last owner removed it between our two calls: it locks nothing any more
 
 
-def _open(flag: str, path: Path) -> TextIO:
+def _open(shown: str, path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
     except OSError as error:
-        raise _not_writable(flag, path, error) from None
+        raise _not_writable(shown, path, error) from None
 
 
-def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
+def _not_writable(shown: str, path: Path, error: OSError) -> ValueError:
     fault = disk_fault(path.parent, error) or error.strerror
-    return ValueError(f"{flag} {path.parent}: cannot be written, because {fault}; make room, or give another folder")
+    return ValueError(f"{shown}: cannot be written, because {fault}; make room, or give another folder")
 
 
-def _not_readable(flag: str, path: Path, error: OSError) -> ValueError:
+def _not_readable(shown: str, path: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"{flag} {path.parent}: the lock {NAME} cannot be read ({error.strerror}), so another run may be writing to "
+        f"{shown}: the lock {path.name} cannot be read ({error.strerror}), so another run may be writing to "
         "this folder; try again, or give another folder"
     )
 
@@ -222,7 +232,7 @@ def _record_in(path: Path) -> dict[str, Any] | None:
 
 def _age(path: Path) -> float:
     """Return the seconds since the last heartbeat, by the clock of the file system."""
-    probe = path.with_name(f"{NAME}.{_new_id()}")
+    probe = path.with_name(f"{path.name}.{_new_id()}")
     probe.touch()
     now = probe.stat().st_mtime
     probe.unlink()
@@ -241,9 +251,8 @@ def _named(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
 
 
-def _in_use(flag: str, folder: Path, owner: dict[str, Any] | None) -> ValueError:
+def _in_use(shown: str, owner: dict[str, Any] | None) -> ValueError:
     who = "another launcher" if owner is None else _named(owner)
     return ValueError(
-        f"{flag} {folder}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another "
-        "folder"
+        f"{shown}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another folder"
     )

@@ -3,6 +3,9 @@
 Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
 starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
 them: anything else would leave checkpoints of two runs side by side, and a later resume would take the wrong one.
+
+A run that begins from a checkpoint from which its run has gone on already is a branch: a new run, whose metrics and
+checkpoints are not those of the other.
 """
 
 from __future__ import annotations
@@ -49,6 +52,29 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     if _has_state(start) and _run_of(start) is None:
         return [f"--load {checkpoint.load}: {start.name} does not say which run wrote it (an earlier version of miles)"]
     return []
+
+
+def branch_of(checkpoint: CheckpointArguments) -> tuple[str | None, list[str]]:
+    """Return the checkpoint from which a new run branches off, None for other runs, and notes for the user.
+
+    Args:
+        checkpoint: The flags as the user gave them: only who names a checkpoint wants that one and no newer.
+    """
+    start = None if checkpoint.finetune else _loaded(checkpoint)
+    if checkpoint.load is None or start is None or start != checkpoint.local(checkpoint.load):
+        return None, []
+    run, done = _run_of(start), checkpoint_folder.iterations_of(start)
+    if run is None or done is None:
+        return None, []
+    later = [
+        folder
+        for folder in checkpoint_folder.all_in(start.parent)
+        if (checkpoint_folder.iterations_of(folder) or 0) > done and _run_of(folder) == run
+    ]
+    if not later:
+        return None, []
+    note = f"{run} has gone on from this checkpoint, to {later[-1].name}, so this is a new run with metrics of its own"
+    return str(start), [f"--load {checkpoint.load}: {note}"]
 
 
 def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] = ()) -> CheckpointArguments:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
@@ -17,7 +17,7 @@ from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, Pr
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
 from miles.model_families.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
-from miles.model_families.reading import read_config
+from miles.model_families.reading import read_config, read_model
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
 from miles.weights import WeightChunk
@@ -45,9 +45,7 @@ class ModelRunner:
         _check_layers(config, model_path)
         self.device = torch.device(device)
         # Any, because the wrappers around transformers' methods hide their types.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, config=config, dtype=dtype, attn_implementation=attention.NAME
-        )
+        model: Any = read_model(model_path, dtype, attention.NAME)
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         bound_time_steps(self.model)
         plain = config.to_dict()

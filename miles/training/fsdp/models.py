@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles.model_families.packing import longest_trained
-from miles.model_families.reading import read_config
+from miles.model_families.reading import read_config, read_model
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
@@ -185,10 +185,8 @@ class Policy(ShardedModule[PolicyScorer]):
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load weights and configuration."""
-    return _prepared(
-        AutoModelForCausalLM.from_pretrained(path, config=read_config(path), dtype=dtype, attn_implementation=NAME)
-    )
+    """Load weights and configuration. Raises ``ValueError`` if the files lack some of the weights."""
+    return _prepared(read_model(path, dtype, NAME))
 
 
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -40,7 +40,7 @@ def launch(tmp_path, monkeypatch):
     def start(name, run, flags=""):
         monkeypatch.setattr(launcher, "run", run)
         url = f"file://{tmp_path}/bucket/run"
-        flags = f"--save {url} --output-dir {tmp_path}/{name} {flags.replace('URL', url)}"
+        flags = f"--rollout-shuffle --save {url} --output-dir {tmp_path}/{name} {flags.replace('URL', url)}"
         launcher.launch(validate(parse(minimal(flags))), exit_with_message)
 
     return start
@@ -78,13 +78,15 @@ def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_pat
     assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
 
 
-@pytest.mark.parametrize("shared", ["--save", "--output-dir"])
+@pytest.mark.parametrize("shared", ["--save", "--output-dir", "--save-hf", "--update-weight-disk-dir"])
 def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeypatch, capsys, shared):
     def start(name, run):
-        folders = {flag: tmp_path / name / flag.strip("-") for flag in ("--save", "--output-dir")}
+        folders = {flag: tmp_path / name / flag.strip("-") for flag in ("--save", "--output-dir", shared)}
         folders[shared] = tmp_path / "shared"
         monkeypatch.setattr(launcher, "run", run)
         words = minimal(" ".join(f"{flag} {folder}" for flag, folder in folders.items()))
+        if shared == "--update-weight-disk-dir":
+            words += ["--rollout-engine", "sglang", "--update-weight-transfer-mode", "disk"]
         launcher.launch(validate(parse(words)), exit_with_message)
 
     def first(settings, context):
@@ -196,7 +198,8 @@ def test_a_launcher_that_takes_over_resumes_what_was_saved_meanwhile(tmp_path, m
     """The trainer outlives Ray's GCS, and has saved once more since the restart was decided."""
     loaded = []
     monkeypatch.setattr(launcher, "run", lambda settings, context: loaded.append(settings.checkpoint.load))
-    validated = validate(parse(minimal(f"--save {tmp_path}/ckpt --output-dir {tmp_path}/run --max-restarts 1")))
+    flags = f"--rollout-shuffle --save {tmp_path}/ckpt --output-dir {tmp_path}/run --max-restarts 1"
+    validated = validate(parse(minimal(flags)))
     save_checkpoint(tmp_path / "ckpt", 2)
     decided, _ = resuming(validated.settings)
     assert decided.checkpoint.load == str(tmp_path / "ckpt" / "iter_0000002")
@@ -217,7 +220,8 @@ def test_a_launcher_that_took_over_says_what_to_leave_out_of_the_command(tmp_pat
     monkeypatch.setattr(launcher, "run", fails)
     saved = tmp_path / "ckpt"
     save_checkpoint(saved, 4)
-    words = minimal(f"--save {saved} --load {tmp_path} --finetune --no-load-rng --output-dir {tmp_path}/out")
+    flags = f"--save {saved} --load {tmp_path} --finetune --no-load-rng --output-dir {tmp_path}/out"
+    words = minimal(f"--rollout-shuffle {flags}")
     validated = validate(parse(words))
     decided, _ = resuming(validated.settings)
     with pytest.raises(SystemExit, match="1"):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tolerance import log_prob_error
 from transformers import DeepseekV3ForCausalLM
 
@@ -70,3 +75,54 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = plain(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(engine.prefill([prompt], 0)[0], expected, rtol=0, atol=log_prob_error(plain, [prompt]))
+
+
+@pytest.fixture
+def edited(tiny_model: str, tmp_path: Path) -> Callable[[Callable[[dict[str, torch.Tensor]], object]], str]:
+    """Return a function that copies the tiny model with changed tensors, and returns the path."""
+
+    def edit(change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+        folder = tmp_path / "edited"
+        shutil.copytree(tiny_model, folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+    return edit
+
+
+def readers(path: str) -> tuple[Callable[[], object], ...]:
+    """Return what reads a model: the trainer on FSDP, and the embedded engine."""
+    return lambda: load_policy(path, 1.0, -1, torch.float32), lambda: ModelRunner(path, torch.float32, "cpu")
+
+
+def test_missing_tensors_are_refused(edited):
+    path = edited(lambda tensors: [tensors.pop(f"model.layers.1.mlp.{name}_proj.weight") for name in ("down", "up")])
+    names = "the tensors model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.up_proj.weight"
+    for read in readers(path):
+        with pytest.raises(ValueError, match=re.escape(f"the model {path}: its files lack {names}, which its config")):
+            read()
+
+
+def test_many_missing_tensors_are_counted(edited):
+    path = edited(lambda tensors: [tensors.pop(name) for name in sorted(tensors) if ".layers.1." in name])
+    with pytest.raises(ValueError, match=r"lack the tensors model\.layers\.1\.input_layernorm.* and 6 more, which"):
+        readers(path)[0]()
+
+
+def test_tensors_of_another_shape_are_refused(edited):
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = edited(lambda tensors: tensors.update({name: tensors[name][:60].clone()}))
+    for read in readers(path):
+        with pytest.raises(ValueError, match=re.escape(f"the tensor {name} ([60, 32], not [64, 32])")):
+            read()
+
+
+@pytest.mark.parametrize("spoil", [lambda file: file.write_bytes(file.read_bytes()[:-100]), Path.unlink])
+def test_truncated_or_lost_weights_are_one_sentence(edited, spoil):
+    path = edited(lambda tensors: None)
+    spoil(Path(path, "model.safetensors"))
+    for read in readers(path):
+        with pytest.raises(ValueError, match=re.escape(f"the model {path}: its weights cannot be read (")):
+            read()

@@ -69,6 +69,15 @@ def test_one_run_and_a_folder_without_one_are_refused(tmp_path: Path, capsys: py
     assert "run.json" in capsys.readouterr().err
 
 
+def test_a_page_does_not_replace_a_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    for path, fault in ((first / "metrics.jsonl", "is a file of a run"), (first, "is a folder")):
+        with pytest.raises(SystemExit, match="2"):
+            compare.main([str(first), str(second), "--out", str(path)])
+        assert f"--out {path}: {fault}" in capsys.readouterr().err
+    assert (first / "metrics.jsonl").read_text().startswith('{"step"')
+
+
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
 def test_a_tolerance_is_finite_and_not_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tolerance: str

@@ -151,6 +151,15 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "x.html" in capsys.readouterr().out
 
 
+def test_the_command_does_not_replace_a_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, steps=2)
+    for name, fault in (("run.json", "is a file of a run, which would be lost"), ("", "is a folder")):
+        with pytest.raises(SystemExit, match="2"):
+            report.main([str(tmp_path), "--static", str(tmp_path / name)])
+        assert f"--static {tmp_path / name}: {fault}" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_text().startswith("{")
+
+
 def test_a_negative_number_of_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         report.main([str(tmp_path), "--samples", "-1"])

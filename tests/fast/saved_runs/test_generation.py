@@ -121,11 +121,16 @@ def test_damaged_checkpoints_are_not_replaced_by_the_export_in_silence(run, tiny
 
 
 def test_a_bad_file_for_answers_is_refused_before_the_evaluation(run, tmp_path, capsys):
-    for path in (tmp_path, tmp_path / "none" / "answers.jsonl"):
+    metrics = run.folder / "metrics.jsonl"
+    for path, fault in (
+        (tmp_path, "is a folder; give a file in it"),
+        (tmp_path / "none" / "answers.jsonl", "must be a file in a folder that exists"),
+        (metrics, "is a file of a run, which would be lost"),
+    ):
         with pytest.raises(SystemExit) as end:
             eval_command.main([str(run.folder), "--out", str(path)])
         assert end.value.code == 2
-        assert f"--out {path}: must be a file in a folder that exists" in capsys.readouterr().err
+        assert f"--out {path}: {fault}" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_there_are_refused(run, tmp_path):

@@ -117,6 +117,16 @@ def test_a_run_of_other_flags_is_not_overwritten(tmp_path: Path) -> None:
     assert "--lr 1e-5 -> 1e-4" in fault and "--eps-clip not given -> 0.3" in fault and "give another --out" in fault
 
 
+def test_a_run_of_another_file_of_settings_is_not_continued(tmp_path: Path) -> None:
+    custom = tmp_path / "custom.yaml"
+    custom.write_text("lr: 1e-5\n")
+    write_run_of(one(tmp_path, custom_config_path=str(custom)))
+    assert SweptRun(one(tmp_path, custom_config_path=str(custom))).fault() is None
+    custom.write_text("lr: 1e-4\n")
+    fault = SweptRun(one(tmp_path, custom_config_path=str(custom))).fault()
+    assert fault is not None and "was run with another content of the file of --custom-config-path; restore it" in fault
+
+
 def test_files_of_others_are_not_overwritten(tmp_path: Path) -> None:
     run = SweptRun(one(tmp_path))
     run.folder.mkdir(parents=True)

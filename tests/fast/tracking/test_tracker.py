@@ -243,6 +243,17 @@ def steps_in(folder: Path) -> tuple[list[int], list[int]]:
     return [int(row["step"]) for row in files.read_metrics()], [*files.read_samples()]
 
 
+def test_a_gap_in_the_metrics_of_a_run_that_resumes_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(arguments(tmp_path), range(3))
+    run(arguments(tmp_path), range(3, 5), resume=True)
+    assert "its metrics end" not in capsys.readouterr().out
+    run(arguments(tmp_path), range(7, 9), resume=True)
+    note = "its metrics end at step 4, and this run continues after step 6; the rows between are not there"
+    assert f"--output-dir {tmp_path}: {note}" in capsys.readouterr().out
+
+
 def test_a_run_that_resumes_where_another_has_its_metrics_moves_them_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,13 @@ def test_a_position_that_no_run_has_saved_is_a_fault(saved):
     assert fault_of(saved) == "state.json has no position in the prompts (epoch is malformed)"
 
 
+def test_a_checkpoint_under_the_name_of_a_later_one_is_a_fault(saved):
+    later = saved.rename(saved.with_name("iter_0000009"))
+    fault = "state.json is of 4 iterations, and the name of the folder says 9"
+    assert fault_of(later) == fault
+    assert check_checkpoint(later.rename(later.with_name("best"))) is not None  # another name says nothing
+
+
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
     assert fault_of(tmp_path) == "the folder is empty"
 

@@ -33,3 +33,51 @@ def test_without_a_known_size_any_id_is_accepted(model, validated):
 def test_a_negative_id_is_reported_alone(model, refused):
     (message,) = refused(f"{model({'vocab_size': 64})} -1 64", without="--hf-checkpoint")
     assert "token ids are not negative" in message
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(name, vocabulary, size=64, added=()):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+        tokens = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": n, "content": t} for t, n in added]}
+        (path / "tokenizer.json").write_text(json.dumps(tokens))
+        return path
+
+    return write
+
+
+SCORERS = {
+    "--ref-load": "--use-kl-loss --kl-loss-coef 0.1 --ref-load",
+    "--opd-teacher-load": "--use-opd --opd-type trainer --opd-teacher-load",
+}
+
+
+@pytest.mark.parametrize("flag", SCORERS)
+def test_a_scorer_with_another_tokenizer_is_refused(folder, refused, flag):
+    own, other = folder("own", {"a": 0, "b": 1, "c": 2}), folder("other", {"a": 0, "b": 2, "c": 1})
+    (message,) = refused(f"--hf-checkpoint {own} {SCORERS[flag]} {other}", without="--hf-checkpoint")
+    assert message == (
+        f"{flag} {other}: its tokenizer.json has other ids for 2 of 3 tokens ('b' is 2, and 1 in {own}); it scores the "
+        "ids that the policy chose, so give a model with the same tokenizer"
+    )
+
+
+@pytest.mark.parametrize("flag", SCORERS)
+def test_a_scorer_with_too_few_tokens_is_refused(folder, refused, flag):
+    own, other = folder("own", {"a": 0, "b": 63}), folder("other", {"a": 0}, size=63)
+    (message,) = refused(f"--hf-checkpoint {own} {SCORERS[flag]} {other}", without="--hf-checkpoint")
+    assert message.startswith(
+        f"{flag} {other}: has the token ids 0 to 62, and the tokenizer of --hf-checkpoint has ids"
+    )
+
+
+def test_scorers_may_have_more_tokens_and_other_special_ones(folder, validated):
+    own = folder("own", {"a": 0, "b": 1}, added=[("<a>", 2)])
+    for other in (
+        folder("larger", {"a": 0, "b": 1, "c": 2}, size=128, added=[("<b>", 2)]),
+        folder("pairs", [["a", -1.0], ["b", -2.0]]),
+        folder("broken", None),
+    ):
+        assert validated(f"--hf-checkpoint {own} {SCORERS['--ref-load']} {other}", without="--hf-checkpoint")

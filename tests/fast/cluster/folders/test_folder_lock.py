@@ -56,6 +56,25 @@ def test_a_lock_that_is_released_leaves_no_file(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
+@pytest.mark.parametrize("other", ["hf", "link", "./hf/"])
+def test_two_runs_do_not_write_one_export(tmp_path, other):
+    (tmp_path / "link").symlink_to(tmp_path / "hf")
+    with locked_folders([], str(tmp_path / "hf")) as locks:
+        assert (tmp_path / ".miles-lock-hf").is_file() and not (tmp_path / "hf").exists()
+        locks.check()
+        refused = pytest.raises(ValueError, match="--save-hf .*: another run is writing to this folder")
+        with refused, locked_folders([], f"{tmp_path}/{other}"):
+            pass
+        with locked_folders([], str(tmp_path / "hf2")):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_the_lock_of_numbered_exports_is_outside_of_all_of_them(tmp_path):
+    with locked_folders([], str(tmp_path / "new" / "step-{iteration}" / "hf")):
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [".miles-lock-step-{iteration}-hf"]
+
+
 ENDS_AT_ONCE = """
 import sys
 from pathlib import Path

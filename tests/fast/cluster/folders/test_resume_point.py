@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,9 +102,15 @@ def test_a_run_does_not_start_over_because_all_checkpoints_are_damaged(root):
 
 
 def test_a_replaced_checkpoint_is_taken_if_the_one_that_replaces_it_is_damaged(root):
-    (root / "iter_0000004").rename(root / ".replaced_iter_0000006")
+    shutil.copytree(root / "iter_0000006", root / ".replaced_iter_0000006")
     damage(root / "iter_0000006")
     assert resume_point(CheckpointArguments(load=str(root))).checkpoint.load == str(root / ".replaced_iter_0000006")
+
+
+def test_a_checkpoint_under_the_name_of_a_later_one_is_passed_over(root):
+    (root / "iter_0000002").rename(root / "iter_0000009")
+    point = resume_point(CheckpointArguments(load=str(root)))
+    assert point.checkpoint.load == str(root / "iter_0000006") and point.damaged == (root / "iter_0000009",)
 
 
 def test_without_checkpoints_nothing_is_loaded(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
+from miles.cluster.folders.run_identity import branch_of, check_load_folder, own_save_folder
 from miles.tracking.identity import RunIdentity
 
 OLD = RunIdentity("old", "2026-01-01 10:00:00")
@@ -142,3 +142,19 @@ def test_an_earlier_version_that_has_saved_more_than_a_run_is_another_run(saved)
 
 def test_without_a_checkpoint_nothing_is_checked(tmp_path):
     assert check_load_folder(CheckpointArguments()) == check_load_folder(CheckpointArguments(load=str(tmp_path))) == []
+
+
+def test_a_run_from_an_earlier_checkpoint_than_the_newest_is_a_new_one(saved):
+    for iterations in (20, 40):
+        folder = saved(iterations, OLD)
+    saved(60, NEW)
+    branch, notes = branch_of(CheckpointArguments(load=f"{folder}/iter_0000020"))
+    assert branch == f"{folder}/iter_0000020"
+    assert notes == [
+        f"--load {folder}/iter_0000020: run old of 2026-01-01 10:00:00 has gone on from this checkpoint, to "
+        "iter_0000040, so this is a new run with metrics of its own"
+    ]
+    for load in ("", "iter_0000040", "iter_0000060"):  # the folder; the newest of its run, and of another one
+        assert branch_of(CheckpointArguments(load=f"{folder}/{load}".rstrip("/"))) == (None, [])
+    assert branch_of(CheckpointArguments(load=f"{folder}/iter_0000020", finetune=True)) == (None, [])
+    assert branch_of(CheckpointArguments()) == (None, [])

@@ -1,0 +1,110 @@
+"""The settings in a checkpoint: say what a run that resumes has changed, and refuse what cannot continue.
+
+A checkpoint has the settings that decide what is learned, without secrets. Others, such as folders and time limits, may
+change without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.files.tokenizer_file import fault_of_tokens
+from miles.arguments.settings import Settings
+from miles.data.stream import check_order
+from miles.flags import LONGEST_VALUE, flag_name
+from miles.one_line import one_line
+from miles.secret_values import public
+from miles.training import checkpoint_folder
+
+KEY = "settings"  # in the launcher's part of a checkpoint
+_SECTIONS = (
+    "model",
+    "lora",
+    "data",
+    "reward",
+    "rollout",
+    "loss",
+    "critic",
+    "optimizer",
+    "training",
+    "parallel",
+    "evaluation",
+    "megatron",
+    "megatron_overrides",
+)
+_SHOWN = 8  # settings in a note
+
+
+def settings_to_save(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the settings as a checkpoint has them: section to field to value, in plain JSON."""
+    found = {}
+    for name in _SECTIONS:
+        section = getattr(settings, name)
+        values = dict(section) if isinstance(section, tuple) else dataclasses.asdict(section)
+        found[name] = values
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(public("settings", found), default=str))
+    return plain
+
+
+def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[str]:
+    """Compare the settings with those of the checkpoint in ``--load``, if the run continues that.
+
+    Returns:
+        A note with the settings that differ, if some do.
+
+    Raises:
+        ValueError: Another training backend wrote the checkpoint, its prompts were in another order, or its model had
+            another tokenizer.
+    """
+    folder = None if checkpoint.load is None else checkpoint_folder.at(checkpoint.local(checkpoint.load))
+    if folder is None:
+        return []
+    checkpoint_folder.read_run_state(folder, settings.training.train_backend, f"--load {checkpoint.load}")
+    if checkpoint.finetune:
+        return []
+    state = checkpoint_folder.read_launcher_state(folder)
+    order = {"shuffle": settings.data.rollout_shuffle, "seed": settings.data.rollout_seed}
+    prompts = state["prompts"]
+    for position in prompts["sets"].values() if "sets" in prompts else [prompts] if "seed" in prompts else []:
+        check_order(position, order)
+    before, now = state.get(KEY), settings_to_save(settings)
+    if not isinstance(before, dict):  # an earlier version
+        return []
+    _check_tokenizer(checkpoint, before.get("model"), settings)
+    changed = [_changed(name, values) for name, values in _differences(before, now)]
+    if not changed:
+        return []
+    more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return [
+        f"--load {checkpoint.load}: {folder.name} was saved with other settings, and this run continues with its own: "
+        f"{'; '.join(changed[:_SHOWN])}{more}"
+    ]
+
+
+def _check_tokenizer(checkpoint: CheckpointArguments, model: object, settings: Settings) -> None:
+    before, now = (model.get("hf_checkpoint") if isinstance(model, dict) else None), settings.model.hf_checkpoint
+    if not isinstance(before, str) or now is None or before == now:
+        return
+    if (fault := fault_of_tokens(now, before)) is not None:
+        raise ValueError(
+            f"--hf-checkpoint {now}: {fault}, the model of the run in --load {checkpoint.load}, whose weights know "
+            f"only those; give --hf-checkpoint {before}"
+        )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the fields that both have, with both values, if these differ."""
+    for section, fields in now.items():
+        saved = before.get(section)
+        for name, value in fields.items():
+            if isinstance(saved, dict) and name in saved and saved[name] != value:
+                yield name, [saved[name], value]
+
+
+def _changed(name: str, values: list[Any]) -> str:
+    old, new = (one_line("none" if value is None else str(value), LONGEST_VALUE) for value in values)
+    return f"{flag_name(name)} {old}, now {new}"
