@@ -246,11 +246,16 @@ class Errors:
             return {}
         return value
 
-    def existing_file(self, field: str, path: str) -> None:
-        """Check that ``path`` is a file."""
-        if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
+    def existing_file(self, field: str, path: str) -> bool:
+        """Check that ``path`` is a file; return whether it is."""
+        if os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
+            return True
+        if os.path.exists(path):
+            self.refuse(field, path, "not a regular file", "give one: a run that resumes reads it again")
+        else:
             what_to_do = "check the path; it is relative to the folder in which the run starts"
             self.refuse(field, path, "no such file", what_to_do)
+        return False
 
     def folder_to_write(self, field: str, path: str | None) -> None:
         """Check that ``path`` is no file, nor below one. It may be missing."""

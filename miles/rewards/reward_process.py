@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ import time
 import weakref
 from asyncio import Lock
 from collections.abc import Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -41,10 +43,12 @@ from miles.user_code.errors import UserCodeError
 
 MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuck, not slow
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
+WORD_SECONDS = 30.0  # between two messages that it is still importing
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return
 OUTPUT_PER_MINUTE = 100_000  # bytes of what the function prints that are shown
 LONGEST_LINE = 500
 STACK_SECONDS = 5.0  # for the stacks of a function that does not return
+_logger = logging.getLogger(__name__)
 _NOT_THE_USERS = ("site-packages", "/lib/python3", "/miles/")
 
 
@@ -176,16 +180,25 @@ class _Worker:
         self._ready: Future[None] = Future()
         threading.Thread(target=self._read_replies, name="reward-replies", daemon=True).start()
         threading.Thread(target=self._show_output, name="reward-output", daemon=True).start()
+        self._wait_for_import(f"--custom-rm-path {command[0]}")
+
+    def _wait_for_import(self, name: str) -> None:
+        began = time.monotonic()
+        while not self._ready.done():
+            seconds = time.monotonic() - began
+            if seconds > IMPORT_SECONDS:
+                self.stop()
+                raise InputError(
+                    f"{name}: importing its module takes more than {IMPORT_SECONDS:g} s; do less at import, such as at "
+                    f"the first call"
+                )
+            if seconds > WORD_SECONDS:
+                _logger.warning("%s: its module has been importing for %.0f s", name, seconds)
+            futures.wait([self._ready], timeout=WORD_SECONDS)
         try:
-            self._ready.result(timeout=IMPORT_SECONDS)
-        except TimeoutError:
-            self.stop()
-            raise InputError(
-                f"--custom-rm-path {command[0]}: importing its module takes more than {IMPORT_SECONDS:g} s; do less at "
-                f"import, such as at the first call"
-            ) from None
+            self._ready.result()
         except RewardProcessDied as error:
-            raise InputError(f"--custom-rm-path {command[0]}: importing its module {error}; correct it") from None
+            raise InputError(f"{name}: importing its module {error}; correct it") from None
 
     async def call(self, samples: Sequence[Sample], seconds: float) -> list[float]:
         number = next(self._numbers)

@@ -1,5 +1,7 @@
 """Rules of mixtures of prompt sets."""
 
+import os
+
 import pytest
 
 MIX = "--prompt-mix a reasoning_gym:products b reasoning_gym:chain_sum"
@@ -33,3 +35,17 @@ def test_sources_by_name(validated):
     assert data.mixed_sources == {"a": "reasoning_gym:products", "b": "reasoning_gym:chain_sum"}
     assert data.prompt_mix_weights == (0.7, 0.3)
     assert validated().settings.data.mixed_sources == {"prompts": "reasoning_gym:products"}
+
+
+def test_a_file_of_prompts_is_refused_before_the_run_if_it_has_no_rows(refused, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    mix = f"--prompt-mix a {tmp_path}/rows.jsonl b {tmp_path}/empty.jsonl"
+    (message,) = refused(mix, without="--prompt-data")
+    assert message == f"--prompt-mix {tmp_path}/empty.jsonl: the file is empty; give one with at least one row"
+
+
+def test_a_pipe_is_no_file_of_prompts(refused, tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (message,) = refused(f"--prompt-data {tmp_path}/rows.jsonl --label-key a", without="--prompt-data")
+    assert "rows.jsonl: not a regular file; give one" in message
