@@ -10,7 +10,7 @@ from miles.flags import FlagError
 from tests.fast.arguments.conftest import minimal
 
 TEXT = json.dumps({"question": "1 + 1 =", "answer": {"text": "2"}}) + "\n"
-UNREADABLE = ["", "\n\n", "[]\n", "{\n", '{"a": 1, "a": 2}\n', "\ud800\n", "{" + " " * LONGEST_LINE]
+UNREADABLE = ["\n\n", "[]\n", "{\n", '{"a": 1, "a": 2}\n', "\ud800\n", "{" + " " * LONGEST_LINE]
 
 
 @pytest.fixture
