@@ -165,6 +165,13 @@ def test_only_segments_that_the_server_has_open_are_removed(tmp_path, segments):
         os.unlink(other)
 
 
+def test_a_folder_or_binary_file_with_the_name_of_the_notes_keeps_nothing_from_being_removed(tmp_path):
+    (tmp_path / "run" / "package" / NOTED).mkdir(parents=True)
+    (tmp_path / "run" / NOTED).write_bytes(b"\xff\n")
+    assert clean_up(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 SHARES_A_TENSOR = """
 import sys, torch
 torch.multiprocessing.set_sharing_strategy("file_system")
