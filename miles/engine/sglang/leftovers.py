@@ -29,7 +29,7 @@ def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def begin_notes(folder: Path) -> None:
-    """Begin the notes of a server. Raises OSError if the disk has no room for them, nor for what the server writes."""
+    """Begin the notes of a server. Raises ``OSError`` if the disk is full: the server could not write either."""
     (folder / NOTED).write_text("\n")
 
 
