@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from miles.model_families.installed_transformers import READ_AS
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+_READER = "PytorchStreamReader"  # begins what torch says about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message
 
 
@@ -55,10 +57,11 @@ def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTr
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, EOFError, SafetensorError) as error:
-        raise ValueError(
-            f"the model {path}: its weights cannot be read ({one_line(str(error), 300)}); {again}"
-        ) from error
+    except (OSError, EOFError, UnpicklingError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _READER not in str(error):  # not about a file
+            raise
+        why = one_line(str(error), 300) or "a file is empty"
+        raise ValueError(f"the model {path}: its weights cannot be read ({why}); {again}") from error
     model: PreTrainedModel = loaded[0]
     found: dict[str, Any] = loaded[1]
     if missing := sorted(found["missing_keys"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles.arguments.files.tokenizer_file import fault_of_tokens, ordinary_tokens
-from miles.arguments.model import local_vocab_size, vocab_size_of
+from miles.arguments.model import ModelArguments, local_vocab_size, vocab_size_of
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
@@ -37,13 +37,21 @@ def check_tokens_of_scorers(settings: Settings, errors: Errors) -> None:
         if path is None or not errors.none_about(field):
             continue
         with errors.catching():
-            size, tokens = vocab_size_of(settings.model, field), ordinary_tokens(own)
-            last = max(tokens.values(), default=0) if tokens else 0
-            if size is not None and last >= size:
-                rule = f"has the token ids 0 to {size - 1}, and the tokenizer of --hf-checkpoint has ids up to {last}"
-                errors.refuse(field, path, rule, _SAME_TOKENS)
-            elif (fault := fault_of_tokens(path, own)) is not None:
-                errors.refuse(field, path, fault, _SAME_TOKENS)
+            fault = _fault_of_size(settings.model, field) or fault_of_tokens(path, own)
+            if fault is not None:
+                what_to_do = "it scores the ids that the policy chose, so give a model with the same tokenizer"
+                errors.refuse(field, path, fault, what_to_do)
 
 
-_SAME_TOKENS = "it scores the ids that the policy chose, so give a model with the same tokenizer"
+def _fault_of_size(model: ModelArguments, field: str) -> str | None:
+    """Return that the model of ``field`` has fewer tokens than the policy can choose, as part of a sentence."""
+    size, own_size = vocab_size_of(model, field), local_vocab_size(model)
+    if size is None or (own_size is not None and own_size <= size):
+        return None
+    assert model.hf_checkpoint is not None, "the caller has looked"
+    last = max((ordinary_tokens(model.hf_checkpoint) or {}).values(), default=0)
+    if own_size is not None:
+        last = min(last, own_size - 1)  # a tokenizer may have tokens that its model does not know
+    if last < size:
+        return None
+    return f"has the token ids 0 to {size - 1}, and the tokenizer of --hf-checkpoint has ids up to {last}"

@@ -12,6 +12,7 @@ may differ. A launcher that was stopped for so long, and continues, sees that be
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 RELEASE_SECONDS = 5.0  # for all locks at an end at once
+_LONGEST_OF_EXPORT = 180  # bytes of a name in that of a lock, which gets an id once more (``_age``)
 _held: dict[Path, dict[str, Any]] = {}  # the locks of this process, and what is written in them
 
 
@@ -85,7 +87,10 @@ def _lock_of_export(template: str) -> Path:
     """Return the lock of all exports of a name, in which ``{iteration}`` is any number: beside the first of them."""
     parts = Path(os.path.realpath(template)).parts
     first = next((n for n, part in enumerate(parts) if PLACEHOLDER.search(part)), len(parts) - 1)
-    return Path(*parts[:first], f"{NAME}-{'-'.join(parts[first:])}")
+    name = PLACEHOLDER.sub("{iteration}", "-".join(parts[first:]))
+    if len(name.encode()) > _LONGEST_OF_EXPORT:
+        name = hashlib.sha256(name.encode()).hexdigest()
+    return Path(*parts[:first], f"{NAME}-{name}")
 
 
 @contextmanager

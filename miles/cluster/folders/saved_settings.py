@@ -1,7 +1,7 @@
 """The settings in a checkpoint: say what a run that resumes has changed, and refuse what cannot continue.
 
-A checkpoint has the settings that decide what is learned, without secrets. Others, such as folders and time limits, may
-change without a word.
+A checkpoint has the settings of the sections that decide what is learned, without secrets. Those of the others, such as
+``--output-dir`` and ``--worker-timeout``, may change without a word.
 """
 
 from __future__ import annotations

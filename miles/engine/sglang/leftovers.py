@@ -29,7 +29,7 @@ def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def begin_notes(folder: Path) -> None:
-    """Begin the notes of a server. Raises OSError if the disk has no room for them, nor for what the server writes."""
+    """Begin the notes of a server. Raises ``OSError`` if the disk is full: the server could not write either."""
     (folder / NOTED).write_text("\n")
 
 
@@ -58,8 +58,8 @@ def remove_segments(folder: Path, found: Iterable[str] = ()) -> None:
 
 def _noted(path: Path) -> set[str]:
     try:
-        lines = path.read_text().splitlines(keepends=True)
-    except FileNotFoundError:  # removed meanwhile
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+    except OSError:  # removed meanwhile, or another program's folder of this name
         return set()
     # The last one may have been cut when the server was killed.
     return {line.strip() for line in lines if line.endswith("\n") and line.startswith(SEGMENTS)}

@@ -82,7 +82,7 @@ def test_the_guard_of_an_engine_outlives_the_children_that_ray_kills_with_their_
         worker.kill()
     try:
         assert have_ended(children), "the guard has killed what was left"
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + 30.0
         while os.path.exists(folder):
             assert time.monotonic() < until, "the guard did not remove the folder"
             time.sleep(0.05)
@@ -163,6 +163,13 @@ def test_only_segments_that_the_server_has_open_are_removed(tmp_path, segments):
         assert os.path.exists(other)
     finally:
         os.unlink(other)
+
+
+def test_a_folder_or_binary_file_with_the_name_of_the_notes_keeps_nothing_from_being_removed(tmp_path):
+    (tmp_path / "run" / "package" / NOTED).mkdir(parents=True)
+    (tmp_path / "run" / NOTED).write_bytes(b"\xff\n")
+    assert clean_up(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 SHARES_A_TENSOR = """

@@ -126,3 +126,18 @@ def test_truncated_or_lost_weights_are_one_sentence(edited, spoil):
     for read in readers(path):
         with pytest.raises(ValueError, match=re.escape(f"the model {path}: its weights cannot be read (")):
             read()
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * 200])
+def test_broken_weights_in_torchs_format_are_one_sentence(edited, spoil):
+    path = edited(lambda tensors: None)
+    tensors = Path(path, "model.safetensors")
+    file = Path(path, "pytorch_model.bin")
+    torch.save(load_file(tensors), file)
+    tensors.unlink()
+    for read in readers(path):
+        read()
+    file.write_bytes(spoil(file.read_bytes()))
+    for read in readers(path):
+        with pytest.raises(ValueError, match=re.escape(f"the model {path}: its weights cannot be read (") + r"[^)]"):
+            read()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from miles.arguments.files import tokenizer_file
+
 
 @pytest.fixture
 def model(tmp_path):
@@ -81,3 +83,28 @@ def test_scorers_may_have_more_tokens_and_other_special_ones(folder, validated):
         folder("broken", None),
     ):
         assert validated(f"--hf-checkpoint {own} {SCORERS['--ref-load']} {other}", without="--hf-checkpoint")
+
+
+def test_a_tokenizer_with_more_tokens_than_its_model_may_have_a_scorer_of_the_models_size(folder, validated):
+    tokens = {"a": 0, "b": 99}
+    own, other = folder("own", tokens, size=64), folder("other", tokens, size=64)
+    for scorer in (own, other):
+        assert validated(f"--hf-checkpoint {own} {SCORERS['--ref-load']} {scorer}", without="--hf-checkpoint")
+
+
+def test_equal_files_of_tokens_are_not_parsed(folder, validated, monkeypatch):
+    """To parse those of large vocabularies takes validation longer than all the rest."""
+    own, other = folder("own", {"a": 0, "b": 1}), folder("other", {"a": 0, "b": 1})
+    monkeypatch.setattr(tokenizer_file.json, "loads", refusing_tokens)
+    flags = f"--hf-checkpoint {own} {SCORERS['--ref-load']} {own} {SCORERS['--opd-teacher-load']} {other}"
+    assert validated(flags, without="--hf-checkpoint")
+
+
+def refusing_tokens(text, **options):
+    assert "added_tokens" not in text
+    return json.JSONDecoder(**options).decode(text)
+
+
+def test_a_vocabulary_of_pairs_that_are_no_tokens_is_not_compared(folder, validated):
+    own, other = folder("own", {"a": 0}), folder("other", [[["a"], -1.0]])
+    assert validated(f"--hf-checkpoint {own} {SCORERS['--ref-load']} {other}", without="--hf-checkpoint")

@@ -75,6 +75,21 @@ def test_the_lock_of_numbered_exports_is_outside_of_all_of_them(tmp_path):
         assert [path.name for path in (tmp_path / "new").iterdir()] == [".miles-lock-step-{iteration}-hf"]
 
 
+@pytest.mark.parametrize("name", ["n" * 240, "{iteration}-" + "n" * 220 + "/" + "m" * 220])
+def test_an_export_of_a_long_name_has_a_lock(tmp_path, name):
+    with locked_folders([], str(tmp_path / name)):
+        (lock,) = tmp_path.iterdir()
+        assert len(f"{lock.name}.{'0' * 32}") <= 255, "another launcher's clock file has this name"
+        with pytest.raises(ValueError, match="another run is writing"), locked_folders([], str(tmp_path / name)):
+            pass
+
+
+def test_both_placeholders_name_the_same_exports(tmp_path):
+    refused = pytest.raises(ValueError, match="another run is writing")
+    with locked_folders([], str(tmp_path / "{iteration}")), refused, locked_folders([], str(tmp_path / "{rollout_id}")):
+        pass
+
+
 ENDS_AT_ONCE = """
 import sys
 from pathlib import Path
