@@ -36,6 +36,9 @@ _SECTIONS = (
     "megatron",
     "megatron_overrides",
 )
+# Settings of these sections that do not decide what is learned: how names end, and whole names.
+_LIMITS = ("_timeout", "_concurrency", "_retries", "_memory", "_cache", "_processes", "_workers")
+_OUTPUTS = ("save_debug_rollout_data", "log_passrate", "get_mismatch_metrics", "loss_canary")
 _SHOWN = 8  # settings in a note
 
 
@@ -45,7 +48,9 @@ def settings_to_save(settings: Settings) -> dict[str, dict[str, Any]]:
     for name in _SECTIONS:
         section = getattr(settings, name)
         values = dict(section) if isinstance(section, tuple) else dataclasses.asdict(section)
-        found[name] = values
+        found[name] = {
+            field: value for field, value in values.items() if not field.endswith(_LIMITS) and field not in _OUTPUTS
+        }
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(public("settings", found), default=str))
     return plain
 

@@ -44,6 +44,11 @@ def test_settings_that_differ_are_noted_with_both_values(saved):
     )
 
 
+def test_limits_and_outputs_may_differ_without_a_note(saved, tmp_path):
+    flags = f"--loss-canary always --save-debug-rollout-data {tmp_path}/{{rollout_id}}.jsonl"
+    assert check_settings(saved(), settings_of(flags)) == []
+
+
 def test_many_differences_are_counted(saved):
     flags = "--lr 1e-4 --num-rollout 20 --advantage-estimator rloo --eps-clip 0.3 --eps-clip-high 0.4 --seed 7"
     (note,) = check_settings(saved(), settings_of(f"{flags} --rollout-top-k 9 --entropy-coef 0.1 --weight-decay 0.2"))
