@@ -20,7 +20,7 @@ from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import begin_notes, remove_server_folder
-from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port
+from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port, is_taken
 from miles.engine.sglang.server_log import LogFile
 from miles.host.disk_faults import disk_fault, naming_disk
 from miles.host.machine import num_cores
@@ -30,7 +30,7 @@ from miles.weight_sync.local_copy import CopySource, WeightFolder
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
-PORT_TAKEN = "address already in use"
+PORT_TAKEN = "address already in use"  # in the words of the system
 EXTERNAL_SECONDS = 1800  # for a server that somebody else starts
 EXTERNAL_HEALTH_SECONDS = 60.0
 EXTERNAL_POLL_SECONDS = 1.0
@@ -53,6 +53,10 @@ _ON_CPU = (
     ("--mem-fraction-static", "0.5", ()),
     ("--sleep-on-idle", None, ()),
 )
+
+
+class PortTaken(ServerFailed):
+    """Another process has taken the server's port since it was found free."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +193,13 @@ class SglangServer:
                 "--rollout-engine sglang: SGLang is not installed here; install it (docs/engine.md has the command for "
                 "CPU), use --rollout-external with engines that run elsewhere, or use --rollout-engine torch"
             )
-        for attempt in range(PORT_TRIES):
+        for attempt in range(1, PORT_TRIES + 1):
             try:
                 return self._start_on(free_port(self._host), meeting)
+            except PortTaken:
+                if attempt == PORT_TRIES:
+                    raise
             except ServerFailed as failure:
-                if PORT_TAKEN in str(failure).lower() and attempt < PORT_TRIES - 1:
-                    continue
                 # The server's log may not have had room for the reason.
                 if fault := disk_fault(_temporary(), failure):
                     raise ServerFailed(f"{fault} on host {socket.gethostname()}; {failure}") from failure
@@ -210,11 +215,17 @@ class SglangServer:
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
         arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
-        self._process = ChildProcess(NOTING, [self._spec.module, *arguments], environment, self._log, secret)
+        process = self._process = ChildProcess(NOTING, [self._spec.module, *arguments], environment, self._log, secret)
         try:
-            self._process.wait_until(
-                lambda: is_ready(url) if self._spec.node == 0 else answers(url, "/health"), START_SECONDS
+            process.wait_until(
+                lambda: is_ready(url, self._spec.keys.server) if self._spec.node == 0 else answers(url, "/health"),
+                START_SECONDS,
             )
+        except ServerFailed as failure:
+            self.stop()
+            if is_taken(self._host, port) or process.log.says(PORT_TAKEN):  # it may be free again
+                raise PortTaken(str(failure)) from failure
+            raise
         except BaseException:
             self.stop()
             raise
@@ -245,18 +256,21 @@ def _naming_disk() -> AbstractContextManager[None]:
     return naming_disk(_temporary(), what=what, then="make room there")
 
 
-def is_ready(url: str) -> bool:
-    """Return whether the server at ``url`` has loaded its model and reports that it is ready."""
-    return answers(url, "/ready")
+def is_ready(url: str, key: str | None = None) -> bool:
+    """Return whether the server at ``url`` has loaded its model, reports that it is ready, and takes the key.
+
+    The server of another run, which has taken the port meanwhile, is ready too.
+    """
+    return answers(url, "/ready") and (key is None or answers(url, "/model_info", key))
 
 
-def answers(url: str, path: str) -> bool:
+def answers(url: str, path: str, key: str | None = None) -> bool:
     """Return whether the server at ``url`` answers ``path`` without an error.
 
     The process of a further node knows /health only, and answers when it has loaded its part of the model.
     """
     try:
-        return httpx.get(url + path, timeout=5.0, trust_env=False, verify=False).status_code == 200
+        return httpx.get(url + path, headers=bearer(key), timeout=5.0, trust_env=False, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 

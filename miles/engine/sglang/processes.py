@@ -122,8 +122,9 @@ def free_port(host: str) -> int:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Return whether a TCP port of ``host`` is in use."""
+    """Return whether a TCP port of ``host`` is in use: connections that a server there has closed do not count."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:

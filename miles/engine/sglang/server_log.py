@@ -13,7 +13,8 @@ from typing import IO
 from miles.arguments.sglang.settings import SglangArguments
 from miles.secret_values import hide_in_text
 
-TAIL_LINES = 30
+TAIL_LINES = 30  # in messages
+KEPT_LINES = 1000  # a fault may be followed by the tracebacks of what fails because of it
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ServerLog:
 
     def __init__(self, file: LogFile, secrets: set[str]) -> None:
         self.path = file.path
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # of this start
+        self.tail: deque[str] = deque(maxlen=KEPT_LINES)  # of this start
         self._secrets = secrets
         file.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _Writer(
@@ -59,7 +60,11 @@ class ServerLog:
 
     def end(self) -> str:
         """Return the last lines of this start, below the name of the file."""
-        return "\n".join([f"{self.path} ends:", *self.tail])
+        return "\n".join([f"{self.path} ends:", *list(self.tail)[-TAIL_LINES:]])
+
+    def says(self, text: str) -> bool:
+        """Return whether one of the last lines of this start has ``text``, in small or capital letters."""
+        return any(text in line.lower() for line in list(self.tail))
 
 
 class _Writer(RotatingFileHandler):

@@ -2,6 +2,9 @@
 
 import os
 import socket
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from small_disk import fill, mounted_disk
 from miles.arguments.sglang.server_flags import known_server_flags
 from miles.engine.host import ServerFailed
 from miles.engine.sglang import launch
+from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.launch import ServerSpec, SglangServer, cpu_support
 from miles.engine.sglang.server_log import LogFile
 from miles.host.disk_faults import WriteFailed
@@ -105,3 +109,58 @@ def test_a_server_that_ends_on_a_full_disk_names_disk_and_host(ending_server, mo
     with pytest.raises(ServerFailed, match="^the server ended with status 1") as caught:
         server.start()
     assert caught.value.__cause__ is None
+
+
+# A server that finds its port taken and ends, after a long traceback, or that serves.
+SERVER = """
+import socket, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+says = {says}
+try:
+    if says and port == {taken}:
+        raise OSError("[Errno 98] Address already in use")
+    server = HTTPServer(("127.0.0.1", port), Handler)
+except OSError as error:
+    print(error if says else "the server cannot bind")
+    print("a line of a traceback\\n" * 100)
+    sys.exit(3)
+server.serve_forever()
+"""
+
+
+class OfAnotherRun(BaseHTTPRequestHandler):
+    """A server that is ready, and wants another key."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 401)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["as its log says", "by a server of another run"])
+def test_a_server_whose_port_is_taken_meanwhile_starts_on_another(tmp_path, monkeypatch, says):
+    with ThreadingHTTPServer(("127.0.0.1", 0), OfAnotherRun) as other:
+        taken = other.server_port
+        if says:
+            other.server_close()  # it has had the port for a moment only
+        else:
+            threading.Thread(target=other.serve_forever, daemon=True).start()
+        (tmp_path / "taken_port.py").write_text(SERVER.format(says=says, taken=taken))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setattr(launch, "find_spec", lambda name: name)
+        monkeypatch.setattr(launch, "MODULE_ON_CPU", "taken_port")
+        ports = iter([taken, launch.free_port("127.0.0.1")])
+        monkeypatch.setattr(launch, "free_port", lambda host: next(ports))
+        server = SglangServer(replace(CPU, keys=Keys("a key")), LogFile(tmp_path / "engine.log"), "127.0.0.1")
+        try:
+            assert not server.start().endswith(f":{taken}")
+        finally:
+            server.stop()
+            if not says:
+                other.shutdown()
