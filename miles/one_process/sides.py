@@ -129,7 +129,7 @@ class OneProcessTrainer:
         return self._rank.train(shards_by_token_rank[0], *due, iteration)
 
     def export_weights(self) -> list[WeightChunk]:
-        """Return copies of the weights: an engine that generates ahead loads them when the trainer has gone on."""
+        """Return copies of the weights: an engine that generates ahead loads them when the trainer has continued."""
         chunks = self._rank.backend.export_weights()
         return [WeightChunk({name: tensor.clone() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
 

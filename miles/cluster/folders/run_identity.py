@@ -4,7 +4,7 @@ Every checkpoint carries the id of its run. A run that resumes keeps the id of t
 starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
 them: anything else would leave checkpoints of two runs side by side, and a later resume would take the wrong one.
 
-A run that begins from a checkpoint from which its run has gone on already is a branch: a new run, whose metrics and
+A run that begins from a checkpoint from which its run has continued is a branch: a new run, whose metrics and
 checkpoints are not those of the other.
 """
 
@@ -73,7 +73,7 @@ def branch_of(checkpoint: CheckpointArguments) -> tuple[str | None, list[str]]:
     ]
     if not later:
         return None, []
-    note = f"{run} has gone on from this checkpoint, to {later[-1].name}, so this is a new run with metrics of its own"
+    note = f"{run} has continued from this checkpoint, to {later[-1].name}, so this is a new run with metrics of its own"
     return str(start), [f"--load {checkpoint.load}: {note}"]
 
 
