@@ -225,7 +225,7 @@ def test_checkpoints_carry_the_run_that_they_belong_to(run):
 
 def test_a_branch_is_a_run_of_its_own(run):
     earlier = {"rollouts_done": 3, "prompts": {}, "run": BRANCHED.to_state(), "wandb_run": "earlier"}
-    for load, own in (("run/iter_0000003", True), ("branch", False)):  # of a restart: the checkpoint that the branch has saved
+    for load, own in (("run/iter_0000003", True), ("branch", False)):  # second: a restart of the branch
         sides = run(resume_from=earlier, save="branch", load=load, branch="run/iter_0000003")
         state = sides.saved_states[-1]
         assert (state["run"] == OWN.to_state(), "wandb_run" not in state) == (own, own)
