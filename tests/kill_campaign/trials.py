@@ -86,7 +86,10 @@ def kinds_of(setup: str) -> list[Kind]:
 
 
 class Plan:
-    """Draws trials at random from the kinds that were tried least often. Threads may share it."""
+    """Draws trials at random from the kinds that were tried least often. Threads may share it.
+
+    A target, signal and moment that were tried on no set-up come first.
+    """
 
     def __init__(self, tried: Iterable[Kind], setups: Sequence[str]) -> None:
         self.count = Counter(tried)
@@ -102,8 +105,9 @@ class Plan:
         """Draw a trial for a run of ``setup``, and count it as tried. ``resumes``: the run is about to load."""
         kinds = [kind for kind in kinds_of(setup) if resumes or kind[3] != LOAD]
         with self.lock:
-            fewest = min(self.count[kind] for kind in kinds)
-            kind = rng.choice([kind for kind in kinds if self.count[kind] == fewest])
+            anywhere = {kind[1:] for kind, count in self.count.items() if count}
+            times = {kind: (kind[1:] in anywhere, self.count[kind]) for kind in kinds}
+            kind = rng.choice([kind for kind in kinds if times[kind] == min(times.values())])
             self.count[kind] += 1
         occurrence = 1 if kind[3] == LOAD else rng.randint(1, 2)
         return Trial(*kind, occurrence, round(rng.expovariate(5.0), 3), restarts)
