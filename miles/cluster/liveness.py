@@ -62,7 +62,7 @@ class _Watched:
     replaceable: bool
     preparing: ray.ObjectRef[Any] | None = None  # until it has ended
     pid: int | None = None  # known with the first heartbeat
-    node: str | None = None  # likewise, in a joined cluster: its id
+    node: str | None = None  # the id of its node, known with the first heartbeat; None outside of a joined cluster
     lost: WorkerLost | None = None
 
     def beat(self) -> None:

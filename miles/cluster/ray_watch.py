@@ -219,7 +219,7 @@ def loss_of_node(node_id: str | None) -> str | None:
 
 
 def how_node_ended(actor_id: str | None) -> str | None:
-    """Return, as words in brackets, that a worker has died with its node; None if that is there.
+    """Return, as words in brackets, that a worker has died with its node; None if the node is alive.
 
     Ray takes a while to notice the death of a node, so its raylet is asked too.
 
@@ -240,7 +240,7 @@ def how_node_ended(actor_id: str | None) -> str | None:
 
 
 def are_alive(node_ids: Collection[str]) -> bool:
-    """Return whether all of these nodes of a joined cluster are there."""
+    """Return whether all of these nodes of a joined cluster are alive."""
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     try:
         for node_id in node_ids:

@@ -1,13 +1,13 @@
 """Check a saved position in the prompts, as a checkpoint has it, before a run continues from it.
 
 There are three kinds: in one set (stream.py), in several sets (mixture.py), and in the user's own source
-(custom_source.py). It is empty if a run draws no prompts.
+(custom_source.py). The position of a run that draws no prompts is empty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -23,6 +23,14 @@ def check_position(state: object) -> None:
         _check(all(isinstance(row, dict) for _, row in state["unfinished"]), "unfinished")
     elif state:
         _check_set(state)
+
+
+def positions_in_sets(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Return the position in each set of prompts; none for the user's own source and a run without prompts."""
+    if "sets" in state:
+        sets: Mapping[str, Mapping[str, Any]] = state["sets"]
+        return sets.values()
+    return [state] if "seed" in state else []
 
 
 def _check_set(state: Mapping[str, Any]) -> int:

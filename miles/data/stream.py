@@ -42,7 +42,7 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any]) -> None:
 
     Args:
         state: The position.
-        order: What the order of this run follows from: some of ``num_prompts``, ``shuffle`` and ``seed``.
+        order: The values that determine the order of this run: some of ``num_prompts``, ``shuffle`` and ``seed``.
 
     Raises:
         ValueError: The order was another one.

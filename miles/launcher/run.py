@@ -158,7 +158,7 @@ def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
 
 
 def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
-    """Return where the run begins, and the checkpoint if it branches off there; print all notes about it."""
+    """Return the point at which the run begins, and the checkpoint if it is a branch; print all notes about it."""
     from miles.cluster.folders.remote_checkpoints import index_all
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import branch_of, check_load_folder

@@ -34,10 +34,10 @@ def read_config(path: str) -> PretrainedConfig:
     return AutoConfig.for_model(kind, **known)
 
 
-def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """Return the causal language model of a folder, or of a name on the hub, with every weight from its files.
 
-    transformers begins with random values where the files have no tensor.
+    transformers fills tensors that the files lack with random values. ``config`` is that of ``read_config``.
 
     Raises:
         ValueError: The files lack tensors that the configuration asks for, hold some of another shape, or cannot be
@@ -46,7 +46,6 @@ def read_model(path: str, dtype: torch.dtype, attn_implementation: str) -> PreTr
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM  # slow to import
 
-    config = read_config(path)
     again = "copy or download the folder again"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, which its annotation does not say

@@ -43,7 +43,7 @@ from miles.user_code.errors import UserCodeError
 
 MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuck, not slow
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
-WORD_SECONDS = 30.0  # between two messages that it is still importing
+REMINDER_SECONDS = 30.0  # between two messages that it is still importing
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return
 OUTPUT_PER_MINUTE = 100_000  # bytes of what the function prints that are shown
 LONGEST_LINE = 500
@@ -192,9 +192,9 @@ class _Worker:
                     f"{name}: importing its module takes more than {IMPORT_SECONDS:g} s; do less at import, such as at "
                     f"the first call"
                 )
-            if seconds > WORD_SECONDS:
+            if seconds > REMINDER_SECONDS:
                 _logger.warning("%s: its module has been importing for %.0f s", name, seconds)
-            futures.wait([self._ready], timeout=WORD_SECONDS)
+            futures.wait([self._ready], timeout=REMINDER_SECONDS)
         try:
             self._ready.result()
         except RewardProcessDied as error:

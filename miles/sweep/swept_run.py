@@ -94,8 +94,9 @@ class SweptRun:
             shown = one_line("; ".join(changed), 1000)
             what_to_do = "give the variant another name, remove the folder, or give another --out"
             return f"{self.folder}: was run with other flags ({shown}); {what_to_do}"
+        files = self._files()
         for flag, digest in record.get("files", {}).items():  # absent in records of earlier versions
-            if self._files().get(flag, digest) != digest:
+            if files.get(flag, digest) != digest:
                 what_to_do = "restore it, give the variant another name, remove the folder, or give another --out"
                 return f"{self.folder}: was run with another content of the file of {flag}; {what_to_do}"
         return self._fault_of_checkpoints()

@@ -106,7 +106,7 @@ class Tracker:
         if last is not None and last < step - 1:
             self._console.note(
                 f"--output-dir {self._output_dir}: its metrics end at step {last}, and this run continues after step "
-                f"{step - 1}; the rows between are not there"
+                f"{step - 1}; the rows in between are missing"
             )
         self._files.forget_early_end()
         self._begin(resume_step=step)

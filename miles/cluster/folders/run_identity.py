@@ -58,7 +58,7 @@ def branch_of(checkpoint: CheckpointArguments) -> tuple[str | None, list[str]]:
     """Return the checkpoint from which a new run branches off, None for other runs, and notes for the user.
 
     Args:
-        checkpoint: The flags as the user gave them: only who names a checkpoint wants that one and no newer.
+        checkpoint: The flags as the user gave them: a user who names a checkpoint wants that one, not the newest.
     """
     start = None if checkpoint.finetune else _loaded(checkpoint)
     if checkpoint.load is None or start is None or start != checkpoint.local(checkpoint.load):

@@ -1,7 +1,7 @@
 """The settings in a checkpoint: say what a run that resumes has changed, and refuse what cannot continue.
 
 A checkpoint has the settings of the sections that decide what is learned, without secrets. Those of the others, such as
-``--output-dir`` and ``--worker-timeout``, may change without a word.
+``--output-dir`` and ``--worker-timeout``, may change without a note.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.files.tokenizer_file import fault_of_tokens
 from miles.arguments.settings import Settings
+from miles.data.position import positions_in_sets
 from miles.data.stream import check_order
 from miles.flags import LONGEST_VALUE, flag_name
 from miles.one_line import one_line
@@ -73,8 +74,7 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
         return []
     state = checkpoint_folder.read_launcher_state(folder)
     order = {"shuffle": settings.data.rollout_shuffle, "seed": settings.data.rollout_seed}
-    prompts = state["prompts"]
-    for position in prompts["sets"].values() if "sets" in prompts else [prompts] if "seed" in prompts else []:
+    for position in positions_in_sets(state["prompts"]):
         check_order(position, order)
     before, now = state.get(KEY), settings_to_save(settings)
     if not isinstance(before, dict):  # an earlier version
@@ -96,8 +96,8 @@ def _check_tokenizer(checkpoint: CheckpointArguments, model: object, settings: S
         return
     if (fault := fault_of_tokens(now, before)) is not None:
         raise ValueError(
-            f"--hf-checkpoint {now}: {fault}, the model of the run in --load {checkpoint.load}, whose weights know "
-            f"only those; give --hf-checkpoint {before}"
+            f"--hf-checkpoint {now}: {fault}; the run in --load {checkpoint.load} was trained with those, so give "
+            f"--hf-checkpoint {before}"
         )
 
 

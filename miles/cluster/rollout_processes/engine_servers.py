@@ -36,8 +36,8 @@ class EngineActor:
     def __init__(self, build: Callable[[str], ServerProcess], host: str | None, gpus: tuple[str, ...] = ()) -> None:
         """Show the server ``gpus`` of this node, if any are named; Ray shows this process one of them only."""
         answer_requests()
-        # In a joined cluster this host has no guard: it removes what the server leaves, however this process ends.
-        self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root(), True)
+        # A joined cluster has no guard on this host. This one removes what the server leaves when this process ends.
+        self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root(), is_detached=True)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())
@@ -56,7 +56,9 @@ class EngineActor:
 
     def update_copy(self, source: CopySource) -> WeightFolder:
         """Bring this host's copy of the weights up to date; ``miles.engine.host.Server.update_copy``."""
-        if self._guard is not None and source.copies is None:  # not in the guard's folder: engines of a host share it
+        if (
+            self._guard is not None and source.copies is None
+        ):  # engines of a host share the copy, so it is not in a guard's folder
             source = replace(source, copies=tempfile.gettempdir())
         return source.update_copy()
 

@@ -45,7 +45,7 @@ class ModelRunner:
         _check_layers(config, model_path)
         self.device = torch.device(device)
         # Any, because the wrappers around transformers' methods hide their types.
-        model: Any = read_model(model_path, dtype, attention.NAME)
+        model: Any = read_model(model_path, config, dtype, attention.NAME)
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         bound_time_steps(self.model)
         plain = config.to_dict()

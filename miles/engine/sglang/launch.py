@@ -37,7 +37,7 @@ EXTERNAL_POLL_SECONDS = 1.0
 
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # the variable that names the cores of each rank
 
-NOTING = "miles.engine.sglang.server_process"  # runs one of these
+SERVER_PROCESS = "miles.engine.sglang.server_process"  # runs one of these modules
 MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
@@ -215,7 +215,8 @@ class SglangServer:
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
         arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
-        process = self._process = ChildProcess(NOTING, [self._spec.module, *arguments], environment, self._log, secret)
+        words = [self._spec.module, *arguments]
+        process = self._process = ChildProcess(SERVER_PROCESS, words, environment, self._log, secret)
         try:
             process.wait_until(
                 lambda: is_ready(url, self._spec.keys.server) if self._spec.node == 0 else answers(url, "/health"),
@@ -259,7 +260,7 @@ def _naming_disk() -> AbstractContextManager[None]:
 def is_ready(url: str, key: str | None = None) -> bool:
     """Return whether the server at ``url`` has loaded its model, reports that it is ready, and takes the key.
 
-    The server of another run, which has taken the port meanwhile, is ready too.
+    Without a key, the server of another run that has taken the port meanwhile counts too.
     """
     return answers(url, "/ready") and (key is None or answers(url, "/model_info", key))
 

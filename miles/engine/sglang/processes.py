@@ -122,7 +122,7 @@ def free_port(host: str) -> int:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Return whether a TCP port of ``host`` is in use: connections that a server there has closed do not count."""
+    """Return whether a TCP port of ``host`` is in use. Closed connections (TIME_WAIT) do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

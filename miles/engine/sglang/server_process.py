@@ -1,7 +1,7 @@
-"""Run an SGLang server that notes its shared memory.
+"""Run an SGLang server that notes its shared memory in its temporary folder (leftovers.py).
 
 The command is ``python -m miles.engine.sglang.server_process MODULE ARGUMENTS…``. The server notes it itself, because
-whoever started it can be stopped or killed meanwhile. The names are in its folder of temporary files (leftovers.py).
+its parent process can be stopped or killed while it starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tempfile import gettempdir
 
 from miles.engine.sglang.leftovers import note_segments
 
-SHORTEST_PAUSE = 0.2  # seconds; what is opened and killed in one is not noted
+SHORTEST_PAUSE = 0.2  # seconds; a server that is killed within one leaves what it has opened since the last note
 PAUSE_SHARE = 0.01  # of the time since the start: servers open segments while they start, large ones for minutes
 
 

@@ -160,7 +160,8 @@ class SglangReceiver:
         except RequestRefused as refusal:
             if SESSION_OPEN not in str(refusal):
                 raise
-            # A sender that failed halfway, or died, left it open. This update overwrites what it sent.
+            # A sender that failed halfway, or died, left it open: nobody knows how many bytes it had sent. This update
+            # overwrites them.
             await self._client.control("/end_weight_update", {})
             await self._client.begin_update()
 

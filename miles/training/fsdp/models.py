@@ -186,7 +186,7 @@ class Policy(ShardedModule[PolicyScorer]):
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load weights and configuration. Raises ``ValueError`` if the files lack some of the weights."""
-    return _prepared(read_model(path, dtype, NAME))
+    return _prepared(read_model(path, read_config(path), dtype, NAME))
 
 
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

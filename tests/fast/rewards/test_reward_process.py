@@ -245,7 +245,7 @@ def test_the_flags_bound_a_reward(process, make_sample):
 
 def test_importing_the_module_is_bounded_too_and_said_to_go_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(reward_process, "IMPORT_SECONDS", 2.0)
-    monkeypatch.setattr(reward_process, "WORD_SECONDS", 0.5)
+    monkeypatch.setattr(reward_process, "REMINDER_SECONDS", 0.5)
     (tmp_path / "slow_to_import.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InputError, match="--custom-rm-path slow_to_import:f: importing its module takes more than 2 s"):

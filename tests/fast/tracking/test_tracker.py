@@ -250,7 +250,7 @@ def test_a_gap_in_the_metrics_of_a_run_that_resumes_is_noted(
     run(arguments(tmp_path), range(3, 5), resume=True)
     assert "its metrics end" not in capsys.readouterr().out
     run(arguments(tmp_path), range(7, 9), resume=True)
-    note = "its metrics end at step 4, and this run continues after step 6; the rows between are not there"
+    note = "its metrics end at step 4, and this run continues after step 6; the rows in between are missing"
     assert f"--output-dir {tmp_path}: {note}" in capsys.readouterr().out
 
 

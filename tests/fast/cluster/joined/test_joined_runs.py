@@ -1,4 +1,4 @@
-"""Runs in a cluster that others have started, of two or three hosts: what is lost is named, and nothing is left."""
+"""Runs in a cluster that others have started, of two or three hosts: the lost part is named, and nothing is left."""
 
 from __future__ import annotations
 

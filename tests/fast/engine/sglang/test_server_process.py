@@ -15,7 +15,7 @@ from miles.cluster.run_guard import clean_up
 from miles.engine.sglang.leftovers import NOTED, SEGMENTS
 from miles.stacks import RUN_FOLDER
 
-# A server whose child, as SGLang's scheduler, opens a segment. It is ready if it was told to be.
+# A server whose child, as SGLang's scheduler, opens a segment. It is ready if IS_READY is set.
 SERVER = """
 import os, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
