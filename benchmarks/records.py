@@ -1,11 +1,10 @@
-"""Keep what the scripts beside this one print, and make tables of the documentation from it.
+"""Keep the output of the other scripts of this folder, and make tables for the documentation from it.
 
     python benchmarks/reducers.py | python benchmarks/records.py add reducers "one thread of two quiet cores"
-    python benchmarks/records.py write
 
 ``add NAME CONDITIONS`` reads the JSON of a script from standard input and adds a row to records.jsonl, with the date,
-the commit and the processor. ``write`` makes the tables of docs/*.md again, each between ``<!-- records: NAME -->`` and
-``<!-- end -->``. A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
+the commit and the processor. The built docs have the tables, each at a line ``<!-- table: NAME -->``
+(scripts/docs_hooks.py). A new comparison is an entry in ``COMPARISONS``, a new table one in ``TABLES``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from typing import Any
 from step_history import commit_of, processor_name  # benchmarks/step_history.py
 
 RECORDS = Path(__file__).with_name("records.jsonl")
-PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-BLOCK = re.compile(r"(<!-- records: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Figures = Any  # the JSON of a script
 
 
@@ -408,24 +404,14 @@ def read_records(path: Path = RECORDS) -> list[Record]:
     return [Record(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def filled(page: str, records: Sequence[Record]) -> str:
-    """Return the page with each of its tables made from the records."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](records)}\n\n{found[3]}", page)
-
-
 def main() -> None:
-    """Add a record, or write the tables."""
+    """Add a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
     adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - OF_OTHER_SCRIPTS))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
-    commands.add_parser("write", help="make the tables of docs/*.md again")
     given = parser.parse_args()
-    if given.command == "write":
-        for page in PAGES:
-            page.write_text(filled(page.read_text(encoding="utf-8"), read_records()), encoding="utf-8")
-        return
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     figures = read_json(sys.stdin.read())
     record = Record(given.benchmark, today, commit_of(), processor_name(), given.conditions, figures)

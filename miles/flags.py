@@ -58,7 +58,7 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
 
     Args:
         default: The value when the flag is not given.
-        help: The text in ``--help`` and in docs/flags.md.
+        help: The text in ``--help`` and on the docs' page of flags.
         **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them; and
             ``has_lines`` for a text that may have line breaks and tabs, ``is_written`` for a path that the run writes.
     """

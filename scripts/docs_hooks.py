@@ -1,10 +1,30 @@
-"""A hook of MkDocs: warn of a page that loads something from the network, so that ``mkdocs build --strict`` fails."""
+"""Hooks of MkDocs: make pages and tables from the code and from measurements, and check pages for network loads.
+
+Three pages exist only in the built site: ``flags.md``, ``objectives.md`` and ``launch-scripts.md``. A line
+``<!-- table: NAME -->`` of any page becomes the table of that name. A warning fails ``mkdocs build --strict``.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
 from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
+PAGES = {
+    "flags.md": ("miles.arguments.pages.flags", "flags_reference"),
+    "objectives.md": ("miles.arguments.pages.objectives", "objectives_reference"),
+    "launch-scripts.md": ("miles.arguments.pages.launch_scripts", "launch_page"),
+}
 
 # Elements that a browser loads by themselves. A link that a reader follows may lead anywhere.
 LOADS = {
@@ -18,7 +38,72 @@ LOADS = {
 }
 LOADING_LINKS = {"icon", "modulepreload", "preconnect", "preload", "stylesheet"}
 
-log = logging.getLogger("mkdocs.hooks.network")
+log = logging.getLogger("mkdocs.hooks.miles")
+
+
+def _module(name: str, folder: str = "") -> ModuleType:
+    """Import a module of this checkout, or a script of ``folder``, which may import its neighbors."""
+    for path in (ROOT / folder, ROOT):
+        if str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+    return importlib.import_module(name)
+
+
+def _recipes() -> str:
+    curves = _module("curves", "examples/tasks")
+    return curves.page_block(curves.recipes())
+
+
+def _reproductions() -> str:
+    results = _module("reproduction_results", "examples/reproduce")
+    return results.page(list(results.REPRODUCTIONS))
+
+
+def _kill_campaign() -> str:
+    trials = (ROOT / "tests/kill_campaign/results.jsonl").read_text(encoding="utf-8").splitlines()
+    tables = _module("tests.kill_campaign.campaign").tables([json.loads(line) for line in trials])
+    return f"{len(trials):,} trials:\n\n{tables}"
+
+
+def _record(name: str) -> str:
+    records = _module("records", "benchmarks")
+    return records.TABLES[name](records.read_records())
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "rewards": lambda: _module("miles.arguments.pages.rewards").rewards_table(),
+    "recipes": _recipes,
+    "reproductions": _reproductions,
+    "kill campaign": _kill_campaign,
+    "layouts": lambda: (ROOT / "tests/fast/training/megatron/layouts.md").read_text(encoding="utf-8"),
+}
+
+
+@cache
+def table(name: str) -> str:
+    """Return a table by its name in a page: one of ``TABLES``, or one of benchmarks/records.py."""
+    return TABLES[name]() if name in TABLES else _record(name)
+
+
+@cache
+def page(name: str) -> str:
+    """Return the text of a page that is made from the code."""
+    module, function = PAGES[name]
+    return getattr(_module(module), function)()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made from the code, for MkDocs."""
+    from mkdocs.structure.files import File
+
+    for name in PAGES:
+        files.append(File.generated(config, name, content=page(name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Fill in the tables of a page, for MkDocs."""
+    return TABLE.sub(lambda match: table(match[1]).strip(), markdown)
 
 
 class _Loaded(HTMLParser):

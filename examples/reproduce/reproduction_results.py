@@ -29,7 +29,6 @@ import numpy as np
 from miles.sweep.statistics import Interval, band, over_seeds, paired_difference
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "reproductions.md"
 LAST = 10  # iterations of a figure "at the end"
 AGAIN = "again"  # how the name of the variant ends that is the baseline with other seeds
 BLOCK = re.compile(
@@ -70,7 +69,7 @@ class Figure:
         column: The column of runs.csv.
         words: Its name in tables.
         part: The iterations that it averages.
-        is_claim: Whether it is the effect that docs/reproductions.md names.
+        is_claim: Whether it is the effect that the docs name.
         cost: The column whose running sum is the x-axis of its panel, in the place of the iteration. With it the part
             is ``AT_EQUAL_COST``.
     """
@@ -100,7 +99,7 @@ class Reproduction:
     """What is kept, drawn and claimed of a sweep.
 
     Attributes:
-        title: What docs/reproductions.md calls it.
+        title: Its name in the docs.
         figures: Each has a table, and a panel of the picture.
         pairs: Variants that are compared with each other, seed by seed, by the figure that is claimed.
         distribution: The last table.
@@ -386,7 +385,7 @@ def distribution_lines(runs: Runs, distribution: Distribution) -> list[str]:
 
 
 def page(names: Sequence[str]) -> str:
-    """Return the rows of docs/reproductions.md."""
+    """Return the table of reproductions, for the docs."""
     lines = [
         "| what | effect, with 95 % interval | noise: the same settings twice | seeds | compute |",
         "|---|---|---|---|---|",
@@ -478,7 +477,6 @@ def main() -> None:
             draw(name)
             block = f"{CAPTION}\n{table(HERE / name)}"
         replace_block(HERE / name / "README.md", block)
-    replace_block(PAGE, page(list(REPRODUCTIONS)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-PAGE = EXAMPLES.parent / "docs" / "recipes.md"
 OVERVIEW = EXAMPLES.parent / "docs" / "pictures" / "recipes.png"
 
 ACCURACY, REWARD, SECONDS = "eval/heldout/accuracy", "rollout/reward", "time/step"
@@ -215,7 +214,7 @@ def task(folder: Path) -> str:
 
 
 def page_block(folders: Sequence[Path]) -> str:
-    """Return the table of docs/recipes.md."""
+    """Return the table of recipes, for the docs."""
     lines = [
         "| recipe | command | task | held-out accuracy | interval of a run | steps | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -311,7 +310,6 @@ def main() -> None:
     for folder in changed:
         draw(folder)
         replace_block(folder / "README.md", readme_block(folder))
-    replace_block(PAGE, page_block(recipes()))
     draw_overview([folder for folder in recipes() if folder in measured_examples()])
 
 

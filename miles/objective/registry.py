@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Variant:
-    """A setting of a part that has a name and a source of its own: a row of docs/objectives.md.
+    """A setting of a part that has a name and a source of its own: a row of the docs' page of objectives.
 
     Attributes:
         name: The name.

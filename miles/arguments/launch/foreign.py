@@ -41,7 +41,7 @@ class Foreign:
 
     @property
     def verdict(self) -> str:
-        """What happens to the flag, in the words of docs/launch-scripts.md."""
+        """What happens to the flag, in the words of the page of launch scripts."""
         if self.heading is not None:
             return "noted"
         return "noted or refused" if self.neutral or self.accepted_if is not None else "refused"

@@ -1,1 +1,1 @@
-"""Generate the reference pages of docs/ from the flags, the objectives and the tables of launch scripts."""
+"""Make the reference pages of the built docs from the flags, the objectives and the tables of launch scripts."""

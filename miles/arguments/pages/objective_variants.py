@@ -1,4 +1,4 @@
-"""The tables of docs/objectives.md about what settings choose: aggregation, corrections, estimators of the KL."""
+"""The tables of the page of objectives for settings: aggregation, corrections, estimators of the KL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the table of rewards that docs/rewards.md has: ``python -m miles.arguments.pages.rewards``."""
+"""Make the table of rewards of the built docs; ``python -m miles.arguments.pages.rewards`` prints it."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _policy(translation: Translation) -> None:
         why = "bounds of the ratio are absolute here; they are 1 - clip_ratio_low and 1 + clip_ratio_high there"
         translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high, "--ratio-min", 1 - low)
     elif mode in POLICY_LOSSES_OF_VERL:
-        why = "the flags have verl's defaults: settings of this loss are not read (docs/objectives.md)"
+        why = "the flags have verl's defaults: settings of this loss are not read (page Objectives of the docs)"
         translation.differ(key, why, *POLICY_LOSSES_OF_VERL[mode].split())
     else:
         translation.miss(key, f"{mode} is not one of verl 0.9.1")

@@ -230,11 +230,6 @@ def test_one_more_normal_run_is_within_the_interval_in_95_percent():
     assert inside / 4000 == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
 
 
-def test_the_page_of_recipes_lists_all_of_them():
-    page = curves.PAGE.read_text(encoding="utf-8")
-    assert curves.BLOCK.search(page)[0] == curves.page_block(RECIPES), "run examples/tasks/curves.py draw"
-
-
 def test_nothing_held_out_is_trained_on_or_demonstrated(tmp_path):
     spec = importlib.util.spec_from_file_location("write", EXAMPLES / "tasks" / "write.py")
     write = importlib.util.module_from_spec(spec)

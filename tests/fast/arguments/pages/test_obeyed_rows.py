@@ -1,4 +1,4 @@
-"""Every flag that docs/launch-scripts.md calls obeyed is set by a test; flags of a table are tried row by row."""
+"""Every flag that the page of launch scripts calls obeyed is set by a test; flags of a table are tried row by row."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Every verdict of docs/launch-scripts.md on a flag of the ecosystem is the one that the command line gives.
+"""Every verdict of the page of launch scripts on a flag of the ecosystem is the one that the command line gives.
 
 ``ecosystem_flags.txt`` has a flag per line with a value that scripts give it, and after ``|`` what the flag needs to
 have an effect. ``{NAME}`` is the folder of a model of launch_lines.yaml, or one of the files that are written here.

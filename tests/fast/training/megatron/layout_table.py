@@ -1,4 +1,4 @@
-"""The table of layouts in docs/parallelism.md: ``python tests/fast/training/megatron/layout_table.py [ROW...]``.
+"""The table of layouts, which the docs include: ``python tests/fast/training/megatron/layout_table.py [ROW...]``.
 
 Measures every layout of layout_grid.py that the validator accepts, on real ranks over gloo, and writes the page. With
 rows (``"fsdp, 2 ranks: CP 2"``) only those are measured, and the others stay as the page has them.
@@ -16,8 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
-PAGE = ROOT / "docs" / "parallelism.md"
-BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
+PAGE = HERE / "layouts.md"
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast/support")]
 
 from layout_grid import ALSO_REFUSED, KINDS, Kind, Split, also_refused, refusal, splits  # noqa: E402
@@ -59,7 +58,7 @@ class Page:
         self.reasons: list[str] = []
 
     def section(self, measured: dict[str, list[str]]) -> str:
-        lines = [BEGIN, "", *_INTRODUCTION.strip().splitlines(), ""]
+        lines = [*_INTRODUCTION.strip().splitlines(), ""]
         for backend, kinds in KINDS.items():
             lines += [f"### {BACKENDS[backend]}", ""]
             lines += ["| | " + " | ".join(kind.title for kind in kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
@@ -72,7 +71,7 @@ class Page:
         lines += ["", "Refused as well, with any ranks:", ""]
         for flags, config in ALSO_REFUSED:
             lines.append(f"- `{flags}`: `{also_refused(flags, config, self.folder)}`")
-        return "\n".join([*lines, "", END])
+        return "\n".join(lines) + "\n"
 
     def row(self, split: Split, measured: list[str]) -> list[str]:
         kinds = KINDS[split.backend]
@@ -103,12 +102,6 @@ trained with `aux_loss` and z-loss, MTP with two heads. A dash means that the la
 """
 
 
-def replaced(page: str, section: str) -> str:
-    """Return ``page`` with its section replaced by ``section``."""
-    before, _, rest = page.partition(BEGIN)
-    return before + section + rest.partition(END)[2]
-
-
 def measure(names: Iterable[str]) -> dict[str, list[str]]:
     """Measure the accepted layouts in separate processes, and return their cells as text, by row."""
     wanted = [split for split in all_splits() if row_name(split) in set(names)]
@@ -134,7 +127,7 @@ def main(rows: list[str]) -> None:
     page = PAGE.read_text()
     measured = cells_of(page) | measure(rows or known)
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(replaced(page, Page(Path(folder)).section(measured)))
+        PAGE.write_text(Page(Path(folder)).section(measured))
 
 
 if __name__ == "__main__":
