@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
+
 END_OF_REASONING = "</think>"
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_FENCE = "```"
+_OPENING = re.compile(
+    r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$"
+)  # in an item of a list too
 _MINUS_SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 
 
@@ -40,28 +45,42 @@ def with_plain_minus(text: str) -> str:
 
 
 def last_code_block(response: str, *languages: str) -> str | None:
-    r"""Return the content of the last closed block of code after the reasoning; None if there is none.
+    r"""Return the content of a block of code after the reasoning; None if there is none.
+
+    It is the last block that is marked with one of ``languages``, else the last without a mark. A block that the
+    response does not close counts if no other does. Fences are those of CommonMark, in items of lists too.
 
     Args:
         response: The response.
-        languages: The names that an opening fence may have, in lower case; a block without a name counts too.
+        languages: The names that an opening fence may have, in lower case; a version may follow (``python3``).
 
-    >>> last_code_block("so\n```python\nprint(1)\n```\n", "python")
+    >>> last_code_block("- so\n  ```python\n  print(1)\n  ```\n```\n1\n```\n", "python")
     'print(1)\n'
     """
-    found: str | None = None
-    block: list[str] | None = None
-    is_wanted = False
-    for line in after_reasoning(response).splitlines(keepends=True):
-        fence = line.strip()
-        if block is None:
-            if fence.startswith(_FENCE):
-                language = fence.removeprefix(_FENCE).strip().lower()
-                block, is_wanted = [], not language or language in languages
-        elif fence == _FENCE:
-            if is_wanted:
-                found = "".join(block)
-            block = None
+    blocks: dict[tuple[bool, bool], str] = {}  # the last one, by whether it is marked, and closed
+    opening: re.Match[str] | None = None
+    language, content = "", ""
+    for line in [*after_reasoning(response).split("\n"), None]:
+        if opening is None:
+            if line is not None and (opening := _OPENING.match(line)):
+                language, content = _language(opening["info"]), ""
+            continue
+        indent = opening.start("fence")
+        text = (line or "").lstrip()
+        deeper = len(line or "") - len(text) - indent
+        if line is None or (deeper < 4 and _closes(text.rstrip(), opening["fence"])):
+            if not language or language in languages:
+                blocks[bool(language), line is not None] = content
+            opening = None
         else:
-            block.append(line)
-    return found
+            content += (line[indent:] if deeper > 0 else text) + "\n"
+    return next((blocks[kind] for kind in product((True, False), repeat=2) if kind in blocks), None)
+
+
+def _language(info: str) -> str:
+    """Return the name in the info of a fence, such as ``Python3 title=x`` or ``{.python}``, without a version."""
+    return re.split(r"[\s:,{}]", info.strip(" \t\r{."))[0].lower().rstrip("0123456789.")
+
+
+def _closes(text: str, fence: str) -> bool:
+    return text.startswith(fence) and not text.strip(fence[0])

@@ -81,6 +81,7 @@ def run_tests(
     limits: Limits,
     *,
     isolated: bool,
+    prelude: str = "",
     goes_on: Callable[[int, Outcome], bool] = lambda place, outcome: True,
 ) -> list[Outcome]:
     """Run ``program`` once per test and return the outcomes in order.
@@ -90,6 +91,7 @@ def run_tests(
         tests: The tests. Statements (``code``) run in the program's own process, which could forge their success.
         limits: What each may use.
         isolated: In namespaces of its own.
+        prelude: Import statements; their names are built-in names of the program.
         goes_on: Whether further tests are wanted after an outcome, that of the test at a place; if not, it is the last.
 
     Raises:
@@ -100,6 +102,7 @@ def run_tests(
     with _slots, tempfile.TemporaryDirectory(prefix="miles-sandbox-") as folder:
         request = {
             "program": program.encode("utf-8", "replace").decode(),
+            "prelude": prelude,
             "tests": [_request(test, mark) for test, mark in zip(tests, marks, strict=True)],
             "isolated": isolated,
             "folder": folder,

@@ -48,11 +48,29 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPAB
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Runs in the program's process: a test that calls a function, or that follows the program's text.
+# Runs in the program's process. The names of the prelude are built-in, so that the program's own names hide them.
+START = """
+def start():
+    import builtins, sys
+    names = {}
+    exec(sys.argv.pop(), names)
+    del names["__builtins__"]
+    vars(builtins).update({name: names[name] for name in names if not hasattr(builtins, name)})
+    sys.setrecursionlimit(50_000)
+    sys.argv[:] = ["answer.py"]
+start()
+del start
+"""
+SCRIPT = """
+__file__ = "answer.py"
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
+"""
+# A test that calls a function, or that follows the program's text.
 HARNESS = """
-import json, os, sys
+import json, os, sys, types
 request = json.load(sys.stdin)
-scope = {"__name__": "answer"}
+answer = sys.modules["answer"] = types.ModuleType("answer")
+scope = vars(answer)
 exec(compile(request["program"], "answer.py", "exec"), scope)
 if request["function"]:
     function = scope.get(request["function"])
@@ -228,14 +246,14 @@ def _run(request: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
     ):
         if test["kind"] == "input":
             Path("answer.py").write_text(request["program"], encoding="utf-8", errors="replace")
-            words, text = ["answer.py"], test["input"]
+            code, text = SCRIPT, test["input"]
         else:
-            words = ["-c", HARNESS]
+            code = HARNESS
             text = json.dumps({"program": request["program"], "result": result.fileno(), **test})
         given.write(text.encode("utf-8", "replace"))
         given.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", *words],
+            [sys.executable, "-I", "-c", START + code, request["prelude"]],
             stdin=given,
             stdout=output,
             stderr=errors,
@@ -284,6 +302,7 @@ def _limits(request: dict[str, Any]) -> Callable[[], None]:
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(kind, (value, value))
+        resource.setrlimit(resource.RLIMIT_STACK, _stack_limits(request))
         if request["isolated"]:  # outside a namespace it would count all processes of the user
             resource.setrlimit(resource.RLIMIT_NPROC, (request["processes"], request["processes"]))
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
@@ -291,6 +310,12 @@ def _limits(request: dict[str, Any]) -> Callable[[], None]:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     return limit
+
+
+def _stack_limits(request: dict[str, Any]) -> tuple[int, int]:
+    """Give the stack of each thread its share of the memory, for programs that call themselves."""
+    wanted, most = max(8 << 20, request["memory"] // request["processes"]), resource.getrlimit(resource.RLIMIT_STACK)[1]
+    return (wanted if most == resource.RLIM_INFINITY else min(wanted, most)), most
 
 
 def _unshare(flags: int) -> None:

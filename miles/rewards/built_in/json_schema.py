@@ -34,10 +34,10 @@ class JsonSchemaFlags:
 class JsonSchema(Reward):
     """1 if the answer is one JSON value that the schema accepts, else 0.
 
-    The answer is the last block of code marked ``json`` or not at all, else what follows the reasoning as a whole; text
-    around the JSON is no JSON. A key that an object has twice, NaN, and more than 100 levels are refused. The draft is
-    the schema's ``$schema``, else 2020-12. Nothing is fetched: a reference to another document is an error of the
-    schema. A check that takes more than ``SECONDS`` is logged and scored 0.
+    The answer is the last block of code marked ``json``, else the last without a mark, else what follows the reasoning
+    as a whole; text around the JSON is no JSON. A key that an object has twice, NaN, and more than 100 levels are
+    refused. The draft is the schema's ``$schema``, else 2020-12. Nothing is fetched: a reference to another document is
+    an error of the schema. A check that takes more than ``SECONDS`` is logged and scored 0.
     """
 
     name = "json_schema"

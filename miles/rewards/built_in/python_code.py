@@ -1,10 +1,12 @@
 """``--rm-type python_code``: whether a Python program that the model wrote passes tests, in a sandbox."""
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isclose
+from math import isclose, isfinite
+from textwrap import dedent
 from typing import Any
 
 from miles import strict_json
@@ -12,12 +14,14 @@ from miles.flags import Errors, flag
 from miles.input_error import InputError
 from miles.rewards.answer_text import last_code_block
 from miles.rewards.base import Reward, Rewards
+from miles.rewards.prelude import prelude
 from miles.rewards.reference import reference_object
 from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.rewards.subprocess_call import in_parallel
 from miles.sample import Prompt, Sample
 
 TOLERANCE = 1e-6  # relative or absolute, between numbers with a fraction
+_NUMBER = re.compile(r"(?<![\w.])([-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)(?!\w|\.\w)")
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class PythonCode(Reward):
 
     Without ``--code-share`` the first test that fails is the last one that is run.
 
-    The program is the last closed block of code marked ``python``, ``py`` or not at all, after the reasoning; none
-    scores 0. The metadata or the label holds the tests, in one of three forms:
+    The program is the last block of code marked ``python`` or ``py``, else the last without a mark, after the
+    reasoning; none scores 0. It may use the names of ``prelude.py`` without importing them. The metadata or the label
+    holds the tests, in one of three forms:
 
-    - ``inputs`` and ``outputs``: texts for standard input, and the output of each; white space at the ends of lines
-      does not count.
+    - ``inputs`` and ``outputs``: texts for standard input, and the output of each. White space at the ends of lines
+      does not count, that at their starts does; numbers with a fraction are the same up to ``TOLERANCE``.
     - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and what the function returns for each.
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
@@ -97,9 +102,11 @@ class PythonCode(Reward):
 
 def _score(sample: Sample, flags: Any) -> float:
     tests, expected = read_tests(sample.prompt)
-    program = last_code_block(sample.response, "python", "py", "python3")
+    program = last_code_block(sample.response, "python", "py")
     if program is None:
         return 0.0
+    if program.lstrip("\n")[:1].isspace():  # indented further than its fence
+        program = dedent(program)
     limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes)
     passed: list[bool] = []
 
@@ -107,7 +114,8 @@ def _score(sample: Sample, flags: Any) -> float:
         passed.append(_passes(outcome, tests[place], expected[place]))
         return passed[-1] or bool(flags.code_share)
 
-    run_tests(program, tests, limits, isolated=not flags.allow_unsandboxed_code, goes_on=goes_on)
+    isolated = not flags.allow_unsandboxed_code
+    run_tests(program, tests, limits, isolated=isolated, prelude=prelude(program), goes_on=goes_on)
     return sum(passed) / len(tests) if flags.code_share else float(sum(passed) == len(tests))
 
 
@@ -115,7 +123,7 @@ def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:
     if outcome.result is None:
         return False
     if test.stdin is not None:
-        return _lines(outcome.result) == _lines(expected)
+        return is_same_output(outcome.result, expected)
     if test.function:
         try:
             return is_same(strict_json.loads(outcome.result), expected)
@@ -124,8 +132,34 @@ def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:
     return True
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def is_same_output(one: str, other: str) -> bool:
+    r"""Return whether two outputs are the same but for blanks at the ends of lines, and numbers as in ``is_same``.
+
+    >>> is_same_output("[0.30000000000000004, 1] \n", "[0.3, 1]"), is_same_output("  3", "3")
+    (True, False)
+    """
+    lines, others = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (one, other))
+    return len(lines) == len(others) and all(map(_is_same_line, lines, others))
+
+
+def _is_same_line(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    pieces, others = _NUMBER.split(one), _NUMBER.split(other)
+    return len(pieces) == len(others) and all(map(_is_same_piece, pieces, others))
+
+
+def _is_same_piece(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    if not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)) or _is_whole(one) and _is_whole(other):
+        return False
+    numbers = float(one), float(other)
+    return all(map(isfinite, numbers)) and is_same(*numbers)
+
+
+def _is_whole(number: str) -> bool:
+    return number.lstrip("+-").isdigit()
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -158,7 +158,29 @@ def test_overlong_is_equation_13_of_dapo(tokens, cache, rest):
 
 
 def test_the_last_closed_block_of_code_counts():
-    text = "```python\na\n```\n```\nb\n```\n```json\nc\n```\n```python\ncut off"
-    assert last_code_block(text, "python") == "b\n"
-    assert last_code_block(text, "json") == "c\n"
+    text = "```python\na\n```\n```python\nb\n```\n```\nc\n```\n```json\nd\n```\n```python\ncut off"
+    assert last_code_block(text, "python") == "b\n" and last_code_block(text, "json") == "d\n"
+    assert last_code_block(text, "yaml") == "c\n", "a block without a mark counts if no other does"
+    assert last_code_block("```python\ncut\noff", "python") == "cut\noff\n"
     assert last_code_block("<think>```\na\n```</think>", "python") is None
+
+
+@pytest.mark.parametrize(
+    ("fence", "is_python"),
+    [(f"```{name}", True) for name in ("python", "py", "python3", "py3", "Python", "PYTHON", "python3.11")]
+    + [
+        (f"```{info}", True)
+        for info in (" python", "python \r", "python title=x", "{python}", "{.python #a}", "py:a.py")
+    ]
+    + [(f"```{name}", False) for name in ("cpp", "c", "text", "output", "pycon", "python-repl", "json", "java")]
+    + [("~~~python", True), ("~~~~ py", True), ("`````python", True), ("~~~cpp", False)],
+)
+@pytest.mark.parametrize("item", ["", "  ", "    ", "\t", "- ", "1. ", "  10) "])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_block_is_read_by_the_mark_of_its_fence(fence, is_python, item, closed):
+    mark, indent = fence[: 1 + fence.rindex(fence[0])], "".join(c if c.isspace() else " " for c in item)
+    program = 'def f():\n    """\n    ```\n    ~~~\n    """\n\n    return 1\n'
+    lines = [*program.splitlines(), *[mark] * closed]
+    text = f"Text\n{item}{fence}\n" + "".join(indent * bool(line) + line + "\n" for line in lines)
+    block = last_code_block(text + "```text\n1\n```\n" * closed, "python", "py")
+    assert block is not None and block.rstrip("\n") == program.rstrip("\n") if is_python else block is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from miles.input_error import InputError
 from miles.rewards import sandbox
 from miles.rewards.built_in import python_code
-from miles.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, read_tests
+from miles.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, is_same_output, read_tests
 from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.sample import Prompt
 
@@ -76,6 +76,91 @@ def test_statements_follow_the_program(make_sample, isolated):
     tests = {"tests": ["assert double(2) == 4", "assert double('a') == 'aa'"]}
     programs = ["def double(x): return 2 * x", "import sys; sys.exit(0)", "import os; os._exit(0)"]
     assert REWARD([make_sample(block(text), metadata=tests) for text in programs]) == [1, 0, 0]
+
+
+def test_a_program_indented_further_than_its_fence_is_run(make_sample, isolated):
+    sample = make_sample(
+        "- ```py\n    if True:\n        print(7)\n  ```\n", metadata={"inputs": [""], "outputs": ["7"]}
+    )
+    assert REWARD([sample]) == [1]
+
+
+FIRST_TESTS_ONLY = {
+    "processes": "import subprocess, sys\nfor _ in range(30): subprocess.Popen([sys.executable, '-c', 'input()'])",
+    "memory": "import os\npart = os.fork()\nx = bytearray(150 << 20)\nwhile True: pass",
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_TESTS_ONLY)
+def test_a_sandbox_that_ends_early_fails_the_tests_that_it_did_not_reach(kind, make_sample, isolated):
+    program = f"number = input()\nprint(number)\nif number == '3':\n    exec({FIRST_TESTS_ONLY[kind]!r})"
+    numbers = ["1", "2", "3", "4"]
+    sample = make_sample(block(program), metadata={"inputs": numbers, "outputs": numbers})
+    limits = {"code_memory": 0.25, "code_processes": 4, "code_seconds": 4}
+    assert REWARD.score([sample], PythonCodeFlags(**limits)) == [0]
+    assert REWARD.score([sample], PythonCodeFlags(**limits, code_share=True)) == [0.5]
+
+
+PROGRAMS = {  # use names without an import, or have names of their own that an import would hide
+    "class Solution:\n    def f(self, xs: List[int], n: Optional[int] = None) -> Dict[str, Any]: return sum(xs)": 6,
+    "def f(xs): return Counter(xs).most_common(1)[0][1] + len(defaultdict(int)) + len(deque(xs))": 4,
+    "def f(xs): heapify(xs); heapq.heappush(xs, 9); return bisect_left(xs, 3) + bisect.bisect(xs, 0)": 2,
+    "def f(xs): return reduce(lambda a, b: a + b, accumulate(xs)) + functools.reduce(max, itertools.chain(xs))": 13,
+    "def f(xs): return math.gcd(*xs) + gcd(4, 6) + (inf > 3) + ceil(sqrt(5)) + pow(2, 3, 5) + min(xs)": 11,
+    "@lru_cache(None)\ndef deep(n): return n and 1 + deep(n - 1)\ndef f(xs): return deep(20000)": 20000,
+    "def deep(n): return n and 1 + deep(n - 1)\ndef f(xs): return deep(30000) + sys.maxsize * 0": 30000,
+    "def sqrt(x): return 3\ngcd = 4\nheapq = [5]\ndef f(List): return sqrt(1) + gcd + heapq[0] + len(List)": 15,
+    "def f(xs):\n    for product in xs: pass\n    return product + len(globals().keys() & {'start', 'product'})": 3,
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    "def f(xs): return A(7).x": 7,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_may_use_the_usual_names_without_imports(program, make_sample):
+    call = {"fn_name": "f", "inputs": [[[1, 2, 3]]], "outputs": [PROGRAMS[program]]}
+    script = {"inputs": ["1 2 3"], "outputs": [str(PROGRAMS[program])]}
+    run = "\nif __name__ == '__main__': print((f if 'f' in globals() else Solution().f)([*map(int, input().split())]))"
+    samples = [make_sample(block(program + run), metadata=tests) for tests in (call, script)]
+    assert REWARD.score(samples, PythonCodeFlags(allow_unsandboxed_code=True)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "passes"),
+    [
+        ("0.30000000000000004", "0.3\n", True),
+        ("x = [0.30000000000000004, -2.5]; 1", "x = [0.3, -2.4999999999]; 1", True),
+        ("1e-17", "0", True),
+        ("-0.0", "0.0", True),
+        ("1e-17", "0.001", False),
+        ("3.0", "3", True),
+        ("0.1\n0.2", "0.1 0.2", False),
+        ("0.1 0.2", "0.1", False),
+        ("0.3", "0.301", False),
+        ("100000000", "100000001", False),
+        ("Total: 100000000.", "Total: 100000001.", False),
+        ("0011", "11", False),
+        ("1.2.3", "1.2.30", False),
+        ("v1e5", "v1e05", False),
+        ("inf nan", "inf nan", True),
+        ("inf", "1e400", False),
+        ("1e400", "1e500", False),
+        ("nan", "0.0", False),
+        ("  *  \n ***\n\n", "  *\n ***", True),
+        ("*\n ***", "  *\n ***", False),
+        ("   *\n ***", "  *\n ***", False),
+        ("\n1", "1", False),
+        (" 0.30000000000000004", "0.3", False),
+    ],
+)
+def test_outputs_are_compared_in_lines_with_tolerance_for_numbers(output, expected, passes):
+    assert is_same_output(output, expected) is is_same_output(expected, output) is passes
+
+
+@given(st.lists(st.integers() | st.floats(-1e9, 1e9)), st.lists(st.integers() | st.floats(-1e9, 1e9)))
+def test_an_output_of_numbers_is_compared_as_the_values_are(one, other):
+    for numbers in (other, [x + 1e-9 if isinstance(x, float) else x for x in one], [x + 1 for x in one]):
+        assert is_same_output(" ".join(map(str, one)), " ".join(map(str, numbers))) == is_same(one, numbers)
 
 
 HOSTILE = {
