@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.data import DataArguments
@@ -15,6 +17,7 @@ from miles.data.row import Row
 from miles.data.sources import read_rows
 from miles.data.tokenizer import PromptRenderer, RenderedPrompt
 from miles.input_error import InputError
+from miles.rewards.reference import plain_number
 from miles.sample import Prompt
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ def load_prompts(
     input_key: str | None = None,
     label_key: str | None = None,
     labels_optional: bool = False,
-    needing_labels: Sequence[str] = (),
+    check: Callable[[Prompt], None] = lambda prompt: None,
     max_context_len: int | None = None,
 ) -> PromptSet:
     """Read, render and tokenize the prompts of ``source``.
@@ -62,7 +65,7 @@ def load_prompts(
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
         labels_optional: Whether rows may lack a label: a custom reward may not need it. One at least must have it.
-        needing_labels: The built-in rewards of the run that compare with a label, which is text or a number for them.
+        check: Raises ``ValueError`` for a prompt that a reward of the run cannot score answers to.
         max_context_len: The most tokens of prompt and response together.
 
     Raises:
@@ -75,7 +78,7 @@ def load_prompts(
     else:
         columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
     optional = columns.label_may_be_null or labels_optional
-    columns = replace(columns, label_may_be_null=optional, needing_labels=needing_labels)
+    columns = replace(columns, label_may_be_null=optional, check=check)
     renderer = PromptRenderer(data, tokenizer)
     rows = list(read_rows(source))
     if not rows:
@@ -105,14 +108,14 @@ class RowReader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         labels_optional: bool = False,
-        needing_labels: Sequence[str] = (),
+        check: Callable[[Prompt], None] = lambda prompt: None,
         max_context_len: int | None = None,
     ) -> None:
         """See ``load_prompts``."""
         self._data = data
         self._tokenizer = tokenizer
         self._renderer = PromptRenderer(data, tokenizer)
-        self._columns = _Columns(data.input_key, data.label_key, data.metadata_key, labels_optional, needing_labels)
+        self._columns = _Columns(data.input_key, data.label_key, data.metadata_key, labels_optional, check)
         self._limits = (data.rollout_max_prompt_len, None if max_context_len is None else max_context_len - 1)
         self._notes = Notes()  # of all rows
 
@@ -143,7 +146,7 @@ class _Columns:
     label: str | None
     metadata: str
     label_may_be_null: bool = False  # some tasks have no single right answer
-    needing_labels: Sequence[str] = ()
+    check: Callable[[Prompt], None] = lambda prompt: None
 
 
 def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
@@ -151,7 +154,12 @@ def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Co
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
     given, tools = row.find(columns.input), rendered.tools
-    return Prompt(rendered.text, tuple(ids), label, metadata, row.where, input=given, tools=tools)
+    prompt = Prompt(rendered.text, tuple(ids), label, metadata, row.where, input=given, tools=tools)
+    try:
+        columns.check(prompt)
+    except ValueError as error:
+        row.refuse(str(error).replace(f"the prompt {row.where}", "the row"))
+    return prompt
 
 
 def _has_label(row: Row, columns: _Columns) -> bool:
@@ -165,22 +173,27 @@ def _label(row: Row, columns: _Columns, notes: Notes) -> Any:
         notes.add(_NO_LABEL, row.where)
         return None
     label = row.column(columns.label, "--label-key")
+    if isinstance(label, list) and label:  # alternatives
+        return [_value(row, part, columns) for part in label]
+    label = _value(row, label, columns)
     if isinstance(label, bool) or (isinstance(label, str) and not label.strip()):
-        if columns.needing_labels:
-            reward = columns.needing_labels[0]
-            row.refuse(
-                f"the label, column {columns.label!r}, is {label!r:.20}, and --rm-type {reward} needs "
-                "text or a number; correct or remove the row, or choose another column with --label-key"
-            )
         notes.add(_BOOLEAN_LABEL if isinstance(label, bool) else _BLANK_LABEL, row.where)
-    elif not isinstance(label, str | int | float):
-        row.refuse(
-            f"the label, column {columns.label!r}, is of type {type(label).__name__}; give text or a number, and put "
-            f"anything else into the column of --metadata-key"
-        )
-    elif isinstance(label, float) and not math.isfinite(label):
-        row.refuse(f"the label, column {columns.label!r}, is {label}; give a finite number or text")
     return label
+
+
+def _value(row: Row, label: Any, columns: _Columns) -> str | int | float:
+    if not isinstance(label, str | Real | Decimal):
+        row.refuse(
+            f"the label, column {columns.label!r}, is of type {type(label).__name__}; give text, a number or a list of "
+            f"right answers, and put anything else into the column of --metadata-key"
+        )
+    if not isinstance(label, str) and not math.isfinite(label):
+        row.refuse(f"the label, column {columns.label!r}, is {label}; give a finite number or text")
+    if isinstance(label, str | int | float):
+        return label
+    text = plain_number(label)  # of a Decimal or a number of numpy
+    number: int | float = float(text) if "." in text else int(text)
+    return number if plain_number(number) == text else text
 
 
 def _metadata(row: Row, key: str) -> dict[str, Any]:

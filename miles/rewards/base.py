@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from miles.choices import Choice
 from miles.input_error import InputError
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 if TYPE_CHECKING:
     from miles.flags import Errors
@@ -84,6 +84,14 @@ class Reward(Choice):
 
     def check(self, flags: Any, errors: Errors) -> None:
         """Report the rules that ``flags`` break."""
+        return None
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check, in little time, that the prompt's row has what answers to it are scored with.
+
+        Raises:
+            ValueError: It has not; the message names the prompt.
+        """
         return None
 
     def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:

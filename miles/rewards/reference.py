@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
+from numbers import Integral, Real
 from typing import Any
 
 from miles import strict_json
 from miles.sample import Prompt
 
 
+def plain_number(number: Real | Decimal) -> str:
+    """Return the shortest plain decimal that is ``number`` at its own width.
+
+    >>> plain_number(1e-7), plain_number(1e16), plain_number(42.0), plain_number(Decimal("18.90"))
+    ('0.0000001', '10000000000000000', '42', '18.9')
+    """
+    if isinstance(number, Integral):
+        return str(int(number))
+    text = f"{Decimal(str(number)):f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
 def reference_text(prompt: Prompt, rm_type: str) -> str:
-    """Return the prompt's label as stripped text; a number is written out.
+    """Return the prompt's label as stripped text; a number is its ``plain_number``.
 
     Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
     """
@@ -21,12 +36,12 @@ def reference_text(prompt: Prompt, rm_type: str) -> str:
             f"--rm-type {rm_type}: the prompt {prompt.source} has no label to compare with; name the column of the "
             f"reference answers with --label-key"
         )
-    if isinstance(label, bool) or not isinstance(label, (str, int, float)) or not str(label).strip():
+    if isinstance(label, bool) or not isinstance(label, str | Real | Decimal) or not str(label).strip():
         raise ValueError(
             f"--rm-type {rm_type}: the label of the prompt {prompt.source} is {label!r}; it must be text or a number: "
             f"name another column with --label-key, or correct the row"
         )
-    return str(label).strip()
+    return label.strip() if isinstance(label, str) else plain_number(label)
 
 
 def reference_texts(prompt: Prompt, rm_type: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Optional
 from miles.flags import Errors, changed, flag
 from miles.input_error import InputError
 from miles.rewards.built_in import REWARDS
+from miles.sample import Prompt
 
 ENVIRONMENT = "environment"  # the reward that an environment gives
 CUSTOM = "custom"  # the name of --custom-rm-path among several rewards
@@ -99,6 +100,16 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
             if reward.needs_label
             and (reward.instead_of_label is None or getattr(self, reward.instead_of_label) is None)
         ]
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Check that the built-in rewards can score answers to ``prompt``, unless the flags say what to do otherwise.
+
+        Raises:
+            ValueError: One cannot; the message names the prompt.
+        """
+        for name in self.weights:
+            if name in REWARDS and self.on_error == "stop":
+                REWARDS[name].check_prompt(prompt, self)
 
     @property
     def is_sum(self) -> bool:

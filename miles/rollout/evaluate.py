@@ -103,12 +103,12 @@ def load_eval_sets(
     tokenizer: PreTrainedTokenizerBase,
     *,
     labels_optional: bool = False,
-    needing_labels: Sequence[str] = (),
+    check: Callable[[Prompt], None] = lambda prompt: None,
 ) -> list[EvalSet]:
     """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
 
     What a set does not specify is taken from the ``--eval-*`` flags. Rows may lack a label with ``labels_optional``, as
-    for a custom reward. Those that the built-in rewards ``needing_labels`` cannot read are refused.
+    for a custom reward. Those that ``check`` raises ``ValueError`` for are refused.
 
     Raises:
         InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
@@ -125,7 +125,7 @@ def load_eval_sets(
             raise InputError(
                 f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
             )
-    load = partial(load_prompts, labels_optional=labels_optional, needing_labels=needing_labels)
+    load = partial(load_prompts, labels_optional=labels_optional, check=check)
     return [_load(entry, evaluation, data, rollout, tokenizer, load) for entry in entries]
 
 

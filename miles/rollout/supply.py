@@ -48,7 +48,7 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
             data,
             tokenizer,
             labels_optional=reward.labels_optional,
-            needing_labels=reward.needing_labels,
+            check=reward.check_prompt,
             max_context_len=context,
         )
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
@@ -80,7 +80,7 @@ def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
         settings.rollout,
         tokenizer,
         labels_optional=settings.reward.labels_optional,
-        needing_labels=settings.reward.needing_labels,
+        check=settings.reward.check_prompt,
     )
 
 
@@ -90,7 +90,7 @@ def _prompts_of(source: str, settings: Settings, tokenizer: Any) -> Sequence[Pro
         settings.data,
         tokenizer,
         labels_optional=settings.reward.labels_optional,
-        needing_labels=settings.reward.needing_labels,
+        check=settings.reward.check_prompt,
         max_context_len=settings.rollout.rollout_max_context_len,
     ).prompts
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles.rewards.base import Reward, Rewards
-from miles.rewards.built_in.math import LIMIT, score_answer
+from miles.rewards.built_in.math import LIMIT, readable_label, score_answer
 from miles.rewards.subprocess_call import in_parallel
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 _ENDS_OF_REASONING = ("</think>", "###Response")
 _BOX = "\\boxed{"
@@ -25,6 +25,10 @@ class DeepScaler(Reward):
     summary = "math, of the last box after the reasoning"
     data = "label: LaTeX or a number"
     limit = LIMIT
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        readable_label(prompt, self.name)
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare boxes."""

@@ -9,7 +9,7 @@ from miles.rewards.answer_text import final_answer
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.built_in.f1 import words
 from miles.rewards.reference import reference_texts
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class ExactMatch(Reward):
     data = "label: text, a number, or a list of them"
     reads = ("exact_match_squad",)
     own_flags = ExactMatchFlags
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the labels."""
+        reference_texts(prompt, self.name)
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare texts."""

@@ -10,7 +10,7 @@ from typing import Any
 from miles.rewards.answer_text import final_answer
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.reference import reference_texts
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 _ARTICLES = {"a", "an", "the"}
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -28,6 +28,10 @@ class F1(Reward):
     name = "f1"
     summary = "F1 of the words of answer and label, as in question answering"
     data = "label: text, a number, or a list of them"
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the labels."""
+        reference_texts(prompt, self.name)
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare words; the best of the labels counts."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.built_in.deepscaler import last_box, score_box
-from miles.rewards.built_in.math import LIMIT
+from miles.rewards.built_in.math import LIMIT, readable_label
 from miles.rewards.subprocess_call import in_parallel
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 _END_OF_THINKING = "<channel|>"
 
@@ -25,6 +25,10 @@ class GemmaMath(Reward):
     summary = "math, of the last box after the thinking of a Gemma model"
     data = "label: LaTeX or a number"
     limit = LIMIT
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        readable_label(prompt, self.name)
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare boxes."""

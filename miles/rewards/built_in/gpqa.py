@@ -11,7 +11,7 @@ from miles.rewards.answer_text import after_reasoning, tagged_answer
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.built_in.deepscaler import last_box
 from miles.rewards.reference import reference_text
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 LETTERS = 4  # of a prompt without a list of choices
 _WRAPPED = (
@@ -39,9 +39,15 @@ class Gpqa(Reward):
     summary = "1 if the letter of the answer is the label"
     data = "label: a letter; metadata `choices`: a list (optional)"
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        _label(prompt)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare letters."""
-        return [float(chosen_letter(sample.response, _number(sample)) == _label(sample)) for sample in samples]
+        return [
+            float(chosen_letter(sample.response, _number(sample.prompt)) == _label(sample.prompt)) for sample in samples
+        ]
 
 
 def chosen_letter(response: str, number: int = LETTERS) -> str | None:
@@ -80,17 +86,17 @@ def _only_letter(text: str, number: int) -> str | None:
     return found[1] if not rest or rest[0] in ")]}.:" else None
 
 
-def _number(sample: Sample) -> int:
-    choices = sample.prompt.metadata.get("choices")
+def _number(prompt: Prompt) -> int:
+    choices = prompt.metadata.get("choices")
     return min(len(choices), 26) if isinstance(choices, list) and choices else LETTERS
 
 
-def _label(sample: Sample) -> str:
-    letters = [chr(ord("A") + place) for place in range(_number(sample))]
-    label = reference_text(sample.prompt, "gpqa").strip("()").upper()
+def _label(prompt: Prompt) -> str:
+    letters = [chr(ord("A") + place) for place in range(_number(prompt))]
+    label = reference_text(prompt, "gpqa").strip("()").upper()
     if label not in letters:
         raise ValueError(
-            f"--rm-type gpqa: the label {label[:80]!r} of the prompt {sample.prompt.source} is none of the letters "
+            f"--rm-type gpqa: the label {label[:80]!r} of the prompt {prompt.source} is none of the letters "
             f"{letters[0]} to {letters[-1]}; name another column with --label-key, or correct the row"
         )
     return label

@@ -12,7 +12,7 @@ from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.reference import reference_object
 from miles.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 SLOW_IMPORTS = ("if_verifiable.ifeval",)  # subprocess_call imports them before the time starts
 SECONDS = 2.0  # of processor time per answer: the first guess of a language takes one
@@ -48,16 +48,17 @@ class Ifeval(Reward):
     reads = ("ifeval_share", "ifeval_loose")
     own_flags = IfevalFlags
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has instructions."""
+        _instructions(prompt)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Check the instructions."""
         return in_parallel(partial(_score, share=flags.ifeval_share, loose=flags.ifeval_loose), samples)
 
 
 def _score(sample: Sample, share: bool, loose: bool) -> float:
-    row = reference_object(sample.prompt, "ifeval", "instruction_id_list")
-    kinds, arguments = row["instruction_id_list"], row.get("kwargs")
-    if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list) or len(arguments) != len(kinds):
-        raise _refused(sample, "instruction_id_list and kwargs must be lists of one length, not empty")
+    kinds, arguments = _instructions(sample.prompt)
     answer = after_reasoning(sample.response)
     try:
         followed, fault = subprocess_call(
@@ -67,7 +68,7 @@ def _score(sample: Sample, share: bool, loose: bool) -> float:
         log_no_verdict("ifeval", sample, error)
         return 0.0
     if fault is not None:
-        raise _refused(sample, fault)
+        raise _refused(sample.prompt, fault)
     return float(followed if share else followed == 1.0)
 
 
@@ -94,9 +95,17 @@ def followed_share(
     return scores.partial_loose if loose else scores.partial_strict, None
 
 
-def _refused(sample: Sample, fault: str) -> ValueError:
+def _instructions(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+    row = reference_object(prompt, "ifeval", "instruction_id_list")
+    kinds, arguments = row["instruction_id_list"], row.get("kwargs")
+    if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list) or len(arguments) != len(kinds):
+        raise _refused(prompt, "instruction_id_list and kwargs must be lists of one length, not empty")
+    return kinds, arguments
+
+
+def _refused(prompt: Prompt, fault: str) -> ValueError:
     return ValueError(
-        f"--rm-type ifeval: the instructions of the prompt {sample.prompt.source} cannot be checked ({fault}); correct "
+        f"--rm-type ifeval: the instructions of the prompt {prompt.source} cannot be checked ({fault}); correct "
         f"the row, or leave it out"
     )
 

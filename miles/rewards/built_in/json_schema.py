@@ -14,7 +14,7 @@ from miles.rewards.answer_text import final_answer, last_code_block
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 SLOW_IMPORTS = ("jsonschema",)  # subprocess_call imports them before the time starts
 SECONDS = 1.0  # of processor time per answer: patterns and references in a schema may take exponential time
@@ -67,6 +67,11 @@ class JsonSchema(Reward):
         score = partial(_score, common=_read_schema(flags))
         return lambda samples: in_parallel(score, samples)
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has a schema."""
+        if flags.reward_json_schema is None and (fault := fault_of_schema(_schema_of(prompt))) is not None:
+            raise _no_schema(prompt, fault)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Check the answers."""
         return in_parallel(partial(_score, common=_read_schema(flags)), samples)
@@ -78,7 +83,7 @@ def _read_schema(flags: Any) -> Any:
 
 
 def _score(sample: Sample, common: Any) -> float:
-    schema = _schema_of(sample) if common is None else common
+    schema = _schema_of(sample.prompt) if common is None else common
     block = last_code_block(sample.response, "json")
     answer = final_answer(sample.response) if block is None else block.strip()
     try:
@@ -87,7 +92,7 @@ def _score(sample: Sample, common: Any) -> float:
         log_no_verdict("json_schema", sample, error)
         return 0.0
     if fault is not None:
-        raise _no_schema(sample, fault)
+        raise _no_schema(sample.prompt, fault)
     return float(accepted)
 
 
@@ -129,21 +134,21 @@ def fault_of_schema(schema: Any) -> str | None:
     return None
 
 
-def _schema_of(sample: Sample) -> Any:
-    schema = sample.prompt.metadata.get("json_schema", sample.prompt.label)
+def _schema_of(prompt: Prompt) -> Any:
+    schema = prompt.metadata.get("json_schema", prompt.label)
     if not isinstance(schema, str):
         if schema is None:
-            raise _no_schema(sample, "there is none")
+            raise _no_schema(prompt, "there is none")
         return schema
     try:
         return strict_json.loads(schema)
     except ValueError as error:
-        raise _no_schema(sample, str(error)) from None
+        raise _no_schema(prompt, str(error)) from None
 
 
-def _no_schema(sample: Sample, fault: str) -> ValueError:
+def _no_schema(prompt: Prompt, fault: str) -> ValueError:
     return ValueError(
-        f"--rm-type json_schema: the schema of the prompt {sample.prompt.source} is no JSON schema ({fault}); put one "
+        f"--rm-type json_schema: the schema of the prompt {prompt.source} is no JSON schema ({fault}); put one "
         f"into metadata json_schema or the label, or give a file for all with --reward-json-schema"
     )
 

@@ -19,6 +19,7 @@ from miles.one_line import one_line
 from miles.rewards.answer_text import after_reasoning
 from miles.rewards.base import NotAReward, Reward, Rewards
 from miles.rewards.http_calls import HttpCallError, JsonClient, check_url
+from miles.rewards.reference import plain_number
 from miles.sample import Sample
 
 TEMPLATE = """Grade the answer to a question from 0 to {max_score}. {max_score} is right and complete, 0 is wrong.
@@ -177,7 +178,7 @@ class JudgeScorer:
         values = {
             "prompt": sample.prompt.text,
             "response": sample.response,
-            "label": label if isinstance(label, str) else "" if label is None else json.dumps(label),
+            "label": "" if label is None else _shown(label),
             "max_score": f"{self._flags.judge_max_score:g}",
         }
         text = _PLACE.sub(lambda found: values[found[1]], self._template)
@@ -289,6 +290,13 @@ def _read_template(path: Path) -> str:
     if "{response}" not in text:
         raise InputError(f"--judge-template {path}: does not show the answer; write {{response}} where it belongs")
     return text
+
+
+def _shown(label: Any) -> str:
+    """Return the text of a label; that of a list or an object is its JSON."""
+    if isinstance(label, int | float) and not isinstance(label, bool):
+        return plain_number(label)
+    return label if isinstance(label, str) else json.dumps(label)
 
 
 REWARD = Judge()

@@ -10,7 +10,7 @@ from typing import Any
 from miles.rewards.answer_text import with_plain_minus
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.reference import reference_text
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 # A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
 _NUMBER = re.compile(
@@ -36,9 +36,13 @@ class LastNumber(Reward):
     summary = "1 if the last number of the response is that of the label"
     data = "label: text with a number, or a number"
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        _reference(prompt)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare numbers."""
-        return [float(find_last_number(s.response) == _reference(s)) for s in samples]
+        return [float(find_last_number(s.response) == _reference(s.prompt)) for s in samples]
 
 
 def find_last_number(text: str) -> Decimal | None:
@@ -55,12 +59,12 @@ def find_last_number(text: str) -> Decimal | None:
     return Decimal((last["sign"] or "") + last["digits"].replace(",", "") + (last["exponent"] or ""))
 
 
-def _reference(sample: Sample) -> Decimal:
-    text = reference_text(sample.prompt, "last_number")
+def _reference(prompt: Prompt) -> Decimal:
+    text = reference_text(prompt, "last_number")
     number = find_last_number(text)
     if number is None:
         raise ValueError(
-            f"--rm-type last_number: the label {text[:80]!r} of the prompt {sample.prompt.source} holds no number; "
+            f"--rm-type last_number: the label {text[:80]!r} of the prompt {prompt.source} holds no number; "
             f"name the column of numeric answers with --label-key, or use --rm-type exact_match"
         )
     return number

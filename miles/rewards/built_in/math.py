@@ -13,7 +13,7 @@ from miles.rewards.math_text import final_boxes, readable, spelled_numbers
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.reference import reference_text
 from miles.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 SECONDS = 1.0  # of processor time per sample; an ordinary one takes about ten milliseconds
 LIMIT = f"{SECONDS:g} s"
@@ -43,6 +43,10 @@ class Math(Reward):
     data = "label: LaTeX or a number"
     limit = LIMIT
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        readable_label(prompt, self.name)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare mathematically."""
         return in_parallel(_score, samples)
@@ -63,25 +67,34 @@ def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
     Raises:
         ValueError: The label is not mathematics.
     """
-    label = reference_text(sample.prompt, rm_type)
+    label = readable_label(sample.prompt, rm_type)
     try:
-        equal = subprocess_call(is_equal, label, answer, seconds=SECONDS)
+        return float(subprocess_call(is_equal, label, answer, seconds=SECONDS))
     except (SubprocessCallTimeout, SubprocessDied) as error:
         log_no_verdict(rm_type, sample, error)
         return 0.0
-    if equal is None:
-        raise ValueError(
-            f"--rm-type {rm_type}: the label {label[:80]!r} of the prompt {sample.prompt.source} is not mathematics; "
-            f"write LaTeX or a number there, or use --rm-type exact_match"
-        )
-    return float(equal)
 
 
-def is_equal(label: str, response: str) -> bool | None:
-    """Whether ``response`` gives the value of ``label``; None if the label cannot be read. May never return."""
+def readable_label(prompt: Prompt, rm_type: str) -> str:
+    """Return the label of a prompt; more than marks and white space, with each brace closed.
+
+    Raises:
+        ValueError: It is not mathematics.
+    """
+    label = reference_text(prompt, rm_type)
+    content = _content_of_label(label)
+    braces = re.sub(r"\\.", "", content)
+    if braces.count("{") == braces.count("}") and _MARKS.sub("", content):
+        return label
+    raise ValueError(
+        f"--rm-type {rm_type}: the label {label[:80]!r} of the prompt {prompt.source} is not mathematics; "
+        f"write LaTeX or a number there, or use --rm-type exact_match"
+    )
+
+
+def is_equal(label: str, response: str) -> bool:
+    """Whether ``response`` gives the value of ``label``. May never return."""
     gold, answer = _content_of_label(label), final_boxes(response)
-    if not is_readable(label):
-        return None
     try:
         if answer is not None and _squeezed(gold) == _squeezed(answer):
             return True
@@ -89,13 +102,6 @@ def is_equal(label: str, response: str) -> bool | None:
         return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
     except Exception:  # RecursionError and MemoryError too, on what a model wrote: it shows no equality
         return False
-
-
-def is_readable(label: str) -> bool:
-    """Whether a label states something: more than marks and white space, with each brace closed."""
-    content = _content_of_label(label)
-    braces = re.sub(r"\\\\.", "", content)
-    return braces.count("{") == braces.count("}") and bool(_MARKS.sub("", content))
 
 
 def _content_of_label(label: str) -> str:

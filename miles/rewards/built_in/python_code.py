@@ -95,6 +95,10 @@ class PythonCode(Reward):
                 )
         return super().build(flags)
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has tests."""
+        read_tests(prompt)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Run the programs."""
         return in_parallel(partial(_score, flags=flags), samples)

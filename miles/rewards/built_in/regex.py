@@ -13,7 +13,7 @@ from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.reference import reference_text
 from miles.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
-from miles.sample import Sample
+from miles.sample import Prompt, Sample
 
 SECONDS = 1.0  # of processor time per answer: a pattern may take exponential time
 
@@ -52,6 +52,11 @@ class Regex(Reward):
             except (re.error, RecursionError, OverflowError) as error:
                 errors.refuse("reward_regex", flags.reward_regex, f"is no pattern ({error})", "correct it")
 
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that a label is a pattern."""
+        if flags.reward_regex is None and is_found(reference_text(prompt, "regex"), "") is None:
+            raise _no_pattern(prompt)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Search for the pattern."""
         return in_parallel(partial(_score, pattern=flags.reward_regex), samples)
@@ -65,11 +70,15 @@ def _score(sample: Sample, pattern: str | None) -> float:
         log_no_verdict("regex", sample, error)
         return 0.0
     if found is None:
-        raise ValueError(
-            f"--rm-type regex: the label {one_line(wanted, 80)!r} of the prompt {sample.prompt.source} is no pattern; "
-            f"correct the row, or give one pattern for all with --reward-regex"
-        )
+        raise _no_pattern(sample.prompt)
     return float(found)
+
+
+def _no_pattern(prompt: Prompt) -> ValueError:
+    return ValueError(
+        f"--rm-type regex: the label {one_line(str(prompt.label), 80)!r} of the prompt {prompt.source} is no pattern; "
+        f"correct the row, or give one pattern for all with --reward-regex"
+    )
 
 
 def is_found(pattern: str, text: str) -> bool | None:

@@ -15,6 +15,7 @@ from miles.arguments.data import DataArguments
 from miles.data.prompts import RowReader, load_prompts
 from miles.data.row import LONGEST_MESSAGE
 from miles.input_error import InputError
+from miles.rewards.settings import RewardArguments
 
 LABELLED = DataArguments(label_key="label")
 CHAT = DataArguments(label_key="label", apply_chat_template=True)
@@ -42,7 +43,9 @@ def write_rows(path, *rows):
         ('{"input": "a", "label": "1", "metadata": {"k": 1, "k": 1}}', "the key 'k' is in one object twice"),
         ('{"input": "a", "label": NaN}', "the label, column 'label', is nan; give a finite number"),
         ('{"input": "a", "label": 1e999}', "the label, column 'label', is inf"),
-        ('{"input": "a", "label": ["1"]}', "the label, column 'label', is of type list; give text or a number"),
+        ('{"input": "a", "label": []}', "the label, column 'label', is of type list; give text, a number or a list"),
+        ('{"input": "a", "label": ["1", ["2"]]}', "the label, column 'label', is of type list"),
+        ('{"input": "a", "label": ["1", null]}', "the label, column 'label', is of type NoneType"),
         ('{"input": "a", "label": {"x": 1}}', "the label, column 'label', is of type dict"),
         ('{"' + "x" * 100_000 + '": 1}', "no column 'input'"),
         ("\x1b[2J" * 1000, "not JSON"),
@@ -86,11 +89,39 @@ def test_a_message_without_text_is_allowed_if_the_template_writes_its_calls(tmp_
 def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, tokenizer, label):
     rows = [{"input": "a", "label": "1"}, {"input": "a", "label": label}]
     source = write_rows(tmp_path / "rows.jsonl", *rows)
-    fault = f"the label, column 'label', is {re.escape(repr(label))}, and --rm-type math needs text or a number"
+    fault = f"--rm-type math: the label of the row is {re.escape(repr(label))}; it must be text or a number"
     with pytest.raises(InputError, match=rf"rows\.jsonl:2: {fault}"):
-        load_prompts(source, LABELLED, tokenizer, needing_labels=["math", "gpqa"])
+        load_prompts(source, LABELLED, tokenizer, check=RewardArguments(rm_type="math").check_prompt)
     with pytest.raises(InputError, match=f"^row 1 of --data-source-path: {fault}"):
-        RowReader(LABELLED, tokenizer, needing_labels=["math"])(rows[1], 1)
+        RowReader(LABELLED, tokenizer, check=RewardArguments(rm_type="math").check_prompt)(rows[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "row", "fault"),
+    [
+        ("math", {"label": "\\boxed{}"}, "is not mathematics"),
+        ("deepscaler,format:0.1", {"label": "\\frac{1}{"}, "--rm-type deepscaler: .* is not mathematics"),
+        ("gemma_math", {"label": "$$"}, "is not mathematics"),
+        ("dapo", {"label": "$ $."}, "states no value"),
+        ("last_number", {"label": "seven"}, "holds no number"),
+        ("last_number", {"label": ["7"]}, "must be text or a number"),
+        ("exact_match", {"label": ["7", True]}, "must be text or a number"),
+        ("f1", {"label": [" "]}, "must be text or a number"),
+        ("gpqa", {"label": "E"}, "is none of the letters A to D"),
+        ("regex", {"label": "("}, "is no pattern"),
+        ("json_schema", {"label": '{"type": 3}'}, "is no JSON schema"),
+        ("ifeval", {"label": "1"}, "has no instruction_id_list"),
+        ("python_code", {"label": "1", "metadata": {"inputs": ["1"], "outputs": []}}, "lists of one length"),
+    ],
+)
+def test_a_row_that_a_reward_of_the_run_cannot_use_is_named_when_the_file_is_read(
+    tmp_path, tokenizer, rm_type, row, fault
+):
+    source = write_rows(tmp_path / "rows.jsonl", {"input": "a"} | row)
+    with pytest.raises(InputError, match=rf"^\S*rows\.jsonl:1: .*{fault}"):
+        load_prompts(source, LABELLED, tokenizer, check=RewardArguments(rm_type=rm_type).check_prompt)
+    dropped = RewardArguments(rm_type=rm_type, reward_error="drop")
+    assert load_prompts(source, LABELLED, tokenizer, check=dropped.check_prompt).prompts
 
 
 def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):

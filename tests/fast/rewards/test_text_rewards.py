@@ -1,14 +1,17 @@
 from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.rewards.built_in import REWARDS
 from miles.rewards.built_in.exact_match import REWARD as exact_match
 from miles.rewards.built_in.exact_match import ExactMatchFlags
 from miles.rewards.built_in.last_number import REWARD as last_number
 from miles.rewards.built_in.last_number import find_last_number
 from miles.rewards.built_in.length import REWARD as length
+from miles.rewards.reference import plain_number
 
 padding = st.text(" \n\t", max_size=3)
 words = st.text("abcxyz =,.!?$()\n", max_size=12)
@@ -46,6 +49,30 @@ def test_exact_match_as_squad_compares(make_sample, response, label, reward):
 
 def test_exact_match_writes_numbers_out(make_sample):
     assert exact_match([make_sample("7", 7), make_sample("0.5", 0.5), make_sample("7.0", 7)]) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        (1e-7, "0.0000001"),
+        (1e16, "10000000000000000"),
+        (42.0, "42"),
+        (-0.0, "0"),
+        (1.6e-19, "0.00000000000000000016"),
+        (10**20, "100000000000000000000"),
+        (np.float32(0.1), "0.1"),
+        (Decimal("18.90"), "18.9"),
+    ],
+)
+@pytest.mark.parametrize("reward", ["math", "dapo", "exact_match", "last_number", "f1", "deepscaler"])
+def test_a_number_as_label_is_the_shortest_plain_decimal(make_sample, reward, label, text):
+    response = {"dapo": f"Answer: {text}", "math": f"\\boxed{{{text}}}", "deepscaler": f"</think>\\boxed{{{text}}}"}
+    assert REWARDS[reward]([make_sample(response.get(reward, text), label)]) == [1]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_plain_decimal_is_the_number(number):
+    assert float(plain_number(number)) == number and not set("eE") & set(plain_number(number))
 
 
 @given(words, decimals, words)
