@@ -3,8 +3,12 @@
 With namespaces, a program has no network and sees no other processes. It sees an empty folder and, read-only, the
 interpreter, its packages and the system's libraries, with the sockets and FIFOs that may lie there, but no other files.
 Whatever it starts ends with it. In any case its processor time, wall time, memory, output, open files and processes are
-limited. Without namespaces, a process that keeps out of sight between two looks at them may outlive its program. This
+limited, and the kernel refuses calls by which it would keep memory that no process shows. Without namespaces, a process
+that keeps out of sight between two looks at them may outlive its program, and files and sockets may hold more. This
 bounds mistakes and mischief; the kernel is shared with it.
+
+Bubblewrap does not carry this: it limits no inodes of a folder, leaves /proc/sys writable for root, fails in containers
+that hide parts of /proc, and starts anew for each empty folder.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ class Limits:
     Attributes:
         seconds: Processor time of its processes together; ``WALL_SECONDS`` times as many of wall time. N tests together
             may take N + ``WALL_SECONDS`` times as many of wall time.
-        memory: Bytes, over all its processes.
+        memory: Bytes, over all its processes, with their page tables and buffers; a quarter more in its folder.
         processes: Processes and threads at a time.
     """
 

@@ -3,8 +3,9 @@
 It is three kinds of processes. The outermost moves into namespaces of its own (users, network, processes, IPC), counts
 the processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the
 new namespace, so that everything ends with it: it makes a root that shows the interpreter and the system's libraries,
-read-only, and starts the third, the program, once per test, in an empty folder in memory, under rlimits and without
-privileges. Results are files that the program cannot see by name. Imports nothing of miles.
+read-only, and starts the third, the program, once per test, in an empty folder in memory, under rlimits, without
+privileges and without the system calls by which the kernel would keep memory that no process shows. Results are files
+that the program cannot see by name. Imports nothing of miles.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import resource
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,21 +33,51 @@ import psutil
 CHECK_SECONDS = 0.05  # between two looks at processes and memory
 OUTPUT = 1 << 20  # bytes that a program may write to a file, its output included
 FOLDER = "/sandbox"  # the program's own, in the new root
-FOLDER_BYTES = 64 << 20
+FOLDER_BYTES, FOLDER_FILES = 64 << 20, 4096  # at most a quarter of the memory
 SHOWN = (  # of the system, in the new root; with what the interpreter needs beside
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
-    *("/etc/localtime", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+    *("/etc/localtime", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"),
 )
 OPEN_FILES = 64
+OPEN_FILE_BYTES = 256 << 10  # at most, in the buffers of a pipe (64 KiB) or of a socket (208 KiB)
+SIGNALS = 256  # queued, timers included
 INSIDE = 1000  # its user in the sandbox: not 0, so that starting a program drops every privilege
 EPERM = 1
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = (
+    0x1,
+    0x2,
+    0x4,
+    0x8,
+    0x1000,
+    0x4000,
+    0x40000,
+)
 _MNT_DETACH = 2
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 36, 38, 4
+
+# System calls that a program does without: their numbers on x86_64 and aarch64. Through them it could have the kernel
+# keep memory that no process shows: files without a name, segments, queues, keys, watches, or pages in pipes.
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_REFUSED_CALLS = {
+    "memfd_create": (319, 279),
+    **{"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
+    **{"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)},
+    **{"inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262)},
+    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    **{"io_setup": (206, 0), "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282)},
+}
+_REFUSED_WITHOUT_NETWORK = {  # a pair of connected sockets remains, for asyncio and the pipes of multiprocessing
+    **{"socket": (41, 198), "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269)},
+}
+_MMAP, _FCNTL = (9, 222), (72, 25)
+_SHARED_ANONYMOUS, _F_SETPIPE_SZ = 0x21, 1031
+_FIRST_NEW_CALL = 424  # of Linux 5.2 and later, the same everywhere; the C library does without them
+_ENOSYS = 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -149,6 +182,7 @@ def _first(request: dict[str, Any], reader: int, writer: int) -> None:
                 _close_file_system(request["folder"])
             else:
                 _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _refuse_calls(request["isolated"])
             for test in request["tests"]:
                 _enter_empty_folder(request)
                 print(json.dumps({"run": _run(request, test)}), file=file, flush=True)
@@ -176,9 +210,9 @@ def _watch(first: int, reader: int, request: dict[str, Any]) -> None:
             number += len(lines)
             continue
         below = top.children(recursive=True)
-        if len(below) > request["processes"]:
+        if sum(_total(f"/proc/{process.pid}/status", "Threads:") or 0 for process in below) > request["processes"]:
             return _answer({"ended": f"started more than {request['processes']} processes"})
-        unseen = _detached_segments() if request["isolated"] else 0
+        unseen = sum(_kernel_bytes(process.pid) for process in below)
         if uses_more((process.pid for process in below), request["memory"] - unseen):
             return _answer({"ended": f"used more than {request['memory'] >> 20} MiB of memory"})
         if sum(map(_processor_seconds, below)) > request["cpu_seconds"]:
@@ -191,30 +225,31 @@ def _watch(first: int, reader: int, request: dict[str, Any]) -> None:
 
 def uses_more(pids: Iterable[int], limit: int) -> bool:
     """Return whether processes hold more than ``limit`` bytes that no file backs. A page they share counts once."""
-    at_most = {pid: _kib(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") or 0 for pid in pids}
+    at_most = {pid: _total(f"/proc/{pid}/status", "RssAnon:", "RssShmem:", "VmSwap:") or 0 for pid in pids}
     if sum(at_most.values()) <= limit >> 10:
         return False
-    shares = {pid: _kib(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:") for pid in at_most}  # slow if it is big
+    names = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+    shares = {pid: _total(f"/proc/{pid}/smaps_rollup", *names) for pid in at_most}  # slow if it is big
     return sum(at_most[pid] if share is None else share for pid, share in shares.items()) > limit >> 10
 
 
-def _kib(path: str, *names: str) -> int | None:
-    """Return the sum of the lines ``names``, in KiB; None if one is missing or the file cannot be read."""
+def _total(path: str, *names: str) -> int | None:
+    """Return the sum of the lines ``names``, KiB or a count; None if one is missing or the file cannot be read."""
     try:
         rows = [line.split() for line in Path(path).read_text().splitlines()]
     except OSError:
         return None
-    found = [int(row[1]) for row in rows if row and row[0] in names]
-    return sum(found) if len(found) == len(names) else None
+    numbers = [int(row[1]) for row in rows if row and row[0] in names]
+    return sum(numbers) if len(numbers) == len(names) else None
 
 
-def _detached_segments() -> int:
-    """Return the bytes of the System V shared memory of this namespace, which no process needs to have mapped."""
+def _kernel_bytes(pid: int) -> int:
+    """Return the bytes of a process's page tables, and the most that the buffers of its open files hold."""
     try:
-        rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
-        return sum(int(row[rows[0].index("rss")]) for row in rows[1:])
-    except OSError:  # a kernel without it
-        return 0
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it has ended, or not begun
+        files = 0
+    return ((_total(f"/proc/{pid}/status", "VmPTE:") or 0) << 10) + files * OPEN_FILE_BYTES
 
 
 def _processor_seconds(process: psutil.Process) -> float:
@@ -300,16 +335,48 @@ def _limits(request: dict[str, Any]) -> Callable[[], None]:
             (resource.RLIMIT_FSIZE, OUTPUT),
             (resource.RLIMIT_NOFILE, OPEN_FILES),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_SIGPENDING, SIGNALS),
         ):
             resource.setrlimit(kind, (value, value))
         resource.setrlimit(resource.RLIMIT_STACK, _stack_limits(request))
         if request["isolated"]:  # outside a namespace it would count all processes of the user
             resource.setrlimit(resource.RLIMIT_NPROC, (request["processes"], request["processes"]))
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     return limit
+
+
+def _refuse_calls(isolated: bool) -> None:
+    """Have the kernel answer that it lacks ``_REFUSED_CALLS``, shared anonymous mappings and larger pipes."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if platform.machine() not in _ARCHITECTURES:
+        return
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    names = _REFUSED_CALLS | (_REFUSED_WITHOUT_NETWORK if isolated else {})
+    calls = [numbers[column] for numbers in names.values()]
+    load, equal, at_least, both, end = 0x20, 0x15, 0x35, 0x54, 0x06  # of the kernel's filter language
+    number, architecture_field, second_argument, fourth_argument = 0, 4, 24, 40
+    steps = [
+        (load, 0, 0, architecture_field),
+        (equal, 0, len(calls) + 10, architecture),
+        (load, 0, 0, number),
+        (at_least, len(calls) + 8, 0, _FIRST_NEW_CALL),
+        *((equal, len(calls) + 7 - place, 0, call) for place, call in enumerate(calls)),
+        (equal, 0, 3, _MMAP[column]),
+        (load, 0, 0, fourth_argument),
+        (both, 0, 0, _SHARED_ANONYMOUS),
+        (equal, 4, 3, _SHARED_ANONYMOUS),
+        (equal, 0, 2, _FCNTL[column]),
+        (load, 0, 0, second_argument),
+        (equal, 1, 0, _F_SETPIPE_SZ),
+        (end, 0, 0, 0x7FFF0000),  # allow
+        (end, 0, 0, 0x00050000 | _ENOSYS),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HP", len(steps), ctypes.addressof(code))
+    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "a filter of system calls: " + os.strerror(ctypes.get_errno()))
 
 
 def _stack_limits(request: dict[str, Any]) -> tuple[int, int]:
@@ -355,7 +422,7 @@ def _close_file_system(folder: str) -> None:
     if changed != 0:
         raise OSError(ctypes.get_errno(), "read-only mounts: " + os.strerror(ctypes.get_errno()))
     try:
-        _mount("proc", f"{root}/proc", "proc", quiet | _MS_NOEXEC)
+        _mount("proc", f"{root}/proc", "proc", quiet | _MS_NOEXEC | _MS_RDONLY)  # root could change /proc/sys
     except OSError as error:
         if error.errno != EPERM:  # a container hides parts of its /proc, and so forbids another one
             raise
@@ -408,7 +475,9 @@ def _enter_empty_folder(request: dict[str, Any]) -> None:
     if request["isolated"]:
         os.chdir("/")
         _libc.umount2(FOLDER.encode(), _MNT_DETACH)  # the first time there is none
-        _mount("tmpfs", FOLDER, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={FOLDER_BYTES},mode=700")
+        size = min(FOLDER_BYTES, request["memory"] // 4)
+        options = f"size={size},nr_inodes={FOLDER_FILES},mode=700"
+        _mount("tmpfs", FOLDER, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
         os.chdir(FOLDER)
     else:
         os.chdir(request["folder"])

@@ -181,24 +181,35 @@ HOSTILE = {
     "calls a Unix socket": "import socket\nsocket.socket(socket.AF_UNIX).connect('{folder}/socket')",
     "writes to a FIFO": "import os\nos.open({victim!r} + '.fifo', os.O_WRONLY | os.O_NONBLOCK)",
     "makes namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
-    "takes shared memory": (
-        "import mmap, os, time\nos.fork()\nkept = mmap.mmap(-1, 150 << 20)\n"
-        "for _ in range(150): kept.write(b'x' * (1 << 20))\ntime.sleep(60)"
-    ),
-    "leaves shared memory behind": (
-        "import ctypes, time\nlibc = ctypes.CDLL(None)\nlibc.shmat.restype = ctypes.c_void_p\n"
-        "for _ in range(3):\n"
-        "    kept = libc.shmat(libc.shmget(0, ctypes.c_size_t(100 << 20), 0o1600), None, 0)\n"
-        "    ctypes.memset(ctypes.c_void_p(kept), 1, 100 << 20)\n    libc.shmdt(ctypes.c_void_p(kept))\n"
+    "takes memory in two processes": "import os, time\nos.fork()\nkept = bytearray(150 << 20)\ntime.sleep(60)",
+    "takes page tables": (  # in each a page, that of zeros
+        "import ctypes, time\nread = ctypes.c_char.from_address\nmmap = ctypes.CDLL(None).mmap\n"
+        "mmap.restype = ctypes.c_void_p\n"
+        "mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]\n"
+        "for place in range(1000, 36000):\n"
+        "    if mmap(place << 30, 4096, 1, 0x100022, -1, 0) == place << 30: read(place << 30).value\n"
         "time.sleep(60)"
     ),
+    "takes threads": (
+        "import threading, time\nthreading.stack_size(1 << 15)\n"
+        "for _ in range(50): threading.Thread(target=time.sleep, args=[60], daemon=True).start()\ntime.sleep(2)"
+    ),
+    "has full sockets in many processes": (
+        "import os, socket, time\nfor _ in range(6):\n    if os.fork() == 0: break\n"
+        "kept = bytearray(25 << 20), [socket.socketpair() for _ in range(26)]\ntime.sleep(60)"
+    ),
+    "changes the kernel's settings": "open('/proc/sys/kernel/core_pattern', 'r+b', 0)",
     "computes in many processes": (
         "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n"
         "        while time.process_time() < 0.8: pass\n        os._exit(0)\n"
         "for _ in range(6): os.wait()"
     ),
 }
-FAULTS = {"takes shared memory": "of memory", "leaves shared memory behind": "of memory"}
+FAULTS = {
+    "takes memory in two processes": "of memory",
+    "takes page tables": "of memory",
+    "has full sockets in many processes": "of memory",
+}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -221,6 +232,77 @@ def test_a_hostile_program_fails_and_changes_nothing(kind, tmp_path, isolated, s
             listener.accept()
     assert outcome.result is None and FAULTS.get(kind, "") in outcome.fault and outcome.fault
     assert victim.read_text() == "mine"
+
+
+KEEPING = {  # programs that print the bytes that 16 of them would have the kernel keep, though no process shows them
+    "pipes": (
+        "import fcntl, os\nkept = 0\nwhile True:\n"
+        "    try: write = os.pipe()[1]\n    except OSError: break\n"
+        "    try: fcntl.fcntl(write, 1031, 1 << 20)\n    except OSError: pass\n"
+        "    os.set_blocking(write, False)\n"
+        "    try:\n        while True: kept += os.write(write, bytes(4096))\n    except BlockingIOError: pass\n"
+        "print(kept * 16)"
+    ),
+    "sockets": (
+        "import socket\nkept, pairs = 0, []\nwhile True:\n"
+        "    try: pairs.append(socket.socketpair())\n    except OSError: break\n"
+        "    for end in pairs[-1]:\n        end.setblocking(False)\n"
+        "        try: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)\n        except OSError: pass\n"
+        "        try:\n            while True: kept += end.send(bytes(4096))\n        except BlockingIOError: pass\n"
+        "print(kept * 16)"
+    ),
+    "sockets that wait for a listener": (
+        "import socket\nkept = 0\nlistener = socket.socket(socket.AF_UNIX)\nlistener.bind('x')\nlistener.listen(4096)\n"
+        "for _ in range(300):\n    end = socket.socket(socket.AF_UNIX)\n    end.connect('x')\n"
+        "    kept += end.send(bytes(100_000))\n    end.close()\nprint(kept * 16)"
+    ),
+    "sockets in flight": (
+        "import array, socket\none, two = socket.socketpair()\n"
+        "one.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])\nprint(1 << 40)"
+    ),
+    "empty files": (
+        "import os\nkept = 0\ntry:\n    while kept < 1 << 29:\n"
+        "        os.close(os.open(f'{kept}', os.O_CREAT)); kept += 1 << 11\nexcept OSError: pass\nprint(kept)"
+    ),
+    "full files": (
+        "import os\nkept = 0\ntry:\n    while kept < 1 << 29: kept += open(f'{kept}', 'wb', 0).write(bytes(1 << 20))\n"
+        "except OSError: os.remove('0')\nprint(kept * 4)"
+    ),
+    "files without a name": ("import os\nprint(os.write(os.memfd_create('x'), bytes(1 << 20)) * 50 * 16)"),
+    "shared pages": "import mmap\nprint(len(mmap.mmap(-1, 100 << 20)) * 16)",
+    "shared zeros": "import mmap, os\nprint(len(mmap.mmap(os.open('/dev/zero', os.O_RDWR), 100 << 20)) * 16)",
+    "segments": "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 28, 0o1600) >= 0\nprint(1 << 30)",
+    "semaphores": "import ctypes\nassert ctypes.CDLL(None).semget(0, 32000, 0o1600) >= 0\nprint(1 << 30)",
+    "messages": "import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0\nprint(1 << 30)",
+    "watches": "import ctypes\nassert ctypes.CDLL(None).inotify_init() >= 0\nprint(1 << 30)",
+    "timers": (
+        "import ctypes\nlibc, kept = ctypes.CDLL(None), 0\n"
+        "while kept < 1 << 25 and libc.timer_create(0, None, ctypes.byref(ctypes.c_long())) == 0: kept += 1 << 9\n"
+        "print(kept * 16)"
+    ),
+    "calls of newer kernels": "import os\nos.pidfd_open(os.getpid())\nprint(1 << 30)",
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_what_the_kernel_keeps_for_a_program_is_bounded(kind, isolated):
+    limits = Limits(seconds=4, memory=256 << 20, processes=16)
+    (outcome,) = run_tests(KEEPING[kind], [CodeTest(stdin="")], limits, isolated=True)
+    assert "Error" in outcome.fault if outcome.result is None else int(outcome.result) <= limits.memory
+
+
+def test_pipes_processes_and_event_loops_work_in_the_sandbox(isolated):
+    program = (
+        "import asyncio, mmap, multiprocessing, os, shutil, subprocess, sys\n"
+        "async def main(): return await asyncio.to_thread(lambda: 1)\n"
+        "one, two = multiprocessing.Pipe()\n"
+        "process = multiprocessing.Process(target=two.send, args=[asyncio.run(main())])\nprocess.start()\n"
+        "shutil.copy('answer.py', 'copy')\n"
+        "with open('copy', 'r+b') as file: text = mmap.mmap(file.fileno(), 0)[:6]\n"
+        "print(one.recv(), subprocess.check_output([sys.executable, '-c', 'print(2)']), text, len(os.urandom(3)))"
+    )
+    (outcome,) = run_tests(program, [CodeTest(stdin="")], Limits(), isolated=True)
+    assert outcome == Outcome("1 b'2\\n' b'import' 3\n")
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
