@@ -50,7 +50,7 @@ class ClusterArguments:
         "stacks of all processes are written and the run ends; 0 is no limit",
     )
     stop_timeout: float = flag(
-        120.0, "seconds after Ctrl-C, SIGTERM or SIGHUP in which a training iteration is finished and saved"
+        120.0, "seconds after Ctrl-C or another signal that stops the run in which an iteration is finished and saved"
     )
     max_restarts: int = flag(
         0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"

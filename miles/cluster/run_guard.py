@@ -5,14 +5,19 @@ which the launcher does at its end and the kernel does if the launcher is killed
 that is left and removes the run's folder, with Ray's session and the servers' temporary files in it. It is in a session
 of its own, so a closed terminal does not reach it.
 
-Processes of a run have ``MILES_RUN_FOLDER`` in their environment, which they inherit; their descendants count too. The
-folder holds a locked file. The kernel releases the lock when both launcher and guard are gone, and the next launcher of
-this user removes such a folder.
+The launcher marks its process, and all that it starts from then on inherits the mark from the kernel: the soft limit of
+RLIMIT_LOCKS, which Linux has ignored since 2.4.25 and which no library sets. A process may lose its parent, and write
+its title over its environment, as those of Ray do; it keeps the mark. Where the limit cannot be set, processes of a run
+are those with ``MILES_RUN_FOLDER`` in their environment and their descendants.
+
+The folder holds a locked file. The kernel releases the lock when both launcher and guard are gone, and the next
+launcher of this user removes such a folder.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -26,6 +31,7 @@ from tempfile import mkdtemp
 
 import psutil
 
+from miles.cluster.stop_requests import STOPS
 from miles.engine.sglang.leftovers import open_segments, remove_segments
 from miles.host.processes import kill_all
 from miles.stacks import RUN_FOLDER
@@ -49,23 +55,24 @@ class RunGuard:
         with locked(root / LOCK):
             remove_stale(root)
             self.folder = Path(mkdtemp(prefix="r", dir=root))  # short, as sockets are in it
-            lock = (self.folder / LOCK).open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._lock = (self.folder / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         environment = {name: value for name, value in os.environ.items() if name != RUN_FOLDER}
         checkout = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
-        with lock:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "miles.cluster.run_guard", str(self.folder), *[DETACHED] * is_detached],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(lock.fileno(),),  # the guard holds the lock from here on
-                preexec_fn=_ignore_signals,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "miles.cluster.run_guard", str(self.folder), *[DETACHED] * is_detached],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(self._lock.fileno(),),  # the guard holds the lock too
+            preexec_fn=_ignore_signals,
+        )
         os.environ[RUN_FOLDER] = str(self.folder)
+        self._limits = psutil.Process().rlimit(psutil.RLIMIT_LOCKS)
+        _mark(mark_of(str(self.folder)), self._limits)
         if is_detached:
             self._process.wait()  # its child is the guard
 
@@ -77,12 +84,27 @@ class RunGuard:
     def close(self) -> bool:
         """Have the guard kill and remove what is left of the run; return whether it has ended all processes in time."""
         os.environ.pop(RUN_FOLDER, None)
+        _mark(self._limits[0], self._limits)
+        self._lock.close()
+        if self._process.poll() is not None:  # it was killed
+            return clean_up(self.folder)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):  # it continues alone
             return self._process.wait(GUARD_SECONDS) == 0
         return False
+
+
+def mark_of(folder: str) -> int:
+    """Return the mark of the processes of the run in ``folder``: a number that no other run has, and no usual limit."""
+    return 2**61 + int.from_bytes(hashlib.sha256(os.fsencode(folder)).digest()[:7])
+
+
+def _mark(number: int, limits: tuple[int, int]) -> None:
+    """Set the soft limit of this process that marks it; ``limits`` are the soft and hard one that it had before."""
+    with suppress(psutil.AccessDenied, ValueError, OSError):  # the hard limit is lower, or the system refuses
+        psutil.Process().rlimit(psutil.RLIMIT_LOCKS, (number, limits[1]))
 
 
 def remove_stale(root: Path) -> None:
@@ -132,11 +154,21 @@ def _remove_tensors(pids: Iterable[int]) -> None:
 def members(folder: str) -> list[psutil.Process]:
     """Return the processes of a run, and their descendants."""
     found: dict[int, psutil.Process] = {}
+    mark = mark_of(folder)
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(RUN_FOLDER) == folder:
+        if process.pid not in found and _is_marked(process, mark, folder):
+            with suppress(psutil.Error):
                 found |= {each.pid: each for each in (process, *process.children(recursive=True))}
     return [process for process in found.values() if process.pid != os.getpid() and not _has_ended(process)]
+
+
+def _is_marked(process: psutil.Process, mark: int, folder: str) -> bool:
+    with suppress(psutil.Error, OSError):
+        if process.rlimit(psutil.RLIMIT_LOCKS)[0] == mark:
+            return True
+    with suppress(psutil.Error):
+        return bool(process.environ().get(RUN_FOLDER) == folder)
+    return False
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -148,7 +180,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 def _ignore_signals() -> None:
     """Ignore the signals that are for the launcher; the program that the process becomes ignores them too."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 

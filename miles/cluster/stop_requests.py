@@ -4,13 +4,16 @@
     SIGINT (Ctrl-C) once            generation is abandoned; an iteration that is training    130
                                     is finished; with --save a checkpoint is written
     SIGTERM, SIGHUP once            the same                                                  143, 129
-    any of these, a second time     the run stops at its last checkpoint                      130, 143, 129
+    SIGQUIT, SIGABRT once           the same                                                  131, 134
+    any of these, a second time     the run stops at its last checkpoint                      the same
     SIGUSR1 (Slurm's warning)       the iteration is finished and saved                       0
 
 While Ray starts, the first is handled when it has started, and a second one ends the launcher at once.
 
 All of this takes at most ``--stop-timeout`` seconds; then the run stops at its last checkpoint. A SIGHUP that is
-ignored (``nohup``) stays ignored. Handlers run in the main thread, which waits for actors in short steps.
+ignored (``nohup``) stays ignored; a SIGINT that is (``nohup … &`` in a script) is obeyed while a run is active, since
+whoever sends it means the run. A program that aborts itself ends at once, as abort() sees to it. Handlers run in the
+main thread, which waits for actors in short steps.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 SIGNAL_SECONDS = 2.0  # in which a signal that has ended processes of the run reaches the launcher too
 
 

@@ -3,11 +3,12 @@
 One thread per place starts and awaits processes; it is bound to the cores of its place, and a process inherits the
 cores of the thread that starts it. The main thread receives what happens, and signals, and reports both.
 
-    signal to the sweep              what happens
-    SIGINT, SIGTERM, SIGHUP once     nothing more is started; the running commands get SIGTERM, at which a training run
-                                     finishes its iteration and saves (unless it shares GPUs with its engines)
-    a second time                    they get it again: a training run stops at its last checkpoint
-    a third time                     they are killed
+    signal that stops a run, to the sweep    what happens
+    once                                     nothing more is started; the running commands get SIGTERM, at which a
+                                             training run finishes its iteration and saves (unless it shares GPUs with
+                                             its engines)
+    a second time                            they get it again: a training run stops at its last checkpoint
+    a third time                             they are killed
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import miles
+from miles.cluster.stop_requests import STOPS
 from miles.one_line import one_line
 from miles.secret_values import public_words
 from miles.sweep.child_process import Child, Starter, start_process
@@ -36,7 +38,6 @@ from miles.sweep.slots import Slot
 from miles.sweep.swept_run import Attempt
 
 TICK_SECONDS = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WRONG_FLAGS = 2  # exit status of a command that would fail again
 
 
@@ -162,7 +163,7 @@ class RunQueue:
         def note(number: int, frame: FrameType | None) -> None:
             self._events.put(("signal", (number,)))
 
-        numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        numbers = [n for n in STOPS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         former = {number: signal.signal(number, note) for number in numbers}
         try:
             yield

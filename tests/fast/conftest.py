@@ -19,8 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Names of models in tests are made up, so the hub need not be asked about them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Under nohup the hang-up signal is ignored, here and in the runs that tests start.
+# Under nohup, and in the background of a script, these signals are ignored, here and in the runs that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example has no deadline: on a busy machine it would fail whatever the code does. A property is tried on the same
 # few examples each time, so that a new failure comes from a change. ``tests/run.sh --all`` draws more, and others.

@@ -12,7 +12,7 @@ from miles.arguments.evaluation import EvaluationArguments
 from miles.cluster.folders.best_checkpoint import BestCheckpoint
 from miles.cluster.run_checkpoints import RunCheckpoints
 from miles.cluster.sides import Sides
-from miles.cluster.stop_requests import StopRequested, StopRequests
+from miles.cluster.stop_requests import STOPS, StopRequested, StopRequests
 from miles.cluster.train_actor import TrainedIteration
 from miles.generation_loop import GenerationLoop
 from miles.loop import TrainingLoop
@@ -319,7 +319,7 @@ def ended(run, stop, **checkpoint):
     return sides[0], stop.exit_status
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), [(number, 128 + number) for number in STOPS])
 def test_a_signal_while_generating_abandons_the_iteration_and_saves_those_before(
     monkeypatch, run, stop, number, status
 ):

@@ -94,6 +94,8 @@ def test_what_user_code_raises_cannot_fill_or_control_the_terminal(capsys, error
         (signal.SIGINT, 130, "stopped by the user;"),
         (signal.SIGTERM, 143, "stopped by SIGTERM;"),
         (signal.SIGHUP, 129, "stopped by SIGHUP;"),
+        (signal.SIGQUIT, 131, "stopped by SIGQUIT;"),
+        (signal.SIGABRT, 134, "stopped by SIGABRT;"),
     ],
 )
 def test_a_signal_is_one_sentence_and_the_status_of_its_number(capsys, number, status, who):

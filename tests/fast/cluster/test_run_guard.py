@@ -11,23 +11,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.cluster.run_guard import LOCK, RunGuard, clean_up, remove_stale
+from miles.cluster.run_guard import LOCK, RunGuard, clean_up, mark_of, remove_stale
+from miles.cluster.stop_requests import STOPS
 from miles.engine.sglang.leftovers import NOTED, SEGMENTS, begin_notes, note_segments, remove_segments
 from miles.stacks import RUN_FOLDER
 
 SHARED_MEMORY = Path("/dev/shm")
 
-# A launcher with a guard and two processes of its run. One hides: it has an empty environment.
+# A launcher with a guard and three processes of its run. Two hide: they have an empty environment, as after a change of
+# the title, and one of them has lost its parent and is in a session of its own.
 LAUNCHER = """
-import subprocess, sys
+import psutil, subprocess, sys
 from pathlib import Path
 from miles.cluster.run_guard import RunGuard
 
+if "unmarked" in sys.argv:
+    psutil.Process().rlimit(psutil.RLIMIT_LOCKS, (5, 5))
 guard = RunGuard(Path(sys.argv[1]))
 hidden = "import subprocess, time; print(subprocess.Popen(['/bin/sleep', '600'], env={}).pid, flush=True); "
 hidden += "time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", hidden], stdout=subprocess.PIPE, text=True)
-print(guard.pid, child.pid, int(child.stdout.readline()), guard.folder, flush=True)
+orphan = "import subprocess as s; "
+orphan += "print(s.Popen(['/bin/sleep', '600'], env={}, stdout=s.DEVNULL, start_new_session=True).pid)"
+lost = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE).stdout
+print(guard.pid, child.pid, int(child.stdout.readline()), int(lost), guard.folder, flush=True)
 input()
 """
 
@@ -50,9 +57,9 @@ def lives(process):
 
 
 @pytest.fixture
-def started(tmp_path):
+def started(tmp_path, request):
     """Start the launcher; return it, the guard, the processes of its run, and its folder."""
-    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path), getattr(request, "param", "")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         guard, *pids, folder = launcher.stdout.readline().split()
         run = [psutil.Process(int(pid)) for pid in (guard, *pids)]
@@ -68,7 +75,8 @@ import subprocess, sys
 from pathlib import Path
 from miles.cluster.run_guard import RunGuard
 
-print(RunGuard(Path(sys.argv[1]), is_detached=True).folder, subprocess.Popen(["/bin/sleep", "600"]).pid, flush=True)
+guard = RunGuard(Path(sys.argv[1]), is_detached=True)
+print(guard.folder, subprocess.Popen(["/bin/sleep", "600"]).pid, flush=True)
 input()
 """
 
@@ -92,10 +100,14 @@ def test_the_guard_of_an_engine_outlives_the_children_that_ray_kills_with_their_
                 child.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *STOPS])
 def test_nothing_is_left_when_the_launcher_is_killed(started, number):
     launcher, run, folder = started
-    bystander = subprocess.Popen(["/bin/sleep", "600"], env={RUN_FOLDER: folder + "x"})
+    other = f"import psutil, time; psutil.Process().rlimit(psutil.RLIMIT_LOCKS, ({mark_of(folder + 'x')}, -1)); "
+    other += "print(flush=True); time.sleep(600)"
+    environment = {**os.environ, RUN_FOLDER: folder + "x"}
+    bystander = subprocess.Popen([sys.executable, "-c", other], env=environment, stdout=subprocess.PIPE)
+    bystander.stdout.readline()
     try:
         assert os.path.exists(folder)
         launcher.send_signal(number)
@@ -108,7 +120,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(started, number):
 
 def test_signals_to_all_processes_of_a_terminal_leave_the_guard_to_its_work(started):
     launcher, (guard, *run), folder = started
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         guard.send_signal(number)
     launcher.kill()
     assert have_ended([guard, *run]) and not os.path.exists(folder)
@@ -120,6 +132,8 @@ def test_the_next_run_removes_what_is_left_if_the_guard_was_killed_too(started, 
     assert os.path.exists(folder), "the run is alive"
     guard.kill()
     assert have_ended([guard])
+    remove_stale(tmp_path)
+    assert os.path.exists(folder) and all(map(lives, run)), "the launcher is alive"
     launcher.kill()
     launcher.wait()
     assert all(map(lives, run))
@@ -130,6 +144,23 @@ def test_the_next_run_removes_what_is_left_if_the_guard_was_killed_too(started, 
     finally:
         assert following.close()
     assert not following.folder.exists() and RUN_FOLDER not in os.environ
+
+
+@pytest.mark.parametrize("started", ["unmarked"], indirect=True)
+def test_where_no_mark_can_be_set_descent_from_a_process_with_the_environment_counts(started):
+    launcher, (*run, lost), folder = started
+    launcher.kill()
+    assert have_ended(run) and not os.path.exists(folder) and lives(lost)
+
+
+def test_a_launcher_whose_guard_was_killed_cleans_up_itself(tmp_path):
+    limits = psutil.Process().rlimit(psutil.RLIMIT_LOCKS)
+    guard = RunGuard(tmp_path)
+    with subprocess.Popen(["/bin/sleep", "600"], env={}) as left:
+        psutil.Process(guard.pid).kill()
+        assert have_ended([psutil.Process(guard.pid)])
+        assert guard.close() and not psutil.pid_exists(left.pid) and not guard.folder.exists()
+    assert psutil.Process().rlimit(psutil.RLIMIT_LOCKS) == limits
 
 
 def test_a_folder_that_is_locked_or_not_of_a_run_stays(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +11,9 @@ from pathlib import Path
 import psutil
 from ray._private import services
 
+from tests.fast.cluster.held.held_command import HeldCommand
 from tests.fast.support.ray_head import ENVIRONMENT, RAY, free_ports
 
-MARK = "RAY_HOST_MARK"  # in the environment of the processes of a host
 FEW_PROCESSES = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
@@ -26,20 +25,12 @@ class Host:
     """The processes of one host of a cluster: those of Ray, and the workers that it has started."""
 
     def __init__(self, log: Path, words: list[str], environment: dict[str, str]) -> None:
-        self.mark = uuid.uuid4().hex
         fixed = ["--disable-usage-stats", "--dashboard-agent-listen-port=0", "--object-store-memory=100000000"]
+        command = [*RAY, "start", *fixed, *words]
+        with log.open("w") as output:
+            self._ray = HeldCommand(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            with log.open("w") as output:
-                subprocess.run(
-                    [*RAY, "start", *fixed, *words],
-                    env=environment | {MARK: self.mark},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    check=True,
-                    timeout=300,
-                )
+            assert self._ray.wait(300) == 0, log.read_text()
         except BaseException:
             self.end()
             raise
@@ -47,12 +38,7 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of this host that are alive."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return self._ray.processes()
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes of this host that are alive and were not there when Ray had started."""
@@ -74,10 +60,7 @@ class Host:
 
     def end(self) -> None:
         """End what is left of it."""
-        for process in (left := self.processes()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=30)
+        self._ray.end()
 
 
 class Hosts:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from miles.cluster.stop_requests import STOPS
 from miles.sweep.run_queue import RunQueue
 from miles.sweep.slots import Slot
 from miles.sweep.swept_run import Attempt
@@ -166,7 +167,7 @@ def test_a_task_that_fails_twice_is_told_with_its_last_line_and_others_go_on(tmp
     assert [len(task.attempts) for task in (bad, wrong, killed, early)] == [2, 1, 2, 2], "wrong flags stay wrong"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_stops_the_running_tasks_and_starts_no_other(tmp_path: Path, number: signal.Signals) -> None:
     ready = [tmp_path / name for name in ("a", "b")]
     tasks = [Command(tmp_path / f"task-{path.name}", [WAIT, str(path)]) for path in ready]

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from socket import SOCK_DGRAM
 
 import psutil
+
+from tests.fast.cluster.held.held_command import HeldCommand
 
 REPO = Path(__file__).resolve().parents[4]
 REWARDS = '''
@@ -86,12 +87,6 @@ LOCAL_RAY |= {"ray::TrainActor", "ray::RolloutActor"}
 OF_SERVERS = {"ray::EngineActor", "sglang::router", "sglang::scheduler", "sglang_on_cpu"}
 
 
-def _prepare():
-    """Restore SIGINT, which children of a shell's background job ignore, and let no other user read files."""
-    os.umask(UMASK)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def kind_of(process):
     """Name a process of a run: its Ray class, its SGLang part, or its program."""
     words = process.cmdline() or [process.name()]
@@ -107,7 +102,7 @@ def is_loopback(address):
 
 
 class Launch:
-    """A run in its own session. All its processes inherit a mark in their environment, which identifies them."""
+    """A run in its own session."""
 
     def __init__(self, folder, flags, program=REPO / "train.py", **environment):
         self.output = folder
@@ -116,17 +111,14 @@ class Launch:
 
     def start(self, command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
         """Start the process."""
-        self.mark = uuid.uuid4().hex
-        environ = {**os.environ, "LAUNCH_MARK": self.mark, "OMP_NUM_THREADS": "1", **environment}
-        self.process = subprocess.Popen(
+        self.process = HeldCommand(
             list(map(str, command)),
-            env=environ,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             text=True,
-            start_new_session=True,
-            preexec_fn=_prepare,
+            umask=UMASK,
         )
 
     def wait(self):
@@ -144,13 +136,12 @@ class Launch:
 
     def kill(self):
         """Send SIGKILL to every process of this run and to no other."""
-        for process in self.left():
-            process.kill()
+        self.process.end()
         self.process.communicate()
 
     def left(self):
         """Return the processes of this run that are still alive."""
-        return [process for process in psutil.process_iter() if self._is_mine(process)]
+        return self.process.processes()
 
     def command_lines(self):
         """Return pid and command line of every process."""
@@ -183,14 +174,7 @@ class Launch:
 
     def none_left(self, seconds=10):
         """Return whether all processes have ended, after waiting up to ``seconds``."""
-        _, alive = psutil.wait_procs(self.left(), timeout=seconds)
-        return not alive
-
-    def _is_mine(self, process):
-        try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("LAUNCH_MARK") == self.mark
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return False
+        return self.process.none_left(seconds)
 
     def wait_until(self, holds, seconds=600):
         """Poll until ``holds()``. Fail if the run ends or ``seconds`` pass before."""

@@ -12,11 +12,14 @@ import pytest
 
 from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.local_access import private_session_root
+from miles.cluster.stop_requests import STOPS
+from miles.engine.sglang.leftovers import open_segments
 from miles.stacks import RUN_FOLDER
 from tests.fast.cluster.runs.launches import REPO, kind_of, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+SERVERS = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 END_SECONDS = 60
 KILLED_SECONDS = 5
 IN_TERMINAL = f"""
@@ -115,7 +118,7 @@ def test_a_run_goes_on_in_another_ray_after_the_death_of_its_own(launch, workpla
     assert run.none_left(0) and files_of_runs() <= before
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), [(number, 128 + number) for number in STOPS if number != signal.SIGINT])
 def test_a_signal_to_all_processes_of_a_run_is_not_blamed_on_ray(launch, workplace, number, status):
     """As ``timeout`` and ``scancel`` send it: Ray's processes end too, and nothing is restarted."""
     checkpoints = workplace / f"group_{number.name}_ckpt"
@@ -220,6 +223,22 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch, request, flag
     assert run.process.wait() == -signal.SIGKILL
     assert run.none_left(KILLED_SECONDS), run.left()
     assert files_of_runs() <= before
+
+
+def test_the_next_run_removes_what_is_left_of_one_killed_with_its_guard(launch):
+    pytest.importorskip("sglang")
+    before = files_of_runs()
+    run = launch("both_killed", "--num-rollout", "1000", *SERVERS)
+    run.wait_until(run.has_rows)
+    segments = open_segments(run.left())
+    assert segments and len(files_of_runs() - before) == 1
+    (guard,) = (each for each in run.left() if "miles.cluster.run_guard" in each.cmdline())
+    guard.kill()
+    run.process.kill()
+    following = launch("both_killed_next", "--num-rollout", "1")
+    assert following.wait() == 0, following.err
+    assert run.none_left(0), run.left()
+    assert files_of_runs() <= before and not [name for name in segments if Path(name).exists()]
 
 
 def test_two_launchers_at_a_time_do_not_disturb_each_other(launch, workplace):
