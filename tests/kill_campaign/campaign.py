@@ -7,7 +7,10 @@ A trial waits until a phase of the loop of a run begins, sends a signal to one p
 ends or continues within a bound. A run continues if the process that got the signal is gone, the run has restarted if
 it needs to, and two checkpoints have been saved since. Then the same run gets the next signal. If the run ends, the
 last line must blame what was killed, no process and no file may be left, and the next signal goes to the run that
-resumes it.
+resumes it. If launcher and guard are killed together, nothing may be left once the next run has started.
+
+Processes of a run are those below its holder (``fast/cluster/held/held_command.py``), whatever their environment says. Its
+files are those that they have had open.
 
 A series is up to ``SERIES`` trials. Its last run is left alone, and must have the rows of metrics.jsonl of an
 uninterrupted one (or, where responses do not repeat, its prompts) and have trained on every prompt once. A fault of
@@ -51,12 +54,13 @@ from tests.kill_campaign.trials import LOAD, REPLACED_BY_RESTART, SETUPS, SIGNAL
 
 ITERATIONS, STEPS = 24, 2
 SERIES = 10
+NOTE_SECONDS = 1.0  # between two looks at the files of a run
 SAVES = 2  # a run that has saved so often after a signal, without the process that got it, continues
 MOMENT_SECONDS = 300  # from the end of the previous trial, or the start of a run, to the moment
 END_SECONDS = 240  # from the signal to the end of the run, or until it continues; the machine may be busy
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
-STATUS_OF_TERM = 143
+GUARD = "miles.cluster.run_guard"
 SHARED = "/dev/shm/"
 
 
@@ -80,15 +84,18 @@ class AnnouncedRun(Launch):
     def __init__(self, output: Path, logs: Path, flags: list[str], environment: dict[str, str]) -> None:
         self.logs = logs
         self.files: set[Path] = set()  # temporary folders (a run that restarts gets another) and shared memory
+        self.noted = 0.0  # time.monotonic() of the last look at them
         logs.mkdir(parents=True)
-        announced = {"ANNOUNCED": str(logs / "announced"), "ANNOUNCED_TO": str(os.getpid())}
-        super().__init__(output, flags, **announced, **environment)
+        super().__init__(output, flags, ANNOUNCED=str(logs / "announced"), **environment)
 
     def start(self, command, environment):  # type: ignore[no-untyped-def]  # as that of Launch
         with (self.logs / "stdout").open("w") as out, (self.logs / "stderr").open("w") as err:
             super().start(command, environment, out, err)
 
     def has_ended(self) -> bool:
+        if time.monotonic() > self.noted + NOTE_SECONDS:
+            self.note_files()
+            self.noted = time.monotonic()
         return self.process.poll() is not None
 
     def count(self, phase: str) -> int:
@@ -218,6 +225,7 @@ class Series:
         self.campaign, self.rng, self.output = campaign, rng, output
         self.setup, self.restarts = campaign.plan.setup(rng), rng.random() < 0.3
         self.results: list[tuple[Trial, Outcome]] = []
+        self.unguarded: AnnouncedRun | None = None  # killed with its guard: the next run removes what is left of it
 
     @property
     def problems(self) -> list[str]:
@@ -227,8 +235,12 @@ class Series:
     def run(self) -> None:
         """Make the trials, then compare what was trained with the uninterrupted run."""
         whole, status = self.campaign.reference(self.setup), None
-        while status != 0 and not self.problems:
-            status = self._run_once()
+        try:
+            while status != 0 and not self.problems:
+                status = self._run_once()
+        finally:
+            if self.unguarded is not None:
+                self.unguarded.kill()
         if not self.problems and self.results:
             self.problems.extend(row_problems(self.setup, self.output, whole))
 
@@ -237,7 +249,7 @@ class Series:
         run = self.campaign.launch_or_resume(self.output, self.setup, self.restarts)
         plan, resumes = self.campaign.plan, bool(self.results)
         try:
-            while not run.has_ended() and len(self.results) < SERIES and time.monotonic() < self.campaign.ends_at:
+            while not self.problems and not run.has_ended() and self._may_try():
                 trial, resumes = plan.trial(self.rng, self.setup, resumes, self.restarts), False
                 target = self._send(trial, run)
                 if target is None:
@@ -246,7 +258,18 @@ class Series:
                     return self._end(run, trial)
             return self._end(run, None)
         finally:
-            run.kill()
+            if run is not self.unguarded:
+                run.kill()
+
+    def _may_try(self) -> bool:
+        return len(self.results) < SERIES and time.monotonic() < self.campaign.ends_at
+
+    def _check_unguarded(self) -> None:
+        """Note what the start of a run has left of the one that was killed with its guard, as the last trial."""
+        if self.unguarded is not None:
+            self.problems.extend(self.unguarded.end_problems())
+            self.unguarded.kill()
+            self.unguarded = None
 
     def _send(self, trial: Trial, run: AnnouncedRun) -> psutil.Process | None:
         """Wait for the moment of a trial and send its signal. Return the process that got it, None if there is none."""
@@ -255,7 +278,8 @@ class Series:
             raise RuntimeError(f"{trial.name}: the run does not get there; see {run.logs}")
         time.sleep(trial.delay)
         run.note_files()
-        return send(trial, run)
+        self._check_unguarded()
+        return None if self.problems else send(trial, run)
 
     def _continues(self, trial: Trial, target: psutil.Process, run: AnnouncedRun) -> bool:
         """Wait until a run continues or ends after a signal, and note the trial. Return whether it continues."""
@@ -280,8 +304,12 @@ class Series:
             return None
         if not self.campaign.wait_until(run.has_ended, MOMENT_SECONDS):
             raise RuntimeError(f"the run does not end; see {run.logs}")
+        self._check_unguarded()
         status, last = run.process.returncode, run.last_line()
-        problems = run.end_problems()
+        if killed_by and killed_by.target == "launcher and guard" and status != 0:
+            self.unguarded, problems = run, []
+        else:
+            problems = run.end_problems()
         if killed_by:
             self.results[-1][1].status, self.results[-1][1].last = status, last
             problems += sentence_problems(killed_by, status, last)
@@ -332,10 +360,12 @@ def send(trial: Trial, run: Launch) -> psutil.Process | None:
     for process in run.left():
         try:
             # A launcher that has restarted has another command line.
-            if process.pid == run.process.pid if trial.target == "launcher" else kind_of(process) == sought:
+            if process.pid == run.process.pid if trial.is_to_launcher else kind_of(process) == sought:
+                if trial.target == "launcher and guard":
+                    next(each for each in process.children() if GUARD in each.cmdline()).kill()
                 process.send_signal(SIGNALS[trial.signal])
                 break
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, StopIteration):
             continue
     else:
         return None
@@ -347,11 +377,13 @@ def send(trial: Trial, run: Launch) -> psutil.Process | None:
 
 def sentence_problems(trial: Trial, status: int, last: str) -> list[str]:
     """Return what is wrong with the exit status and the last line, for what was killed."""
-    if trial.target == "launcher":
-        wanted = {"KILL": -signal.SIGKILL, "TERM": STATUS_OF_TERM, "STOP": 0}[trial.signal]
+    if trial.is_to_launcher:
+        number = SIGNALS[trial.signal]
+        wanted = {"KILL": -number, "STOP": 0}.get(trial.signal, 128 + number)
         if status not in (wanted, 0):
             return [f"status {status} instead of {wanted}: {last}"]
-        if status == STATUS_OF_TERM and not last.startswith("stopped by SIGTERM; "):
+        who = "the user" if trial.signal == "INT" else number.name
+        if status > 0 and not last.startswith(f"stopped by {who}; "):
             return [f"the last line does not say what stopped the run: {last}"]
         return []
     if status == 0:

@@ -30,6 +30,7 @@ SETUPS: dict[str, list[str]] = {
 # By target: the kind of its process (``launches.kind_of``), and the pattern of what the last line blames.
 TARGETS: dict[str, tuple[str, str]] = {
     "launcher": ("train.py", "stopped by"),
+    "launcher and guard": ("train.py", "stopped by"),
     "gcs": ("gcs_server", "Ray's GCS"),
     "raylet": ("raylet", "Ray's raylet"),
     "rollout actor": ("ray::RolloutActor", "rollout worker"),
@@ -42,7 +43,7 @@ TARGETS: dict[str, tuple[str, str]] = {
 REPLACED_BY_RESTART = ("gcs", "raylet", "trainer rank")  # the others are replaced while the run continues
 OF_SGLANG = ("engine", "scheduler", "engine actor")
 OF_TWO = ("router",)
-SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}
+SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("KILL", "STOP", "TERM", "QUIT", "ABRT", "HUP", "INT")}
 LOAD = "load"  # the moment that only a run that resumes has, once
 MOMENTS = (LOAD, "generate", "train", "sync_weights", "eval", "save")
 Kind = tuple[str, str, str, str]  # set-up, target, signal, moment
@@ -74,6 +75,10 @@ class Trial:
         return self.target == "launcher" and self.signal == "STOP"
 
     @property
+    def is_to_launcher(self) -> bool:
+        return self.target.startswith("launcher")
+
+    @property
     def name(self) -> str:
         return " | ".join(self.kind)
 
@@ -82,7 +87,12 @@ def kinds_of(setup: str) -> list[Kind]:
     """Return every target, signal and moment of a set-up."""
     missing = (() if "sglang" in setup else OF_SGLANG) + (() if "two sglang" in setup else OF_TWO)
     targets = [target for target in TARGETS if target not in missing]
-    return list(itertools.product([setup], targets, SIGNALS, MOMENTS))
+    return [kind for kind in itertools.product([setup], targets, SIGNALS, MOMENTS) if ends(kind[1], kind[2])]
+
+
+def ends(target: str, name: str) -> bool:
+    """Return whether a signal ends or stops a target: the guard ignores all but SIGKILL, and Ray blocks SIGINT."""
+    return name == "KILL" or (target != "launcher and guard" and (name != "INT" or target == "launcher"))
 
 
 class Plan:
