@@ -9,8 +9,7 @@ it needs to, and two checkpoints have been saved since. Then the same run gets t
 last line must blame what was killed, no process and no file may be left, and the next signal goes to the run that
 resumes it. If launcher and guard are killed together, nothing may be left once the next run has started.
 
-Processes of a run are those below its holder (``fast/cluster/held/held_command.py``), whatever their environment says. Its
-files are those that they have had open.
+Processes of a run are those below its holder (``held_command.py``). Its files are those that it had open.
 
 A series is up to ``SERIES`` trials. Its last run is left alone, and must have the rows of metrics.jsonl of an
 uninterrupted one (or, where responses do not repeat, its prompts) and have trained on every prompt once. A fault of
