@@ -1,4 +1,4 @@
-"""Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights (docs/lora.md).
+"""Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights (docs/recipes.md).
 
 A chosen linear layer of weight W computes ``W x + (alpha / rank) B A x``. A [rank, in] and B [out, rank] are trained,
 and B starts at 0; W stays as it is.

@@ -53,10 +53,10 @@ class RolloutArguments:
     no_support_replay: bool = flag(
         False,
         "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these "
-        "keep, so the ratio is biased (docs/replay.md)",
+        "keep, so the ratio is biased (docs/off-policy.md)",
     )
     use_rollout_routing_replay: bool = flag(
-        False, "train the experts that the engine chose for each token (docs/replay.md)"
+        False, "train the experts that the engine chose for each token (docs/off-policy.md)"
     )
     rollout_stop: Optional[tuple[str, ...]] = flag(
         None, "texts that end a response and stay in it", nargs="+", type=str, has_lines=True
@@ -138,7 +138,7 @@ class RolloutArguments:
     )
     environment: Optional[str] = flag(
         None,
-        "what the model talks to, turn by turn: your class, module:class (docs/environments.md), or a built-in one, "
+        "what the model talks to, turn by turn: your class, module:class (docs/agents.md), or a built-in one, "
         f"NAME[:key=value,...]. {ENVIRONMENTS.help}",
         type=str,
         metavar="ENVIRONMENT",

@@ -320,7 +320,7 @@ def _parsed(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FlagError(f"{path}: cannot be read ({one_line(str(error), LONGEST_VALUE)}); correct the file") from None
     if not isinstance(values, dict):
-        raise FlagError(f"{path}: holds no sweep; write seeds, and flags or config (docs/sweep.md has an example)")
+        raise FlagError(f"{path}: holds no sweep; write seeds, and flags or config (docs/report.md has an example)")
     return values
 
 

@@ -159,7 +159,7 @@ def test_a_run_is_read_as_data_frames(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_script_of_the_docs_trains(tmp_path, tiny_model):
-    (code, *_) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "python.md").read_text(), re.DOTALL)
+    (code, *_) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "commands.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 17
     for before, after in (
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model)),

@@ -172,7 +172,7 @@ _ROLLOUT = [
     ),
     *refused(
         "an agent is a program or an environment here, and not a function",
-        "use --agent-command (docs/agents.md) or --environment (docs/environments.md)",
+        "use --agent-command or --environment (docs/agents.md)",
         "--custom-agent-function-path V",
     ),
     *noted(SAME, "the calls of an agent are recorded as tokens, with any model", "--tito-model V"),

@@ -200,7 +200,7 @@ _GENERATION = [
     *refused("indices of sparse attention are not replayed", "drop it", "--use-rollout-indexer-replay"),
     *refused(
         "a server of sessions is part of --agent-command and --environment",
-        "use one of them (docs/agents.md, docs/environments.md)",
+        "use one of them (docs/agents.md)",
         "--session-message-matcher V",
         "--session-sample-picker-path V",
         "--session-sample-postprocessor-path V",
@@ -292,7 +292,7 @@ _TRAINING = [
     ),
     *refused(
         "a run has one teacher, whose KL is added to the advantages",
-        "drop it, and give --use-opd with --opd-type and the teacher (docs/distillation.md)",
+        "drop it, and give --use-opd with --opd-type and the teacher (docs/recipes.md)",
         "--use-mopd",
         "--mopd-alpha V",
         "--mopd-eps-low V",

@@ -132,8 +132,8 @@ FLAGS_INSTEAD = {
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
     ),
     ("custom_generate_function_path", "rollout.generate_hub.agentic_tool_call.generate"): (
-        "use --agent-command, a program that calls the model at an OpenAI-compatible address (docs/agents.md), or "
-        "--environment (docs/environments.md)"
+        "use --agent-command, a program that calls the model at an OpenAI-compatible address, or --environment "
+        "(docs/agents.md)"
     ),
     ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
     ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,

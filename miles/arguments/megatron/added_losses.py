@@ -1,4 +1,4 @@
-"""The losses that Megatron's layers add to the objective, for ``--explain`` and the reports (docs/megatron.md)."""
+"""The losses that Megatron's layers add to the objective, for ``--explain`` and the reports (docs/parallelism.md)."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def check_bridge(sizes: MegatronArguments) -> None:
     if sizes.megatron_to_hf_mode != "bridge":
         return
     families = ", ".join(CONVERTED)
-    what_to_do = f"install what docs/megatron.md names, use raw with a {families}, or give --train-backend fsdp"
+    what_to_do = f"install what docs/parallelism.md names, use raw with a {families}, or give --train-backend fsdp"
     for package, release in BRIDGE_RELEASES.items():
         try:
             installed = version(package)

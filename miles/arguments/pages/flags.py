@@ -19,7 +19,7 @@ def flags_reference() -> str:
 def _lines() -> Iterator[str]:
     yield "# Flags"
     yield ""
-    yield "`--config FILE` reads settings from YAML ([Configuration files](config.md))."
+    yield "`--config FILE` reads settings from YAML ([Configuration files](commands.md#configuration-files))."
     yield "`@file` reads flags from a file: lines of flags with `#` comments, or a shell array that scripts source."
     yield "`--explain` prints what a command would do, `--version` the version, `--help` this list. The last value of a"
     yield "flag counts. All errors in a command are reported together, one per line, with exit code 2. Flags without"

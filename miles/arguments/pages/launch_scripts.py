@@ -223,9 +223,7 @@ def _functions() -> Iterator[str]:
         yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
     ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
     yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
-    turns = (
-        "`--environment tool_calls:…`, of its `--generate-…` flags ([Environments](environments.md#tools-of-a-list))"
-    )
+    turns = "`--environment tool_calls:…`, of its `--generate-…` flags ([Environments](agents.md#tools-of-a-list))"
     yield f"| `--custom-generate-function-path` | `{MULTI_TURN}` | {turns} |"
     weights = "`--use-tis …` and `--use-rs …`, of its settings in `--custom-config-path` ([Off-policy](off-policy.md))"
     yield f"| `--custom-tis-function-path` | {', '.join(f'`{name}`' for name in MISMATCH_FUNCTIONS)} | {weights} |"

@@ -81,7 +81,7 @@ def _lines() -> Iterator[str]:
     yield "`optimal_token_baseline` needs two forward passes before the first step of an iteration, for log-probs and"
     yield "sums of squared probabilities, and steps of whole groups. `--otb-zero-tail` is verl's `handle_zero_tail`."
     yield "`gdpo` reads the several rewards of `--rm-type a:1,b:0.2` ([Rewards](rewards.md))."
-    yield "[Reproductions](reproductions.md) has what each estimator is the gradient of, and how noisy it is."
+    yield "[Reproductions](recipes.md#reproductions) has what each estimator is the gradient of, and how noisy it is."
     yield from _table("Policy losses", POLICY_LOSSES)
     yield ""
     yield "`clip_cov` and `kl_cov` choose tokens from the whole step, by the current log-probs. These need one more"

@@ -116,7 +116,7 @@ def _check_support(settings: Settings, errors: Errors) -> None:
     """Check that the servers say which tokens they draw from: SGLang does for a top-k up to a limit only."""
     rollout, known = settings.rollout, known_server_flags()
     names = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
-    otherwise = "use --rollout-engine torch, or add --no-support-replay (docs/replay.md)"
+    otherwise = "use --rollout-engine torch, or add --no-support-replay (docs/off-policy.md)"
     if not settings.sglang.rollout_external and known and LARGEST_SUPPORT not in known:
         rule = "the installed SGLang does not say which tokens this keeps, so the trainer cannot repeat it"
         errors.refuse(names[0], getattr(rollout, names[0]), rule, f"install SGLang 0.5.23, {otherwise}")

@@ -1,6 +1,6 @@
 """Every difference between releases of megatron-core that miles depends on.
 
-``TRIED`` are the releases on which the checks of tests/fast/training/megatron have passed (docs/megatron.md says
+``TRIED`` are the releases on which the checks of tests/fast/training/megatron have passed (docs/parallelism.md says
 which). A later release below ``BELOW`` is treated like the last of them, with a warning: if it averages gradients in
 another way, the loss-mass canary of the first step (objective/canary.py) stops the run.
 """

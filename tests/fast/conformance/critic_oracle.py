@@ -1,4 +1,4 @@
-"""Token advantages and the critic's loss, written literally from docs/ppo.md: whole samples, float64, double sums."""
+"""Token advantages and the critic's loss, written literally from docs/recipes.md: whole samples, float64 sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first examples of docs/config.md and docs/sweep.md: saved as their pages say, their commands are accepted."""
+"""The first examples of docs/commands.md and docs/report.md: saved as their pages say, their commands are accepted."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def commands(text, start):
 
 
 def test_the_configuration_file_is_accepted(quickstart_folder, capsys):
-    text = save_first_example("config.md", quickstart_folder)
+    text = save_first_example("commands.md", quickstart_folder)
     for words in commands(text, "miles explain --config products.yaml") + commands(text, "miles train --config produc"):
         with pytest.raises(SystemExit) as end:
             train.main([*words, "--explain"])
@@ -57,7 +57,7 @@ def test_the_configuration_file_is_accepted(quickstart_folder, capsys):
 
 
 def test_the_error_of_a_misspelled_setting_has_its_line(quickstart_folder, capsys):
-    text = save_first_example("config.md", quickstart_folder)
+    text = save_first_example("commands.md", quickstart_folder)
     file = quickstart_folder / "products.yaml"
     file.write_text(file.read_text().replace("rollout_batch_size", "rolout_batch_size"))
     with pytest.raises(SystemExit):
@@ -67,7 +67,7 @@ def test_the_error_of_a_misspelled_setting_has_its_line(quickstart_folder, capsy
 
 
 def test_the_sweep_lists_its_24_runs(quickstart_folder, capsys):
-    text = save_first_example("sweep.md", quickstart_folder)
+    text = save_first_example("report.md", quickstart_folder)
     (words,) = commands(text, "miles sweep clip.yaml --explain")
     assert sweep.main(words) == 0
     assert "24 runs" in capsys.readouterr().out

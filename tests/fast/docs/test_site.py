@@ -1,4 +1,4 @@
-"""The site: its hook finds what would be loaded from the network, and the examples of docs/ci.md are right."""
+"""The site: its hook finds what would be loaded from the network, and the examples of docs/commands.md are right."""
 
 import importlib.util
 import os
@@ -78,9 +78,9 @@ def test_every_formula_of_the_site_is_drawn(tmp_path):
 
 def commands_of_ci_page():
     """Return the words of every miles command in the YAML examples, by the name of the example's heading."""
-    page = (REPO / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "commands.md").read_text(encoding="utf-8")
     found = {}
-    for heading, block in re.findall(r"^## ([^\n]*)\n+```yaml\n(.*?)^```", page, re.M | re.S):
+    for heading, block in re.findall(r"^### ([^\n]*)\n+```yaml\n(.*?)^```", page, re.M | re.S):
         example = yaml.safe_load(block)
         if "jobs" in example:
             lines = [step["run"] for job in example["jobs"].values() for step in job["steps"] if "run" in step]
@@ -105,6 +105,6 @@ def test_the_examples_for_ci_use_flags_that_exist(capsys):
 
 
 def test_the_example_for_actions_installs_the_pinned_torch():
-    page = (REPO / "docs" / "ci.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "commands.md").read_text(encoding="utf-8")
     (torch,) = re.findall(r"pip install (torch==\S+)", page)
     assert torch in (REPO / "constraints.txt").read_text().splitlines()

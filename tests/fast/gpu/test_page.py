@@ -69,8 +69,9 @@ while [ $# -gt 0 ]; do [ "$1" != --save ] || mkdir -p "$2"; shift; done
 
 
 def parts_of_the_docs(device):
-    """Return the parts that docs/gpu.md lists for a device, in order, with their limits in seconds."""
-    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+ s(?: each)?) \| (\w[^|]*) \|", (REPO / "docs/gpu.md").read_text(), re.M)
+    """Return the parts that docs/cluster.md lists for a device, in order, with their limits in seconds."""
+    page = (REPO / "docs/cluster.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+ s(?: each)?) \| (\w[^|]*) \|", page, re.M)
     left_out = "skipped" if device == "cpu" else "runs on CPU only"
     assert {on_cpu for _, _, on_cpu in rows} == {"runs", "skipped", "runs on CPU only"}
     listed = {}

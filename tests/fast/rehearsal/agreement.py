@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/fast/support python -m tests.fast.rehearsal.agreement FOLDER [LAYOUT...]
 
-prints the table of docs/rehearse.md, of layouts that were measured in FOLDER.
+prints a table of layouts that were measured in FOLDER.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docs_is_a_sweep(tmp_path: Path) -> None:
-    text = (REPO / "docs" / "sweep.md").read_text()
+    text = (REPO / "docs" / "report.md").read_text()
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     found = read_definition(written(tmp_path, example))
     assert [variant.seed_offset for variant in found.variants] == [0, 0, 1000] and len(found.seeds) == 8

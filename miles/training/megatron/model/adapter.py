@@ -1,4 +1,4 @@
-"""A low-rank adapter on Megatron's linear layers (docs/lora.md), with the arithmetic and the files of peft's.
+"""A low-rank adapter on Megatron's linear layers (docs/recipes.md), with the arithmetic and the files of peft's.
 
 A fused layer holds several layers of the Hugging Face model (``linear_qkv``: q_proj, k_proj, v_proj). Each of them has
 its own A [rank, in] and B [out, rank], so what is trained here is what peft would train on the Hugging Face model.
