@@ -70,12 +70,12 @@ class RunView:
     def metrics(self, names: Sequence[str], first: float | None, last: float | None, limit: int = MOST_POINTS) -> Json:
         """Return the points of some metrics in a range of steps."""
         with self._lock:
-            return self.metrics_file.points(names, first, last, max(2, min(limit, 20_000)))
+            return self.metrics_file.points(names, first, last, limit)
 
     def phases(self, first: float | None, last: float | None, most: int = MOST_BARS) -> Json:
         """Return the seconds by phase in a range of steps."""
         with self._lock:
-            return phase_bars(self.metrics_file, first, last, max(1, min(most, 2000)))
+            return phase_bars(self.metrics_file, first, last, most)
 
     def samples(self, step: int | None) -> Json:
         """Return the stored answers of an iteration, group by group, long texts cut; ``{}`` if none is stored."""

@@ -104,6 +104,7 @@ class SampleFile:
         needle = max(parts, key=len, default="").encode("ascii").lower()
         with self.path.open("rb") as file:
             end = _end(file)
+            cursor = _line_after(file, cursor, end) if cursor else 0  # one of an older file may be inside a line
             while cursor < end and len(hits) < most and (not hits or time.monotonic() < until):
                 for line, offset in _lines_with(file, needle, cursor, end):
                     cursor = offset + len(line) + 1

@@ -17,8 +17,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from miles.arguments.tracking import TrackingArguments
+from miles.host.connections import BoundedServer
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.secret_values import hide_in_text
@@ -315,6 +317,15 @@ def failure_note(flag: str, error: Exception) -> str:
     return f"note: {flag}: not all was recorded ({type(error).__name__}: {error})"
 
 
+class _MetricsServer(BoundedServer, WSGIServer):
+    pass
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the terminal belongs to the run."""
+
+
 class PrometheusSink:
     """Serve the newest value of each metric on a port of the loopback address, for Prometheus.
 
@@ -323,18 +334,20 @@ class PrometheusSink:
     """
 
     def __init__(self, port: int) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 
         self._closed = False
         registry = CollectorRegistry()
         self._metric = Gauge("miles_metric", "The newest value of a metric of the run.", ["name"], registry=registry)
         self._step = Gauge("miles_step", "The newest optimizer step.", registry=registry)
         try:
-            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+            self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _MetricsServer, _QuietHandler)
         except OSError as error:
             raise ValueError(
                 f"--prometheus-port {port}: cannot be served ({error.strerror}); give another port, or 0 for any"
             ) from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
         print(f"metrics for Prometheus: {self.url}")
 
     @property

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
+import socket
 import time
+from asyncio import Transport
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
+from miles.host.connections import SECONDS_TO_ASK, leaves_descriptors
 from miles.rollout.agents.api_error import ApiError
 from miles.rollout.agents.chat_request import ChatRequest, read_request
 from miles.rollout.agents.session import Answer, Session
@@ -19,6 +23,7 @@ from miles.rollout.agents.session import Answer, Session
 MODEL = "policy"  # the one model; a call may name any
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20  # bytes of a call
+SECONDS_TO_SEND = 60.0  # for the body of a call
 
 _logger = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,6 +40,9 @@ class SessionServer:
         self.url = ""
         self._sessions: dict[str, Session] = {}  # by key
         self._by_id: dict[str, Session] = {}  # by what a library names a session in the header X-Session-ID
+        self._listening = socket.create_server((HOST, 0), backlog=1024)
+        self._accepting: asyncio.Task[None] | None = None
+        self._silent: set[Any] = set()  # connections that have not asked for anything
         self._replaced: set[str] = set()  # parameters of sampling that a warning has named
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -47,11 +55,31 @@ class SessionServer:
         """Listen at a free port of the loopback interface."""
         server = cls()
         await server._runner.setup()
-        site = web.TCPSite(server._runner, HOST, 0)
-        await site.start()
-        port = server._runner.addresses[0][1]
-        server.url = f"http://{HOST}:{port}/v1"
+        server._listening.setblocking(False)
+        server._accepting = asyncio.create_task(server._accept())
+        server.url = f"http://{HOST}:{server._listening.getsockname()[1]}/v1"
         return server
+
+    async def _accept(self) -> None:
+        """Take connections as long as descriptors remain for the run. Each has some seconds for its first request."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listening)
+            except OSError:  # others have taken all descriptors: asyncio's own servers wait as long
+                await asyncio.sleep(1.0)
+                continue
+            if leaves_descriptors(connection) and self._runner.server is not None:
+                transport, _ = await loop.connect_accepted_socket(self._runner.server, connection)
+                self._silent.add(transport)
+                loop.call_later(SECONDS_TO_ASK, self._end_silent, transport)
+            else:
+                connection.close()
+
+    def _end_silent(self, transport: Transport) -> None:
+        if transport in self._silent:
+            self._silent.remove(transport)
+            transport.abort()
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[str]:
@@ -77,11 +105,15 @@ class SessionServer:
         """End the sessions, stop listening, and close all connections."""
         for session in list(self._sessions.values()):
             await session.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
+        self._listening.close()
         await self._runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse what has no session's key, and give errors OpenAI's form."""
+        self._silent.discard(request.transport)
         try:
             self._session_of(request)
             return await handler(request)
@@ -111,7 +143,10 @@ class SessionServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         try:
-            text = await request.text()
+            async with asyncio.timeout(SECONDS_TO_SEND):
+                text = await request.text()
+        except TimeoutError as error:
+            raise ApiError(f"the body did not arrive within {SECONDS_TO_SEND:g} s", status=408) from error
         except UnicodeDecodeError as error:
             raise ApiError("the body is not text") from error
         call = read_request(text)

@@ -6,6 +6,7 @@ are written there.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from miles.report.static_report import write_report
 from miles.sweep.page import write_page
 from miles.sweep.results import Results
 from miles.tracking.run_files import RunFiles
+from miles.tracking.run_header import FILE_NAME
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -484,18 +486,43 @@ def test_the_static_file_works_without_a_server(tmp_path: Path, open_page: Any) 
     page.wait_for_selector("#time canvas")
 
 
+# What ends a script, begins one that hides the end of the next, or ends a title.
+ATTACK = (
+    "<!--<script><img src=x onerror=\"document.title='owned'\"></SCRIPT ></script>"
+    "<script>document.title='owned'</script></title></textarea><b>&lt;"
+)
+
+
 def test_what_a_model_wrote_runs_nothing(tmp_path: Path, open_page: Any, serve: Any) -> None:
-    attack = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
-    write_header(tmp_path, SETTINGS | {"loss": {"note": attack}})
-    write_rows(tmp_path, [(1, {"rollout/reward": 1.0, f"eval/{attack}/accuracy": 1.0})])
+    write_header(tmp_path, SETTINGS | {"loss": {"note": ATTACK}})
+    header = json.loads((tmp_path / FILE_NAME).read_text())
+    (tmp_path / FILE_NAME).write_text(json.dumps(header | {"title": ATTACK}))
+    write_rows(tmp_path, [(1, {"rollout/reward": 1.0, f"eval/{ATTACK}/accuracy": 1.0})])
     RunFiles(tmp_path).append_samples(
-        1, [sample(0, 0, prompt=attack, response=attack, label=attack, tokens=[attack] * 4)]
+        1, [sample(0, 0, prompt=ATTACK, response=ATTACK, label=ATTACK, tokens=[ATTACK] * 4)]
     )
     for url in (serve(tmp_path), write_report(tmp_path, 4).as_uri()):
         page = open_page(url)
         page.locator("#samples .answer").first.click()
         page.wait_for_selector("dialog[open] .tokens")
-        assert page.title() == "miles" and page.locator("main img, dialog img").count() == 0
+        assert page.title() == ATTACK and page.locator("h1").text_content() == f"{ATTACK}: {tmp_path.name}"
+        assert page.locator("dialog .tokens span").first.text_content() == ATTACK
+        assert page.locator("main img, dialog img, main b b, body > b").count() == 0
+
+
+def test_names_of_runs_and_sweeps_are_text_only(tmp_path: Path, open_page: Any) -> None:
+    name = ATTACK.replace("/", "")
+    folders = [write_run(tmp_path / name, steps=3), write_run(tmp_path / f"{name} 2", steps=3)]
+    (tmp_path / "compare.html").write_bytes(Comparison(folders).page())
+    definition, runs = planned(tmp_path / "sweep", variants={"a": {}, "b": {}}, seeds=["1"])
+    definition = replace(definition, path=definition.path.with_stem(name))
+    rows = [write_run_of(run) for run in runs]
+    pages = {tmp_path / "compare.html": f"{name} / {name} 2"}
+    pages[write_page(Results(definition, rows), tmp_path)] = f"sweep: {name}"
+    for path, title in pages.items():
+        page = open_page(path.as_uri())
+        assert page.title() == page.locator("h1").text_content() == title
+        assert page.locator("main img").count() == 0
 
 
 def test_compared_runs_are_drawn_over_each_other(tmp_path: Path, open_page: Any) -> None:

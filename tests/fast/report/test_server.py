@@ -114,14 +114,56 @@ def test_it_listens_on_the_loopback_address_only(server: ReportServer) -> None:
     assert server._server.server_address[0] == "127.0.0.1"
 
 
-def test_wrong_questions_are_answered_with_what_is_wrong(server: ReportServer, tmp_path: Path) -> None:
+def test_no_such_sample(server: ReportServer, tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=2)
     assert "no such sample" in get(server, "sample", step=1, index=99)["error"]
-    assert "'index' is missing" in get(server, "sample", step=1)["error"]
-    assert "x" in get(server, "samples", step="x")["error"]
-    for number in ("inf", "-inf", "nan"):
-        error = get(server, "metrics", names="train/loss", **{"from": number})["error"]
-        assert error == f"from={number}: must be finite; give a step"
+
+
+WHOLE = ("", "x", "-1", "1.5", "1e3", "0x1", "9" * 5000, "١", "1\n", "None")
+NUMBERS = ("", "x", "nan", "inf", "-inf", "1e999")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "values"),
+    [
+        ("metrics", "points", (*WHOLE, "1", "20001")),
+        ("phases", "bars", (*WHOLE, "0", "2001")),
+        ("samples", "step", WHOLE),
+        ("sample", "step", WHOLE),
+        ("sample", "index", WHOLE),
+        ("search", "cursor", WHOLE),
+        *((path, name, NUMBERS) for path in ("metrics", "phases") for name in ("from", "to")),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_value_and_rule(
+    server: ReportServer, tmp_path: Path, path: str, name: str, values: tuple[str, ...]
+) -> None:
+    write_run(tmp_path / "run", steps=2)
+    query = {"sample": {"step": "1", "index": "0"}, "search": {"text": "a"}}.get(path, {})
+    assert "error" not in get(server, path, **query)
+    for value in values:
+        error = get(server, path, **{**query, name: value})["error"]
+        shown = value if len(value) < 80 else "99"
+        assert error.startswith(f"/api/{path}: {name}={shown.replace(chr(10), ' ')}") and ": must be a " in error, error
+
+
+def test_all_faults_of_a_question_are_named_at_once(server: ReportServer, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=2)
+    for query, faults in {
+        "sample?step=x&step=1&rank=2": ["index is missing", "step=1: must be given once", "rank=2: no such parameter"],
+        "search?cursor=-1": ["the parameter text is missing", "cursor=-1: must be a whole number from 0 to "],
+    }.items():
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(f"{server.url}api/{query}")
+        answer = json.load(error.value)["error"]
+        assert error.value.code == 400 and all(fault in answer for fault in faults), answer
+
+
+def test_a_search_may_begin_anywhere(server: ReportServer, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=2)
+    end = (tmp_path / "run" / SAMPLES).stat().st_size
+    found = [len(get(server, "search", text="it", cursor=cursor)["hits"]) for cursor in range(0, end + 200, 7)]
+    assert found[0] > found[-1] == 0 and sorted(found, reverse=True) == found
 
 
 def test_a_damaged_file_is_named(server: ReportServer, tmp_path: Path) -> None:
