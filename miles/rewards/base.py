@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from miles.choices import Choice
 from miles.input_error import InputError
+from miles.one_line import one_line
 from miles.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -17,6 +19,31 @@ if TYPE_CHECKING:
 
 class NotAReward(str):
     """Why a sample has no reward: in the list that a reward function returns, in the place of the number."""
+
+
+LARGEST_REWARD = 1e30  # sums of such rewards are finite, also in 32 bits
+
+
+def as_reward(value: Any) -> float | NotAReward:
+    """Return what ``float`` makes of a number, such as a tensor with one element; else what is wrong with the value."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # a __float__ of the user's
+        number = math.nan
+    if abs(number) <= LARGEST_REWARD:
+        return number
+    why = "whose sums overflow" if math.isfinite(number) else "which is not a finite number (a float, say)"
+    return NotAReward(f"returned {shown(value)}, {why}")
+
+
+def shown(value: Any) -> str:
+    """Return type and start of a value of the user's, for a message."""
+    try:
+        # The start of a text or list that is long: its whole repr may be far longer than the memory.
+        text = repr(value[:80] if isinstance(value, str | bytes | list | tuple) else value)
+    except Exception as error:  # a __repr__ of the user's
+        text = f"(its repr raises {type(error).__name__})"
+    return one_line(f"{type(value).__name__} {text}", 100)
 
 
 class RewardSum(float):

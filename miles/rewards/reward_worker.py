@@ -9,7 +9,6 @@ close. It reports how the worker ended by a pipe that user code never has.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import resource
@@ -21,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import CDLL
-from numbers import Real
 from typing import Any, BinaryIO
 
 import psutil
@@ -29,11 +27,12 @@ import psutil
 from miles.host.parent import die_with_parent
 from miles.host.processes import kill_all
 from miles.one_line import few_lines, name_and_words, one_line
-from miles.rewards.base import NotAReward
+from miles.rewards.base import NotAReward, as_reward, shown
 from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
 from miles.rewards.sandboxed import uses_more
 from miles.stacks import answer_requests
 from miles.user_code.calls import UserCall, makes_coroutines
+from miles.user_code.errors import UserCodeError
 from miles.user_code.loading import import_function
 
 CHECK_SECONDS = 0.25  # between two looks at the memory
@@ -160,7 +159,9 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
             try:
                 reply(number=number, rewards=rewards_of(outcome.result(), wanted, key))
             except BaseException as error:
-                fault = str(error) if isinstance(error, ResultError) else f"raised {name_and_words(error)}"
+                fault = (
+                    str(error) if isinstance(error, ResultError | UserCodeError) else f"raised {name_and_words(error)}"
+                )
                 reply(number=number, fault=one_line(fault, LONGEST_FAULT), traceback=_traceback_of(error))
 
         call.outcome.add_done_callback(answer)
@@ -193,7 +194,7 @@ def rewards_of(results: Any, wanted: int, key: str) -> list[float | str]:
         ResultError: There is not one result per sample.
     """
     if isinstance(results, str | bytes | Mapping) or not hasattr(results, "__len__"):
-        raise ResultError(f"returned {_shown(results)}; return a list, one number per sample")
+        raise ResultError(f"returned {shown(results)}; return a list, one number per sample")
     if len(results) != wanted:
         raise ResultError(f"returned {len(results)} rewards for {wanted} samples; return one per sample")
     return [_reward(result, key) for result in results]
@@ -204,22 +205,11 @@ def _reward(result: Any, key: str) -> float | str:
         return result
     if key:
         if not isinstance(result, Mapping):
-            return f"returned {_shown(result)}, not an object with the key {key} of --reward-key"
+            return f"returned {shown(result)}, not an object with the key {key} of --reward-key"
         if key not in result:
-            return f"returned an object without the key {key} of --reward-key; it has {_shown(list(result))}"
+            return f"returned an object without the key {key} of --reward-key; it has {shown(list(result))}"
         result = result[key]
-    if isinstance(result, Real) and math.isfinite(result):
-        return float(result)
-    return f"returned {_shown(result)}, which is not a finite number (a float, say)"
-
-
-def _shown(value: Any) -> str:
-    try:
-        # The start of a text or list that is long: its whole repr may be far longer than the memory.
-        text = repr(value[:80] if isinstance(value, str | bytes | list | tuple) else value)
-    except Exception as error:  # a __repr__ of the user's
-        text = f"(its repr raises {type(error).__name__})"
-    return one_line(f"{type(value).__name__} {text}", 100)
+    return as_reward(result)
 
 
 if __name__ == "__main__":

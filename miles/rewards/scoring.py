@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 from miles.one_line import one_line
-from miles.rewards.base import NotAReward, RewardFunction, RewardSum
+from miles.rewards.base import NotAReward, RewardFunction, RewardSum, as_reward
 from miles.rewards.reward_process import RewardProcessDied, RewardStuck
 from miles.sample import Sample
 from miles.user_code.calls import UserCodeTimeout
@@ -124,18 +122,13 @@ def _per_sample(samples: Sequence[Sample], results: Any, name: str) -> list[floa
         raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number per sample")
     if len(results) != len(samples):
         raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one per sample")
+    rewards = [result if isinstance(result, NotAReward) else as_reward(result) for result in results]
     return [
-        (result if isinstance(result, RewardSum) else float(result))
-        if isinstance(result, Real) and math.isfinite(result)
-        else _failure([sample], _not_a_number(result), name)
-        for sample, result in zip(samples, results, strict=True)
+        _failure([sample], reward, name)
+        if isinstance(reward, NotAReward)
+        else (result if isinstance(result, RewardSum) else reward)
+        for sample, result, reward in zip(samples, results, rewards, strict=True)
     ]
-
-
-def _not_a_number(result: Any) -> str:
-    if isinstance(result, NotAReward):
-        return result
-    return f"returned {result!r:.80}, which is not a finite number (a float, say)"
 
 
 def _fault(error: Exception) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from math import isfinite
-from numbers import Real
 from typing import Any
 
-from miles.rewards.base import NotAReward, RewardFunction, RewardSum
+from miles.rewards.base import NotAReward, RewardFunction, RewardSum, as_reward
 from miles.rewards.reward_process import RewardProcessDied
 from miles.sample import Sample
 from miles.user_code.calls import UserCodeTimeout
@@ -52,11 +50,12 @@ class WeightedReward:
         return results
 
     def _sum(self, parts: Mapping[str, Any]) -> RewardSum | NotAReward:
+        numbers: dict[str, float] = {}
         for name, value in parts.items():
-            if not isinstance(value, Real) or not isfinite(value):
-                fault = value if isinstance(value, NotAReward) else f"returned {value!r:.80}, not a finite number"
-                return NotAReward(fault if fault.startswith(f"{name} ") else f"{name} {fault}")
-        numbers = {name: float(value) for name, value in parts.items()}
+            number = value if isinstance(value, NotAReward) else as_reward(value)
+            if isinstance(number, NotAReward):
+                return NotAReward(number if number.startswith(f"{name} ") else f"{name} {number}")
+            numbers[name] = number
         return RewardSum(sum(self._weights[name] * value for name, value in numbers.items()), numbers)
 
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from miles.arguments.settings import Settings
 from miles.environments.base import ConversationTooLong, Environment, Message
 from miles.environments.chosen import environment_maker
 from miles.one_line import name_and_words, one_line
+from miles.rewards.base import NotAReward, as_reward
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
 from miles.rollout.agents.program import time_is_up
@@ -173,9 +173,8 @@ def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | 
     if not session.has_answered:
         reason = "the messages leave no room for an answer" if session.refused_for_room else "it never called the model"
         return None, f"made no call that was answered: {reason}"
-    if isinstance(reward, bool | int | float) and isfinite(reward):
-        return float(reward), ""
-    return None, f"gave the reward {one_line(repr(reward), 80)}, which is not a finite number"
+    number = as_reward(reward)
+    return (None, number.replace("returned", "gave the reward", 1)) if isinstance(number, NotAReward) else (number, "")
 
 
 def _raised(error: BaseException) -> str:

@@ -30,6 +30,12 @@ def pid(samples): return [float(os.getpid()) for s in samples]
 def none(samples): return None
 def nan(samples): return [math.nan for s in samples]
 def text(samples): return ["1" * 10**7 for s in samples]
+def numbers(samples):
+    import decimal, fractions, numpy, torch
+    tensors = torch.tensor(1), torch.tensor([0.5], requires_grad=True), numpy.float32(2), numpy.bool_(True)
+    return [decimal.Decimal("0.25"), fractions.Fraction(1, 2), *tensors, True, 10**20]
+def huge(samples): return [1e308 for s in samples]
+def unconvertible(samples): return [type("Odd", (), {"__float__": lambda self: 1 / 0})() for s in samples]
 def too_few(samples): return [1.0] * (len(samples) - 1)
 def a_number(samples): return 1.0
 def stop_iteration(samples): return next(iter(()))
@@ -151,16 +157,24 @@ def fault_of(function, samples):
     return message
 
 
+def test_what_float_accepts_is_a_reward(process, make_sample):
+    samples = [make_sample("a") for _ in range(8)]
+    scored(process("numbers"), samples)
+    assert [sample.reward for sample in samples] == [0.25, 0.5, 1, 0.5, 2, 1, 1, 1e20]
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
         ("none", "returned NoneType None; return a list, one number per sample"),
         ("nan", "returned float nan, which is not a finite number"),
+        ("huge", "returned float 1e+308, whose sums overflow; prompt"),
+        ("unconvertible", "returned Odd <"),
         ("text", "returned str '1111"),
         ("too_few", "returned 0 rewards for 1 samples; return one per sample"),
         ("a_number", "returned float 1.0; return a list"),
         ("stop_iteration", "raised StopIteration"),
-        ("exits", "raised SystemExit: 3"),
+        ("exits", "exits raised SystemExit: 3;"),
         ("interrupted", "raised KeyboardInterrupt"),
         ("shouts", "raised ValueError: xxx"),
         ("fails_to_say", "raised Silent: (its str raises ValueError)"),

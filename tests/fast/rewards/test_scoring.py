@@ -48,7 +48,7 @@ async def test_without_error_value_the_sample_is_named_and_nothing_is_set(make_s
     assert [s.reward for s in samples] == [None, None]
 
 
-@pytest.mark.parametrize("result", [math.nan, math.inf, "1", None, [1.0], 1j])
+@pytest.mark.parametrize("result", [math.nan, math.inf, 10**400, "1", b"1", None, [1.0], 1j])
 async def test_results_that_are_not_rewards(make_sample, result):
     with pytest.raises(RewardError, match="not a finite number.* trajectory 1, "):
         await scored([make_sample("a"), make_sample("b", trajectory_id=1)], lambda batch: [1.0, result][-len(batch) :])
