@@ -38,6 +38,7 @@ from miles.arguments.launch.mismatch_config import read_mismatch_config
 from miles.arguments.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
+from miles.arguments.launch.server import read_eval_servers
 from miles.arguments.launch.spelling import (
     INSTEAD_OF_VALUES,
     cut_lists,
@@ -265,6 +266,8 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     words, notes = read_other_values(words)
     words, distillation_notes = read_estimator(words)
     notes += [*distillation_notes, *custom_notes]
+    words, eval_notes = read_eval_servers(words)
+    notes += eval_notes
     ours, passed_on = split_server_flags(words, own)
     given = [flag for flag in flags_in(ours) if flag in megatron]
     parser = _all_flags(bool(given) or _names_megatron(ours)).for_command(parser.errors)

@@ -262,6 +262,7 @@ _REFUSED = [
         "--dsv4-compress-rope-theta V",
         "--dsv4-hc-mult V",
         "--dsv4-hc-sinkhorn-iters V",
+        "--dsv4-impl V",
         "--dsv4-n-hash-layers V",
         "--dsv4-o-groups V",
         "--dsv4-o-lora-rank V",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from miles.arguments.launch.abilities import has_servers
 from miles.arguments.launch.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
-from miles.arguments.launch.spelling import Group, group_words
+from miles.arguments.launch.spelling import Group, group_words, without_flags
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.config_file import CONFIG, read_server_config
 from miles.arguments.sglang.server_flags import (
     ATTENTION_DATA_PARALLEL,
     DATA_PARALLEL,
@@ -34,6 +35,7 @@ RENAMED = {
 SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
+_OF_EVAL_SERVERS = "--eval-sglang-"
 _DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
 # They change what is generated, so an engine that does not read them cannot run the command.
 CHANGES_RESULTS = {
@@ -58,6 +60,13 @@ OF_ADAPTERS = {
 OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 
 
+def read_eval_servers(words: Sequence[str]) -> tuple[list[str], list[Note]]:
+    """Return the words without the settings of servers that only evaluate, and a note on each."""
+    groups = [group for group in group_words(words) if group[0].startswith(_OF_EVAL_SERVERS)]
+    notes = [Note(SPEED, written(flag, values), "engines of the run evaluate") for flag, values in groups]
+    return without_flags(words, {flag for flag, _ in groups}), notes
+
+
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
     flags, notes = _normalize_adapters(settings.server_flags)
@@ -70,6 +79,8 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
             for group in group_words(flags.router)
         ]
         return replace(settings, server_flags=ServerFlags(_words(kept))), notes
+    flags, found = _normalize_config(flags)
+    notes += found
     settings, flags, found = _normalize_replicas(settings, flags)
     notes += found
     server = list[Group]()
@@ -87,6 +98,20 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
         notes += [note] if note is not None else []
     router, router_notes = _normalize_router(group_words(flags.router), settings)
     return replace(settings, server_flags=ServerFlags(_words(server), _words(router))), [*notes, *router_notes]
+
+
+def _normalize_config(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+    """Read SGLang's own file of flags as these flags; what cannot be read so stays, and is refused later."""
+    groups = group_words(flags.server)
+    files = [group for group in groups if group[0] == CONFIG]
+    if len(files) != 1 or len(files[0][1]) != 1:
+        return flags, []
+    words, fault = read_server_config(files[0][1][0])
+    if fault is not None:
+        return flags, []
+    others = _words([group for group in groups if group[0] != CONFIG])
+    instead = " ".join(SERVER + flag[2:] for flag, _ in group_words(words))  # no values: one may be a key
+    return replace(flags, server=(*words, *others)), [_note(READ_AS, files[0], instead or "no flags")]
 
 
 def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:

@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from miles.arguments.launch.suggest import nearest_flag
+from miles.arguments.sglang.config_file import CONFIG, read_server_config
 from miles.arguments.sglang.installed import router_flags, server_flags
-from miles.flags import Errors
+from miles.flags import LONGEST_VALUE, Errors
+from miles.one_line import one_line
 
 SERVER, ROUTER = "--sglang-", "--router-"
 SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
@@ -119,7 +121,7 @@ def check_server_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> 
             message = _owner_error(prefix, flag, value, engine_size) or _unknown_error(prefix, flag, known())
             if message is None and prefix == SERVER:
                 message = _parallel_error(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL), engine_size)
-                message = message or _without_keys_error(flag, value)
+                message = message or _without_keys_error(flag, value) or _config_error(flag, value)
             message = message or _key_error(prefix, flag, value)
             if message is not None:
                 errors.add(message)
@@ -194,6 +196,14 @@ def _without_keys_error(flag: str, value: str) -> str | None:
         return None
     written = SERVER + flag.removeprefix("--")
     return f"{written}: SGLang would answer everybody, since it checks no keys under this flag; drop {written}"
+
+
+def _config_error(flag: str, value: str) -> str | None:
+    """Return why a file of flags was not read as these flags."""
+    if flag != CONFIG or not value:
+        return None
+    _, fault = read_server_config(value)
+    return f"{SERVER}config {one_line(value, LONGEST_VALUE)}: {fault or 'is given twice; give one file'}"
 
 
 def _key_error(prefix: str, flag: str, value: str) -> str | None:

@@ -13,6 +13,7 @@ from miles.arguments.launch.abilities import has_servers
 from miles.arguments.launch.spelling import group_words
 from miles.arguments.launch.suggest import near_choice
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.config_file import CONFIG
 from miles.arguments.sglang.installed import Accepted, Reading, has_plugins, router_flags, server_flags
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags
 from miles.flags import Errors, fault_of_text, flag_name
@@ -105,8 +106,10 @@ def check_server_files(settings: Settings, errors: Errors) -> None:
     for flag, values in group_words(settings.server_flags.server):
         field = _field(SERVER, flag)
         for path in values[:1]:
-            is_file = flag in FILES or (flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag]))
-            if is_file and path != "None":
+            is_file = (flag in FILES and flag != CONFIG) or (
+                flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag])
+            )
+            if is_file and path != "None" and flag != CONFIG:
                 errors.existing_file(field, path)
 
 

@@ -37,3 +37,8 @@ def test_accepted_where_it_changes_nothing(accepted, flags):
 def test_a_value_may_be_left_out(accepted):
     for flags in ("--use-session-server", "--use-session-server v2"):
         assert any(note.written == flags for note in accepted(flags).accepted)
+
+
+def test_servers_that_only_evaluate_are_noted(accepted):
+    flags = ["--eval-sglang-mem-fraction-static 0.9", "--eval-sglang-disable-radix-cache"]
+    assert {*flags} <= {note.written for note in accepted(" ".join(flags)).accepted}

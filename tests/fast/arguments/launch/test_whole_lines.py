@@ -109,7 +109,7 @@ def test_what_would_stop_the_run_is_refused(refusals, models, model, flags, expe
         "--load-debug-rollout-data saved_{iteration}.pt --num-rollout 1 --strict-flags",
         "--train-backend fsdp --lora-rank 4 --target-modules layers.0.self_attn.q_proj --exclude-modules lm_head",
         "--custom-generate-function-path my.generate.one",
-        f"{SGLANG} --sglang-config no.yaml --ray-address 10.0.0.1:6379",  # a file of the cluster's hosts
+        f"{SGLANG} --sglang-chat-template no.jinja --ray-address 10.0.0.1:6379",  # a file of the cluster's hosts
     ],
 )
 def test_what_starts_is_accepted(accepted, models, flags):
