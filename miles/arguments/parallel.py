@@ -86,9 +86,18 @@ def _check_dynamic(parallel: ParallelArguments, training: TrainingArguments, err
     if parallel.max_seqlen_per_dp_cp_rank is None:
         what_to_do = "add --max-seqlen-per-dp-cp-rank, the tokens that one rank can hold"
         errors.refuse("dynamic_context_parallel", True, "needs the token budget of a rank", what_to_do)
-    unused = ["use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size", "balance_data"]
+    elif not same_budget(parallel, training):
+        rule = f"is not the budget of --max-seqlen-per-dp-cp-rank {parallel.max_seqlen_per_dp_cp_rank}"
+        errors.refuse("max_tokens_per_gpu", training.max_tokens_per_gpu, rule, "give both the same, or drop it")
+    unused = ["micro_batch_size", "balance_data"]
     why = "by --dynamic-context-parallel, which packs by --max-seqlen-per-dp-cp-rank"
     errors.refuse_ignored(training, unused, why, "drop --dynamic-context-parallel")
+
+
+def same_budget(parallel: ParallelArguments, training: TrainingArguments) -> bool:
+    """Return whether dynamic context parallelism fills micro-batches as ``--use-dynamic-batch-size`` would."""
+    budget = training.max_tokens_per_gpu
+    return parallel.dynamic_context_parallel and budget in (None, parallel.max_seqlen_per_dp_cp_rank)
 
 
 def _check_room(parallel: ParallelArguments, dims: ParallelDims, max_response_len: int, errors: Errors) -> None:

@@ -455,14 +455,15 @@ def _judge(command: Command) -> Validated:
             f"{custom_config.FLAG} {settings.rollout.custom_config_path}: no flags are named {shown}, and no function "
             "of yours reads them; correct the names, or drop them"
         )
-    if command.is_strict:
-        for message in strict_errors(notes):
-            errors.add(message)
     try:
         validated = validate(settings, command.given)
+        notes += validated.accepted
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
+    if command.is_strict:
+        for message in strict_errors(notes):
+            errors.add(message)
     on_cpu, of_host = is_on_cpu(settings), Errors()
     if on_cpu:
         check_deterministic_on_cpu(settings, of_host)

@@ -19,7 +19,7 @@ from miles.arguments.checkpoint import check_checkpoint, fill_remote_cache
 from miles.arguments.cluster import check_cluster, check_offload
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation, fill_evaluation
-from miles.arguments.launch.notes import Note
+from miles.arguments.launch.notes import Note, overruled
 from miles.arguments.launch.paths import check_function_paths
 from miles.arguments.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.arguments.megatron.rules import check_megatron
@@ -53,7 +53,7 @@ from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.components import train_backend_spec
 from miles.flags import Errors, fault_of_text
-from miles.objective.aggregation import reconcile_aggregation
+from miles.objective.aggregation import MODE_FLAGS, reconcile_aggregation
 from miles.parallel.dims import ParallelDims
 from miles.rewards.passing import deciding_part
 from miles.rewards.settings import check_reward
@@ -101,10 +101,13 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
     settings = replace(settings, cluster=fill_rollout_num_gpus(settings))
     _check_devices(settings, errors)
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
+    reducer = "--custom-pg-loss-reducer-function-path"
+    has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
+    accepted = overruled(settings.loss, MODE_FLAGS, given, by=reducer) if has_reducer else []
     settings, notes = _reconcile(replace(settings, parallel=parallel), given, errors)
     errors.raise_if_any()
     readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
-    return Validated(settings, readings, tuple(_surprises(settings)))
+    return Validated(settings, readings, tuple(_surprises(settings)), tuple(accepted))
 
 
 def _check_choices(settings: Settings, errors: Errors) -> None:

@@ -31,13 +31,20 @@ Reducer = Callable[["torch.Tensor"], "torch.Tensor"]
 
 # The flags ----------------------------------------------------------------------------------------------------------
 
-# verl's name -> ours. Its sums over a sequence are ours with a constant divisor.
+# verl's name -> ours. Its sums are ours with a constant divisor.
 VERL_MODES: dict[str, Aggregation] = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sample_mean",
     "seq-mean-token-sum-norm": "constant",
     "seq-mean-token-sum": "constant",
+    "token-sum": "constant",
 }
+
+# What names the mode and its numbers: --custom-pg-loss-reducer-function-path takes precedence over all of it.
+MODE_FLAGS = (
+    *("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_alpha", "pg_loss_divisor"),
+    *("loss_agg_mode", "loss_scale_factor"),
+)
 
 
 @dataclass(frozen=True)
@@ -423,13 +430,15 @@ def reconcile_aggregation(
     notes: list[str] = []
     may_relabel = loss.loss_aggregation == "sample_mean" and not is_given
     loss = _from_pg_loss_divisor(loss, may_relabel, notes, errors)
-    loss = _from_verl(loss, max_response_len, may_relabel, notes, errors)
+    loss = _from_verl(loss, max_response_len, trajectories_per_step, may_relabel, notes, errors)
     if loss.pg_loss_divisor is not None or loss.loss_agg_mode is not None:
         return loss, notes  # which mode is meant is not known
-    _check_custom_reducer(loss, may_relabel, errors)
     _check_divisor(loss, errors)
     loss = _settle_alpha(loss, errors)
-    loss = _reconcile_per_token(loss, may_relabel, notes, errors)
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        # pg_loss uses no mode; the reducer is given the switch of the per-token path, and diagnostics follow that.
+        return replace(loss, **{name: getattr(type(loss), name) for name in MODE_FLAGS}), []
+    loss = _reconcile_per_token(loss, notes, errors)
     if trajectories_per_step is not None:
         _check_whole_groups(loss, trajectories_per_step, samples_per_prompt, errors)
     return loss, notes
@@ -450,9 +459,6 @@ def _from_pg_loss_divisor(
     if loss.loss_aggregation_divisor is not None:
         rule = f"names the divisor twice, beside --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
         errors.refuse("pg_loss_divisor", divisor, rule, what_to_do)
-    if loss.custom_pg_loss_reducer_function_path is not None:
-        rule = "would be ignored beside --custom-pg-loss-reducer-function-path"
-        errors.refuse("pg_loss_divisor", divisor, rule, "keep one of the two")
     _check_divisor_value("pg_loss_divisor", divisor, errors)
     if not errors.none_about("pg_loss_divisor"):
         return loss
@@ -461,7 +467,12 @@ def _from_pg_loss_divisor(
 
 
 def _from_verl(
-    loss: "LossArguments", max_response_len: int | None, may_relabel: bool, notes: list[str], errors: Errors
+    loss: "LossArguments",
+    longest: int | None,
+    trajectories: int | None,
+    may_relabel: bool,
+    notes: list[str],
+    errors: Errors,
 ) -> "LossArguments":
     """Return ``loss`` without verl's names; as it is, if they contradict another flag."""
     name, factor = loss.loss_agg_mode, loss.loss_scale_factor
@@ -474,7 +485,7 @@ def _from_verl(
     mode = VERL_MODES[name]
     divisor: float | None = None
     if name == "seq-mean-token-sum-norm":
-        divisor = _verl_divisor(factor, max_response_len, notes, errors)
+        divisor = _verl_divisor(factor, longest, notes, errors)
         if divisor is None:
             return loss
     elif factor is not None:
@@ -482,9 +493,15 @@ def _from_verl(
         errors.refuse("loss_scale_factor", factor, f"would be ignored by --loss-agg-mode {name}", what_to_do)
     elif name == "seq-mean-token-sum":
         divisor = 1.0
+    elif name == "token-sum":
+        divisor = 1.0 / (trajectories or 1)  # where N is not known, that is an error of its own
     if not errors.none_about("loss_agg_mode", "loss_scale_factor", "pg_loss_divisor", "calculate_per_token_loss"):
         return loss
     suffix = "" if divisor is None else f" with divisor {divisor:g}"
+    if name == "token-sum":
+        suffix += f", 1 / N for the N = {trajectories} trajectories of a step"
+    elif name != "token-mean":
+        suffix += "; verl leaves fully masked answers out of N if it knows no global batch size, and here they count"
     notes.append(f"--loss-agg-mode {name} is read as --loss-aggregation {mode}{suffix}")
     return replace(
         loss, loss_aggregation=mode, loss_aggregation_divisor=divisor, loss_agg_mode=None, loss_scale_factor=None
@@ -492,10 +509,8 @@ def _from_verl(
 
 
 def _check_beside_verl(loss: "LossArguments", name: str, may_relabel: bool, errors: Errors) -> None:
-    if loss.custom_pg_loss_reducer_function_path is not None:
-        rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
-        errors.refuse("loss_agg_mode", name, rule, "drop one of the two")
-    if loss.calculate_per_token_loss and name != "token-mean":
+    is_reduced_here = loss.custom_pg_loss_reducer_function_path is None
+    if loss.calculate_per_token_loss and is_reduced_here and VERL_MODES[name] not in _DIAGNOSTIC_MODES:
         rule = f"would divide the normalization of --loss-agg-mode {name} away"
         errors.refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
     says_the_same = loss.loss_aggregation == VERL_MODES[name] == "sample_mean"
@@ -521,12 +536,6 @@ def _verl_divisor(factor: float | None, max_response_len: int | None, notes: lis
     return float(max_response_len)
 
 
-def _check_custom_reducer(loss: "LossArguments", may_relabel: bool, errors: Errors) -> None:
-    if loss.custom_pg_loss_reducer_function_path is not None and not may_relabel:
-        rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
-        errors.refuse("loss_aggregation", loss.loss_aggregation, rule, "drop one of the two")
-
-
 def _check_divisor(loss: "LossArguments", errors: Errors) -> None:
     mode, divisor = loss.loss_aggregation, loss.loss_aggregation_divisor
     if not MODES[mode].divides:
@@ -536,7 +545,7 @@ def _check_divisor(loss: "LossArguments", errors: Errors) -> None:
             errors.refuse("loss_aggregation_divisor", divisor, rule, what_to_do)
     elif divisor is not None:
         _check_divisor_value("loss_aggregation_divisor", divisor, errors)
-    elif errors.none_about("loss_aggregation"):
+    elif errors.none_about("loss_aggregation") and loss.custom_pg_loss_reducer_function_path is None:
         what_to_do = "add --loss-aggregation-divisor L; the longest response, --rollout-max-response-len, is usual"
         errors.refuse("loss_aggregation", mode, "needs the number that token losses are divided by", what_to_do)
 
@@ -560,14 +569,12 @@ def _check_divisor_value(field: str, divisor: float, errors: Errors) -> None:
         errors.refuse(field, divisor, "the divisor must be finite and above 0", "the longest response length is usual")
 
 
-def _reconcile_per_token(loss: "LossArguments", may_relabel: bool, notes: list[str], errors: Errors) -> "LossArguments":
+def _reconcile_per_token(loss: "LossArguments", notes: list[str], errors: Errors) -> "LossArguments":
     """``token_mean`` and the per-token path are one setting: each implies the other."""
     mode, per_token = loss.loss_aggregation, loss.calculate_per_token_loss
     if mode == "token_mean" and not per_token:
         notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")
-    elif mode == "sample_mean" and per_token and loss.custom_pg_loss_reducer_function_path is not None:
-        return loss  # pg_loss does not use the mode; the reducer is given the switch, and diagnostics are per token
-    elif mode == "sample_mean" and per_token and may_relabel:
+    elif mode == "sample_mean" and per_token:
         notes.append("--calculate-per-token-loss is --loss-aggregation token_mean: relabelled, same computation")
     elif per_token and mode != "token_mean":
         rule = f"would divide the normalization of --loss-aggregation {mode} away"

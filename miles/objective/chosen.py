@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from miles.flags import collect_errors
-from miles.objective.adaptive_entropy import check_adaptive_entropy
+from miles.objective.adaptive.entropy import check_adaptive_entropy
 from miles.objective.canary import check_canary
 from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from miles.metrics import Metric
-from miles.objective.adaptive_entropy import AdaptiveEntropy
-from miles.objective.adaptive_kl import AdaptiveKl
+from miles.objective.adaptive.entropy import AdaptiveEntropy
+from miles.objective.adaptive.kl import AdaptiveKl
 from miles.objective.settings import LossArguments
 
 

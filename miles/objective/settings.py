@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from miles.flags import flag
-from miles.objective.adaptive_entropy import AdaptiveEntropyFlags
-from miles.objective.adaptive_kl import AdaptiveKlFlags
+from miles.objective.adaptive.entropy import AdaptiveEntropyFlags
+from miles.objective.adaptive.kl import AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import find_objective
 from miles.objective.distillation import DistillationFlags

@@ -16,6 +16,7 @@ import torch
 from miles.metrics import Metric
 from miles.objective.chosen import Objective
 from miles.objective.kl import approximate_kl
+from miles.objective.rounding import FP32, FP64, centred, magnitude
 from miles.objective.settings import LossArguments
 
 
@@ -80,8 +81,9 @@ def whitened(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
     everything = np.concatenate([*columns, np.zeros(0)])
     if not len(everything):
         return list(columns)
-    spread = everything.var(ddof=1) if len(everything) > 1 else 0.0
-    return [(column - everything.mean()) / np.sqrt(spread + 1e-8) for column in columns]
+    found = centred(everything, FP64 * magnitude(everything))
+    found /= np.sqrt(np.square(found).sum() / max(len(found) - 1, 1) + 1e-8)
+    return np.split(found, np.cumsum([len(column) for column in columns])[:-1])[: len(columns)]
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,10 @@ def _metrics(
     if returns is not None:
         target, predicted = np.concatenate(list(returns)), np.concatenate([t.values for t in trajectories])
         metrics |= {"returns": mean(target), "values": mean(predicted)}
-        spread = float(np.square(target - target.mean()).sum())
+        # The critic's values are fp32: returns that are equal in fp32 have no variance that it could explain.
+        spread = float(np.square(centred(target, FP32 * magnitude(target, predicted))).sum())
         error = target - predicted
         unexplained = float(np.square(error - error.mean()).sum())
-        if spread > 0:  # equal returns have no variance to explain
+        if spread > 0:
             metrics["explained_variance"] = Metric(spread - unexplained, spread)
     return metrics

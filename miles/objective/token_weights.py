@@ -289,9 +289,9 @@ class OffPolicyMasking(TokenWeight):
 class TopEntropy(TokenWeight):
     """Keep the loss of the fraction of the step's tokens in which the policy is most uncertain (arXiv 2506.01939).
 
-    A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step. The
-    policy is scored once more before each step for it. As for the corrections, denominators stay those of all
-    tokens, as in the paper and in TRL, whose name the flag has.
+    A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step, or
+    equals it up to rounding. The policy is scored once more before each step for it. As for the corrections,
+    denominators stay those of all tokens, as in the paper and in TRL, whose name the flag has.
     """
 
     switch = "top_entropy_quantile"
@@ -322,13 +322,17 @@ class TopEntropy(TokenWeight):
 def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
     """Return which of a step's loss tokens have an entropy of at least the ``1 - fraction`` quantile, bool [T].
 
+    Those that equal it up to rounding all count.
+
     >>> import numpy as np
     >>> top_entropy_tokens(np.array([0.1, 0.4, 0.2, 0.3, 0.0]), 0.4).tolist()
     [False, True, False, True, False]
     """
     import numpy as np
 
-    kept: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) if len(entropies) else 0.0)
+    from miles.objective.rounding import SCORES
+
+    kept: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) - SCORES if len(entropies) else 0.0)
     return kept
 
 

@@ -35,8 +35,8 @@ def compute_value_loss(
     ``max((V - G)^2, (V_clipped - G)^2)`` with V_clipped within ``value_clip`` of the old values (PPO's reference
     implementation, https://github.com/openai/baselines ppo2/model.py), without its factor of 1/2.
     """
-    change = (values - old_values).clamp(-value_clip, value_clip)
-    plain, clipped = (values - returns).square(), (old_values + change - returns).square()
+    within = values.clamp(old_values - value_clip, old_values + value_clip)  # exactly the value, if that is within
+    plain, clipped = (values - returns).square(), (within - returns).square()
     return plain.maximum(clipped), (clipped > plain).float().detach()
 
 

@@ -16,7 +16,7 @@ from miles.objective.kl import masked_log_ratio
 from miles.objective.policy_losses.base import StepTokens
 from miles.objective.token_weights import WeightSum, mean_weight, sum_of_weights, top_entropy_tokens
 from miles.parallel.groups import gather_step
-from miles.train_batch import TrainShard
+from miles.train_batch import TrainBatch, TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.scoring import entropies, log_probs
 
@@ -62,16 +62,17 @@ class TokenSelector:
         advantages: Sequence[np.ndarray] | None = batch.advantages
         if advantages is None:
             advantages = [np.full(n, reward) for n, reward in zip(batch.response_lengths, batch.rewards, strict=True)]
-        samples = self._whole_step(shard, current, old, advantages)
+        samples = self._whole_step(shard, current, old, advantages, _hashes(shard.batch, with_token=True))
         seed = zlib.crc32(np.asarray([step, *(s.trajectory_id for s in samples)], np.int64).tobytes())
-        tokens = StepTokens(_of_step(samples, 0), _of_step(samples, 1), _of_step(samples, 2), seed)
+        tokens = StepTokens(_scores_of_step(samples), _of_step(samples, 1), _of_step(samples, 2), seed)
         chosen = self.objective.policy_loss.select_tokens(self.objective.flags, tokens)
         return replace(shard, batch=replace(batch, selected=_own_part(shard, samples, chosen)))
 
     def rank_entropies(self, backend: TrainBackend, shard: TrainShard) -> TrainShard:
         """Return ``shard`` with the column ``top_entropy``: the tokens of ``--top-entropy-quantile``."""
-        samples = self._whole_step(shard, entropies(backend, backend.policy, shard))
-        kept = top_entropy_tokens(_of_step(samples, 0), self.objective.flags.top_entropy_quantile)
+        found = entropies(backend, backend.policy, shard)
+        samples = self._whole_step(shard, found, _hashes(shard.batch, with_token=False))
+        kept = top_entropy_tokens(_scores_of_step(samples), self.objective.flags.top_entropy_quantile)
         return replace(shard, batch=replace(shard.batch, top_entropy=_own_part(shard, samples, kept)))
 
     def mean_weight(self, shard: TrainShard) -> tuple[TrainShard, float]:
@@ -106,6 +107,28 @@ class TokenSelector:
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
     """Return one column of all samples, float64 [loss tokens of the step]."""
     return np.concatenate([*(sample.columns[column] for sample in samples), np.zeros(0)])
+
+
+def _hashes(batch: TrainBatch, with_token: bool) -> list[np.ndarray]:
+    """Return a hash of all that is before each response token, with the token itself if asked; [response]."""
+    found = []
+    for tokens, length in zip(batch.tokens, batch.response_lengths, strict=True):
+        powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))  # modulo 2^64
+        hashes = np.cumsum((np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * powers)
+        end = len(tokens) if with_token else len(tokens) - 1
+        found.append(hashes[end - length : end])
+    return found
+
+
+def _scores_of_step(samples: Sequence[_Sample]) -> np.ndarray:
+    """Return the first column, with one score for all tokens of one hash, the last column.
+
+    They are one number of the model, as at the first tokens of the responses to one prompt. In bf16 they may differ by
+    more than their last digits, by the micro-batch that each was scored in.
+    """
+    _, first, place = np.unique(_of_step(samples, -1), return_index=True, return_inverse=True)
+    scores: np.ndarray = _of_step(samples, 0)[first][place]
+    return scores
 
 
 def _own_part(shard: TrainShard, samples: Sequence[_Sample], chosen: np.ndarray) -> list[np.ndarray]:

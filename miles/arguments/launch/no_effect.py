@@ -17,6 +17,7 @@ from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
 from miles.arguments.launch.values import environment_strings, is_object, set_name
 from miles.arguments.model import readable_config
+from miles.arguments.parallel import same_budget
 from miles.arguments.rollout import names_iteration
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.settings import Settings
@@ -177,6 +178,13 @@ IDLE = (
         ("micro_batch_size",),
         lambda s: s.training.use_dynamic_batch_size,
         "--use-dynamic-batch-size fills micro-batches by tokens",
+    ),
+    Idle(
+        "training",
+        ("use_dynamic_batch_size", "max_tokens_per_gpu"),
+        lambda s: same_budget(s.parallel, s.training),
+        "--dynamic-context-parallel fills micro-batches by tokens, up to --max-seqlen-per-dp-cp-rank on each rank",
+        SAME,
     ),
     Idle(
         "training",

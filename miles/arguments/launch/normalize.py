@@ -17,15 +17,23 @@ from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.arguments.launch.multi_turn import normalize_multi_turn
 from miles.arguments.launch.newer_flags import NEWER_FLAGS
 from miles.arguments.launch.no_effect import normalize_idle, normalize_values
-from miles.arguments.launch.notes import NO_EFFECT, READ_AS, Note, note_on, written
-from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
+from miles.arguments.launch.notes import NO_EFFECT, READ_AS, Note, note_on, overruled, written
+from miles.arguments.launch.paths import (
+    CONSTANT_OF_REDUCER,
+    HOOKS,
+    is_constant_reducer,
+    is_fully_async,
+    missing_function,
+    our_function,
+)
 from miles.arguments.launch.server import normalize_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
 from miles.arguments.megatron.training_flags import TRAINING_FLAGS
 from miles.arguments.model import readable_config
 from miles.arguments.settings import Settings
-from miles.flags import Errors
+from miles.flags import Errors, flag_name
 from miles.model_families.registry import CONVERTED
+from miles.objective.aggregation import MODE_FLAGS
 from miles.remote.folder import is_url
 
 _CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
@@ -111,6 +119,14 @@ def _normalize_paths(settings: Settings, errors: Errors, given: Collection[str])
             notes.append(note_on(READ_AS, field, path, f"--fully-async --async-steps {steps}"))
             ahead = replace(settings.rollout, rollout_function_path=None, fully_async=True, async_steps=steps)
             settings = replace(settings, rollout=ahead)
+            continue
+        if is_constant_reducer(field, path):
+            notes += overruled(section, MODE_FLAGS, given, by=written(flag_name(field), path))
+            plain = {name: getattr(type(section), name) for name in (field, *MODE_FLAGS)}
+            constant = {"loss_aggregation": "constant", "loss_aggregation_divisor": CONSTANT_OF_REDUCER}
+            settings = replace(settings, loss=replace(section, **plain | constant))
+            why = f"--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}"
+            notes.append(note_on(READ_AS, field, path, why))
             continue
         is_known, ours = our_function(field, path, settings.reads_conversations)
         if is_known:

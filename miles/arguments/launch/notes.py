@@ -11,7 +11,7 @@ from typing import Any
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.megatron.fields import DESTINATION
 from miles.arguments.settings import Settings
-from miles.flags import flag_name
+from miles.flags import changed, flag_name
 from miles.secret_values import public_words
 
 # Headings of the groups, in the order in which they are shown.
@@ -84,6 +84,13 @@ def written(flag: str, value: Any) -> str:
 def note_on(heading: str, field: str, value: Any, why: str) -> Note:
     """Return the note on a field of one of our sections."""
     return Note(heading, written(flag_name(field), value), why)
+
+
+def overruled(section: Any, names: Iterable[str], given: Collection[str], by: str) -> list[Note]:
+    """Return a note on each of the named fields that the command gives, or that is set: ``by`` takes precedence."""
+    names = list(names)
+    values = {name: getattr(section, name) for name in names if name in given or name in changed(section, names)}
+    return [note_on(NO_EFFECT, name, value, f"{by} takes precedence") for name, value in values.items()]
 
 
 def grouped(notes: Iterable[Note]) -> list[str]:

@@ -122,6 +122,9 @@ KNOWN = {
 FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
 # Generate ahead of the trainer without end, as --fully-async does.
 FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_rollout.FullyAsyncRolloutFn")
+# Dr.GRPO's reducer, which divides the sum of a trajectory by a constant in its file.
+_CONSTANT_REDUCER = re.compile(r"examples\.(experimental\.)?DrGRPO\.custom_reducer([.:]\w+)?")
+CONSTANT_OF_REDUCER = 1000.0
 _MISMATCH_FLAGS = (
     "give its settings as flags or in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and "
     "--use-rs with --rs-level, its bounds and --rs-veto-threshold"
@@ -170,6 +173,12 @@ def is_fully_async(field: str, path: str) -> bool:
     dotted = path.replace(":", ".")
     is_theirs = any(dotted == name or dotted.endswith("." + name) for name in FULLY_ASYNC)
     return field == "rollout_function_path" and is_theirs and not _exists(path)
+
+
+def is_constant_reducer(field: str, path: str) -> bool:
+    """Return whether ``path`` names the reducer elsewhere that is ``--loss-aggregation constant``."""
+    is_theirs = _CONSTANT_REDUCER.fullmatch(path) is not None
+    return field == "custom_pg_loss_reducer_function_path" and is_theirs and not _exists(path)
 
 
 def names_functions(settings: Settings) -> bool:

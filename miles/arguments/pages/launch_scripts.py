@@ -16,7 +16,7 @@ from miles.arguments.launch.multi_turn import TAIL as MULTI_TURN
 from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.launch.notes import SAME
-from miles.arguments.launch.paths import FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
+from miles.arguments.launch.paths import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
 from miles.arguments.launch.server import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
 from miles.arguments.launch.spelling import OTHER_VALUES
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
@@ -223,6 +223,8 @@ def _functions() -> Iterator[str]:
         yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
     ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
     yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
+    constant = f"`--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}`"
+    yield f"| `--custom-pg-loss-reducer-function-path` | `DrGRPO.custom_reducer.…` | {constant} |"
     turns = "`--environment tool_calls:…`, of its `--generate-…` flags ([Environments](agents.md#tools-of-a-list))"
     yield f"| `--custom-generate-function-path` | `{MULTI_TURN}` | {turns} |"
     weights = "`--use-tis …` and `--use-rs …`, of its settings in `--custom-config-path` ([Off-policy](off-policy.md))"

@@ -22,8 +22,8 @@ from miles.arguments.pages.objective_variants import (
 )
 from miles.choices import Registry
 from miles.flags import flag_name
-from miles.objective.adaptive_entropy import adaptive_entropy_formula
-from miles.objective.adaptive_kl import adaptive_kl_formula
+from miles.objective.adaptive.entropy import adaptive_entropy_formula
+from miles.objective.adaptive.kl import adaptive_kl_formula
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
 from miles.objective.policy_losses import POLICY_LOSSES

@@ -7,7 +7,7 @@ from dataclasses import replace
 from miles.arguments.critic import check_critic, check_no_critic
 from miles.arguments.settings import Settings
 from miles.flags import Errors, changed
-from miles.objective.adaptive_kl import check_adaptive_kl
+from miles.objective.adaptive.kl import check_adaptive_kl
 from miles.objective.chosen import check_objective, find_objective
 from miles.objective.estimators.base import Estimator
 from miles.objective.settings import LossArguments, StepShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from miles.objective.adaptive_kl import adaptive_kl_formula
+from miles.objective.adaptive.kl import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import WHOLE_LOSS, LossInputs

@@ -69,10 +69,12 @@ class ClipCov(PpoClip, SelectsByCovariance):
         low, high = clip_bounds(flags)
         found, ratio = covariances(tokens), np.exp(tokens.log_probs - tokens.old_log_probs)
         clipped = ((tokens.advantages > 0) & (ratio > high)) | ((tokens.advantages < 0) & (ratio < low))
-        [eligible] = np.nonzero((found > flags.clip_cov_min) & (found < flags.clip_cov_max) & ~clipped)
+        eligible = (found > flags.clip_cov_min) & (found < flags.clip_cov_max) & ~clipped
         number = max(1, int(flags.clip_cov_fraction * len(found)))
+        # All tokens are put in an order, so that one that rounding moves over a bound does not change the whole draw.
+        order = np.random.default_rng(tokens.seed).permutation(len(found))
         chosen = np.zeros(len(found), bool)
-        chosen[np.random.default_rng(tokens.seed).permutation(eligible)[:number]] = True
+        chosen[order[eligible[order]][:number]] = True
         return chosen
 
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:

@@ -81,13 +81,11 @@ class KlCov(SelectsByCovariance):
         return True
 
     def select_tokens(self, flags: Any, tokens: StepTokens) -> "np.ndarray":
-        """Choose the largest covariances; the earlier token of equal ones."""
-        import numpy as np
+        """Choose the largest covariances; the earlier token of those that are equal up to rounding."""
+        from miles.objective.rounding import SCORES, largest, magnitude
 
-        chosen = np.zeros(len(tokens.log_probs), bool)
-        number = max(1, int(flags.kl_cov_fraction * len(chosen)))
-        chosen[np.argsort(-covariances(tokens), kind="stable")[:number]] = True
-        return chosen
+        number = max(1, int(flags.kl_cov_fraction * len(tokens.log_probs)))
+        return largest(covariances(tokens), number, SCORES * magnitude(tokens.advantages))
 
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
         """Add the penalty to the chosen tokens."""
@@ -103,9 +101,10 @@ class KlCov(SelectsByCovariance):
 
 def covariances(tokens: StepTokens) -> "np.ndarray":
     """Return ``(log p - mean) (A - mean)`` of each token, [T]: its part of their covariance over the step."""
-    if not len(tokens.log_probs):
-        return tokens.log_probs
-    found: np.ndarray = (tokens.log_probs - tokens.log_probs.mean()) * (tokens.advantages - tokens.advantages.mean())
+    from miles.objective.rounding import FP32, SCORES, centred, magnitude
+
+    advantages = centred(tokens.advantages, FP32 * magnitude(tokens.advantages))
+    found: np.ndarray = centred(tokens.log_probs, SCORES) * advantages
     return found
 
 

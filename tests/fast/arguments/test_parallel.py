@@ -6,9 +6,12 @@ import re
 import pytest
 
 from miles.arguments.explain import explain
+from miles.arguments.parser import judge, read_command
 from miles.arguments.validate import validate
+from miles.flags import FlagError
 
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
+ROOMY = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 99"  # for any response on one rank
 
 
 @pytest.mark.parametrize(
@@ -46,10 +49,22 @@ def test_a_flag_of_another_backend_hides_no_error(refused):
     assert [message.partition(":")[0] for message in found] == ["--context-parallel-size 3", "--moe-aux-loss-coeff 0.1"]
 
 
-def test_dynamic_context_parallel_packs_by_its_own_budget(refused):
-    messages = refused(f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu 64")
-    assert [message.split(":")[0] for message in messages] == ["--use-dynamic-batch-size", "--max-tokens-per-gpu 64"]
-    assert all("ignored by --dynamic-context-parallel" in message for message in messages)
+@pytest.mark.parametrize("flags", ["--max-tokens-per-gpu 99", "--max-tokens-per-gpu 99 --micro-batch-size 2", ""])
+def test_dynamic_batches_are_accepted_with_dynamic_context_parallel_if_the_budgets_agree(command, flags):
+    result = judge(read_command(command(f"{ROOMY} --use-dynamic-batch-size {flags}")))
+    assert result.settings == judge(read_command(command(ROOMY))).settings
+    assert len(result.accepted) == 1 + flags.count("--")
+    with pytest.raises(FlagError, match="has no effect"):
+        judge(read_command(command(f"{ROOMY} --use-dynamic-batch-size {flags} --strict-flags")))
+
+
+def test_another_budget_than_that_of_dynamic_context_parallel_is_refused(refused, validated):
+    words = f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu"
+    assert validated(f"{words} 64")
+    [message] = refused(f"{words} 128")
+    assert message.startswith(
+        "--max-tokens-per-gpu 128: is not the budget of --max-seqlen-per-dp-cp-rank 64; give both"
+    )
 
 
 def model_folder(path, **config):

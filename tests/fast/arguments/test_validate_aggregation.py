@@ -65,10 +65,14 @@ REFUSED = [
     ("--loss-aggregation delta_l --loss-aggregation-divisor 8 --loss-aggregation-alpha 2", "must be from 0"),
     ("--loss-aggregation-alpha 0.5", "ignored by --loss-aggregation sample_mean"),
     ("--loss-aggregation prompt_mean --calculate-per-token-loss", "normalization of --loss-aggregation prompt_mean"),
-    (f"--loss-aggregation token_mean {REDUCER}", "token_mean: would be ignored: --custom-pg-loss-reducer"),
-    (f"--loss-aggregation prompt_mean {REDUCER}", "prompt_mean: would be ignored: --custom-pg-loss-reducer"),
-    (f"--loss-aggregation constant --loss-aggregation-divisor 8 {REDUCER}", "takes precedence"),
-    (f"--loss-aggregation-divisor 8 {REDUCER}", "would be ignored"),
+    (f"--loss-aggregation-divisor 8 {REDUCER}", "would be ignored by --loss-aggregation sample_mean"),
+    (
+        f"--loss-aggregation token_mean --loss-aggregation-divisor 8 {REDUCER}",
+        "ignored by --loss-aggregation token_mean",
+    ),
+    (f"--loss-aggregation token_mean --pg-loss-divisor 8 {REDUCER}", "contradicts --loss-aggregation token_mean"),
+    (f"--loss-agg-mode token-mean --loss-scale-factor 8 {REDUCER}", "ignored by --loss-agg-mode token-mean"),
+    (f"--pg-loss-divisor 0 {REDUCER}", "must be finite and above 0"),
     (
         "--loss-aggregation prompt_mean --global-batch-size 2",
         r"size 2 .*--n-samples-per-prompt 4 in two.*multiple of 4",
@@ -80,13 +84,13 @@ REFUSED = [
     ("--pg-loss-divisor 8 --loss-agg-mode token-mean", "contradicts --loss-agg-mode"),
     ("--pg-loss-divisor 8 --loss-aggregation-divisor 8", "names the divisor twice"),
     ("--pg-loss-divisor 8 --calculate-per-token-loss", "divide the normalization"),
-    (f"--pg-loss-divisor 8 {REDUCER}", "would be ignored beside --custom-pg-loss-reducer"),
     ("--loss-scale-factor 8", "ignored without --loss-agg-mode"),
     ("--loss-agg-mode token-mean --loss-scale-factor 8", "ignored by --loss-agg-mode token-mean"),
     ("--loss-agg-mode seq-mean-token-sum --loss-scale-factor 8", "ignored by --loss-agg-mode seq-mean-token-sum"),
+    ("--loss-agg-mode token-sum --loss-scale-factor 8", "ignored by --loss-agg-mode token-sum"),
+    ("--loss-agg-mode token-sum --calculate-per-token-loss", "normalization of --loss-agg-mode token-sum"),
     ("--loss-agg-mode token-mean --loss-aggregation prompt_mean", "names the aggregation twice"),
     ("--loss-agg-mode token-mean --loss-aggregation-divisor 8", "cannot use --loss-aggregation-divisor"),
-    (f"--loss-agg-mode token-mean {REDUCER}", "takes precedence"),
 ]
 
 
@@ -101,7 +105,6 @@ def test_refused_in_one_sentence(validated, flags, sentence):
 SAMPLE_MEAN_ASKED_FOR = [
     ("--loss-agg-mode token-mean", "token-mean: names the aggregation twice, beside --loss-aggregation sample_mean"),
     ("--pg-loss-divisor 5", "contradicts --loss-aggregation sample_mean"),
-    ("--calculate-per-token-loss", "would divide the normalization of --loss-aggregation sample_mean away"),
 ]
 
 
@@ -115,12 +118,62 @@ def test_the_default_is_not_replaced_if_it_was_asked_for(flags, sentence):
 
 
 @pytest.mark.parametrize("further", ["", "--calculate-per-token-loss"])
-def test_a_custom_reducer_replaces_the_default_and_no_mode_that_was_asked_for(further):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--loss-aggregation sample_mean",
+        "--loss-aggregation token_mean",
+        "--loss-aggregation prompt_mean --global-batch-size 2",
+        "--loss-aggregation constant",
+        "--loss-aggregation constant --loss-aggregation-divisor 8",
+        "--loss-aggregation delta_l --loss-aggregation-divisor 8 --loss-aggregation-alpha 0.5",
+        "--pg-loss-divisor 8",
+        "--loss-aggregation constant --pg-loss-divisor 8",
+        *(f"--loss-agg-mode {name}" for name in VERL_MODES),
+        "--loss-agg-mode seq-mean-token-sum-norm --loss-scale-factor 8",
+    ],
+)
+def test_a_custom_reducer_takes_precedence(flags, further):
+    """Nothing is left of the other flags: a note on each, and an error with --strict-flags."""
+    others = " ".join(word for word in re.findall(r"--global-batch-size \d+", flags))
+    alone = judge(read_command(minimal(f"{REDUCER} {further} {others}")))
+    result = judge(read_command(minimal(f"{REDUCER} {further} {flags}")))
+    assert result.settings == alone.settings
+    overruled = re.findall(r"--(?:loss|pg)-[a-z-]+ \S+", flags)
+    notes = {note.written.removesuffix(".0"): note for note in result.accepted if "takes precedence" in note.why}
+    assert sorted(notes) == sorted(overruled)
     with pytest.raises(FlagError) as caught:
-        judge(read_command(minimal(f"--loss-aggregation sample_mean {REDUCER} {further}")))
-    (message,) = caught.value.messages
-    assert message.startswith("--loss-aggregation sample_mean: would be ignored: --custom-pg-loss-reducer")
-    assert judge(read_command(minimal(f"{REDUCER} {further}")))
+        judge(read_command(minimal(f"{REDUCER} {further} {flags} --strict-flags")))
+    assert len(caught.value.messages) == len(overruled)
+    assert all("has no effect (--custom-pg-loss-reducer" in message for message in caught.value.messages)
+
+
+@pytest.mark.parametrize("mode", ["--loss-aggregation sample_mean", "--loss-agg-mode seq-mean-token-mean"])
+def test_a_sample_mean_that_was_asked_for_becomes_token_mean_too(mode):
+    result = judge(read_command(minimal(f"{mode} --calculate-per-token-loss --strict-flags")))
+    assert result.settings == judge(read_command(minimal("--loss-aggregation token_mean"))).settings
+    assert any("relabelled" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("--loss-aggregation token_mean", "--loss-aggregation prompt_mean"),
+        ("--loss-aggregation token_mean", "--loss-aggregation sample_mean"),
+        ("--loss-aggregation prompt_mean", "--loss-aggregation constant --loss-aggregation-divisor 8"),
+        ("--loss-aggregation-divisor 0", "--loss-aggregation-divisor 8 --loss-aggregation constant"),
+        ("--pg-loss-divisor 4", "--pg-loss-divisor 8"),
+        ("--loss-agg-mode token-mean", "--loss-agg-mode seq-mean-token-mean"),
+        ("--loss-agg-mode=token-mean", "--loss-agg-mode=seq-mean-token-sum"),
+        ("--custom-pg-loss-reducer-function-path other:reducer", REDUCER),
+    ],
+)
+def test_of_one_flag_given_twice_the_last_counts(first, last):
+    """And a note says so; the same value twice is nothing to say."""
+    alone, both = (judge(read_command(minimal(flags))) for flags in (last, f"{first} {last}"))
+    assert both.settings == alone.settings
+    assert [note.written for note in both.accepted if "given twice" in note.why] == [first.replace("=", " ")]
+    assert judge(read_command(minimal(f"{last} {last}"))) == alone
 
 
 def test_verls_name_may_say_the_same_as_the_aggregation():
@@ -145,7 +198,6 @@ SEVERAL = [
         ],
     ),
     ("--loss-aggregation prompt_mean --global-batch-size 6", ["--global-batch-size 6: must divide"]),
-    (f"--loss-aggregation constant {REDUCER}", ["--loss-aggregation constant: would be ignored"]),
     (
         "--loss-aggregation constant --rollout-batch-size 0",
         ["--rollout-batch-size 0: must be", "--loss-aggregation constant: needs"],
@@ -181,6 +233,12 @@ VERL = [
     ("token-mean", "--loss-aggregation token_mean"),
     ("seq-mean-token-mean", "--loss-aggregation sample_mean"),
     ("seq-mean-token-sum", "--loss-aggregation constant --loss-aggregation-divisor 1"),
+    ("token-sum", "--loss-aggregation constant --loss-aggregation-divisor 0.03125"),
+    (
+        "token-sum --global-batch-size 8",
+        "--global-batch-size 8 --loss-aggregation constant --loss-aggregation-divisor 0.125",
+    ),
+    ("seq-mean-token-mean --calculate-per-token-loss", "--loss-aggregation token_mean"),
     ("seq-mean-token-sum-norm --loss-scale-factor 9", "--loss-aggregation constant --loss-aggregation-divisor 9"),
     ("seq-mean-token-sum-norm", "--loss-aggregation constant --loss-aggregation-divisor 64"),
 ]
@@ -191,6 +249,12 @@ def test_verl_names(validated, theirs, ours):
     result = validated(f"--loss-agg-mode {theirs}")
     assert result.settings == validated(ours).settings
     assert any("--loss-agg-mode" in note for note in result.notes)
+
+
+def test_what_differs_from_verl_is_said(validated):
+    notes = {name: " ".join(validated(f"--loss-agg-mode {name}").notes) for name in VERL_MODES}
+    assert "1 / N for the N = 32 trajectories" in notes["token-sum"]
+    assert [n for n in notes if "fully masked answers" in notes[n]] == [n for n in notes if n.startswith("seq-mean")]
 
 
 def test_verl_default_factor_is_said(validated):

@@ -195,7 +195,7 @@ def objective(
     if loss.top_entropy_quantile != 1:
         masks = [torch.as_tensor(s.mask) != 0 for s in samples]
         of_step = torch.cat([h.detach()[m] for h, m in zip(entropy, masks, strict=True)])
-        bound = of_step.quantile(1 - loss.top_entropy_quantile) if len(of_step) else 0.0
+        bound = of_step.quantile(1 - loss.top_entropy_quantile) - 1e-5 if len(of_step) else 0.0
         kept = [(h.detach() >= bound).double() for h in entropy]
         metrics["top_entropy_tokens"] = mean(kept)
         weights = [w * k for w, k in zip(weights, kept, strict=True)]

@@ -47,6 +47,12 @@ CORRECTIONS = {
     "the engine's log-probs as the old ones": dict(use_rollout_logprobs=True, eps_clip=0.1),
     "mismatch metrics of the engine's log-probs": dict(use_rollout_logprobs=True, get_mismatch_metrics=True),
     "mismatch metrics": dict(get_mismatch_metrics=True),
+    "kl_cov of the engine's log-probs": dict(
+        policy_loss="kl_cov", kl_cov_fraction=0.2, kl_cov_coef=0.5, use_rollout_logprobs=True
+    ),
+    "clip_cov of the engine's log-probs": dict(
+        policy_loss="clip_cov", clip_cov_fraction=1.0, clip_cov_min=0.05, clip_cov_max=1.0, use_rollout_logprobs=True
+    ),
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.05),
     "opsm": dict(use_opsm=True, opsm_delta=0.01),
     "top entropy": dict(top_entropy_quantile=0.4),

@@ -15,8 +15,8 @@ from miles.arguments.explain import explain
 from miles.arguments.parser import build_parser, parse
 from miles.arguments.validate import validate
 from miles.flags import flag_name
-from miles.objective.adaptive_entropy import AdaptiveEntropyFlags
-from miles.objective.adaptive_kl import AdaptiveKlFlags
+from miles.objective.adaptive.entropy import AdaptiveEntropyFlags
+from miles.objective.adaptive.kl import AdaptiveKlFlags
 from miles.objective.aggregation import MODES, AggregationFlags
 from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import compute_value_loss, value_loss_function
@@ -18,6 +20,15 @@ def test_the_worse_of_the_two_counts():
     assert clipped.tolist() == [0, 1, 0, 0]
     losses.sum().backward()
     torch.testing.assert_close(values.grad, torch.tensor([-1.8, 0.0, 1.0, -3.0]))
+
+
+@given(st.floats(0.01, 100), st.integers(0, 2**31))
+def test_a_value_within_the_clip_is_never_clipped(scale, seed):
+    """Whatever rounding makes of ``old + (value - old)``."""
+    rng = torch.Generator().manual_seed(seed)
+    values, old, returns = (torch.randn(500, generator=rng) for _ in range(3))
+    losses, clipped = compute_value_loss(values, old * scale, returns, value_clip=12 * (1 + scale))
+    assert not clipped.any() and losses.equal((values - returns).square())
 
 
 def test_on_its_old_values_the_gradient_is_whole():

@@ -50,6 +50,20 @@ def test_their_endless_generation_is_ours(accepted, path):
     assert any(note.why == "--fully-async --async-steps 1" for note in found.accepted)
 
 
+@pytest.mark.parametrize("flags", ["", "--loss-aggregation token_mean", "--pg-loss-divisor 8"])
+@pytest.mark.parametrize("name", ["", ".get_pg_loss_reducer", ":get_pg_loss_reducer"])
+@pytest.mark.parametrize("folder", ["examples.DrGRPO", "examples.experimental.DrGRPO"])
+def test_their_reducer_of_dr_grpo_is_a_mode_here(accepted, refusals, folder, name, flags):
+    words = f"{flags} --custom-pg-loss-reducer-function-path {folder}.custom_reducer{name}"
+    ours = "--loss-aggregation constant --loss-aggregation-divisor 1000"
+    found = accepted(words)
+    assert found.settings == accepted(ours).settings
+    assert [note.why for note in found.accepted][-1] == ours
+    assert [note.written.removesuffix(".0") for note in found.accepted][:-1] == [flags] * bool(flags)
+    (message,) = refusals(f"{words} --calculate-per-token-loss")
+    assert "would divide the normalization of --loss-aggregation constant away" in message
+
+
 def test_no_age_of_samples_is_refused_with_endless_generation(refusals):
     path = "fully_async_rollout.generate_rollout_fully_async"
     for flags in ("--fully-async", f"--rollout-function-path {path}"):

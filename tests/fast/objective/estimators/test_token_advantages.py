@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR, FEW_ROUNDINGS
 
@@ -100,6 +102,28 @@ def test_equal_advantages_whiten_to_zero():
     assert [c.tolist() for c in whitened([np.array([2.0, 2.0]), np.array([2.0])])] == [[0, 0], [0]]
     assert whitened([np.array([5.0])])[0].tolist() == [0]
     assert whitened([]) == []
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.integers(0, 90), min_size=1, max_size=6))
+def test_advantages_that_are_equal_up_to_rounding_whiten_to_exactly_zero(number, lengths):
+    columns = [number * (1 + 2e-16 * (np.arange(n) % 3)) for n in lengths]
+    found = whitened(columns)
+    assert [len(column) for column in found] == lengths and not np.concatenate(found).any()
+
+
+@given(st.floats(-1e4, 1e4), st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e4]))
+@example(1e-9, 0, 1e4)
+def test_equal_returns_leave_no_variance_to_explain(reward, seed, scale):
+    """With lambda 1 the return of every token is the reward, up to the rounding of ``A + V``."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.normal(0, scale, rng.integers(1, 60)) for _ in range(5)]
+    samples = [sample(i, np.ones(len(row)), reward, row) for i, row in enumerate(rows)]
+    found = token_advantages(LossArguments(advantage_estimator="ppo"), samples)
+    assert "explained_variance" not in found.metrics and found.metrics["returns"].value == pytest.approx(
+        reward, abs=1e-9
+    )
+    apart = [replace(samples[0], reward=reward + max(scale, abs(reward)) * 1e-3), *samples[1:]]
+    assert "explained_variance" in token_advantages(LossArguments(advantage_estimator="ppo"), apart).metrics
 
 
 def test_explained_variance():

@@ -87,6 +87,18 @@ def test_a_rare_token_may_have_any_ratio_and_a_common_one_may_not_move_far(make_
     assert metrics["pg_clipfrac"].item() == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "geo_mean", "dppo_tv", "dppo_kl"])
+def test_nothing_is_clipped_without_an_advantage(make_micro, gradient_of, name):
+    """A clip takes a gradient away, and these tokens have none, however far they have moved."""
+    old, new = torch.tensor([0.1, 0.9, 0.5, 0.9]).log(), torch.tensor([0.9, 0.1, 0.5, 0.1]).log()
+    for number in (0.0, -0.0):
+        micro = make_micro(
+            [[1], [1], [1], [1]], old_log_probs=old, advantages=torch.tensor([number, number, number, -1.0])
+        )
+        _, gradient, metrics = gradient_of(LossArguments(policy_loss=name), micro, new.tolist())
+        assert not gradient.any() and metrics["pg_clipfrac"].item() == 1 / 4, "the last is"
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_token_that_became_all_but_impossible_is_dropped(make_micro, gradient_of, name):
     """Its log ratio is beyond what is exponentiated, so the old probability must not be derived from it."""
