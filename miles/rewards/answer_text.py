@@ -7,9 +7,9 @@ from itertools import product
 
 END_OF_REASONING = "</think>"
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_OPENING = re.compile(
-    r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$"
-)  # in an item of a list too
+_OPENING = re.compile(  # in an item of a list too; with a mark, also after words
+    r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*+(?P<words>[^`]++(?=`{3,}[\s{.]*+\w))?(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`]*)$"
+)
 _MINUS_SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 
 
@@ -59,15 +59,16 @@ def last_code_block(response: str, *languages: str) -> str | None:
     """
     blocks: dict[tuple[bool, bool], str] = {}  # the last one, by whether it is marked, and closed
     opening: re.Match[str] | None = None
-    language, content = "", ""
+    language, content, indent = "", "", 0
     for line in [*after_reasoning(response).split("\n"), None]:
-        if opening is None:
-            if line is not None and (opening := _OPENING.match(line)):
-                language, content = _language(opening["info"]), ""
-            continue
-        indent = opening.start("fence")
         text = (line or "").lstrip()
         deeper = len(line or "") - len(text) - indent
+        begins = None if line is None else _OPENING.match(line)
+        if opening is None or (begins and deeper < 4 and _is_another(begins, opening["fence"])):
+            if opening := begins:
+                indent = len(line or "") - len(text) if begins["words"] else begins.start("fence")
+                language, content = _language(begins["info"]), ""
+            continue
         if line is None or (deeper < 4 and _closes(text.rstrip(), opening["fence"])):
             if not language or language in languages:
                 blocks[bool(language), line is not None] = content
@@ -80,6 +81,11 @@ def last_code_block(response: str, *languages: str) -> str | None:
 def _language(info: str) -> str:
     """Return the name in the info of a fence, such as ``Python3 title=x`` or ``{.python}``, without a version."""
     return re.split(r"[\s:,{}]", info.strip(" \t\r{."))[0].lower().rstrip("0123456789.")
+
+
+def _is_another(begins: re.Match[str], fence: str) -> bool:
+    """Return whether a fence begins the next block though that of ``fence`` was not closed."""
+    return not begins["words"] and bool(begins["info"].strip()) and begins["fence"].startswith(fence)
 
 
 def _closes(text: str, fence: str) -> bool:

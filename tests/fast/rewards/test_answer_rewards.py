@@ -1,5 +1,7 @@
 """Rewards that compare text: what counts as the answer, and that nobody gains by flooding it."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,6 +179,17 @@ def test_the_last_closed_block_of_code_counts():
     assert last_code_block(text, "yaml") == "c\n", "a block without a mark counts if no other does"
     assert last_code_block("```python\ncut\noff", "python") == "cut\noff\n"
     assert last_code_block("<think>```\na\n```</think>", "python") is None
+    assert last_code_block("```python\ndraft\nSo:\n```python\na\n```\n", "python") == "a\n"
+    assert last_code_block("The code: ```python\na\n```\nIt prints ```7```.", "python") == "a\n"
+    assert last_code_block("````python\n```py\n```\n````\n```a```\nUse ```\n", "python", "py") == "```py\n```\n"
+
+
+@pytest.mark.parametrize("text", ["- ", "`", " ", "1. ", "```python\n", "~~~", "x ```p", ". {", "```py ", "9", "```\n"])
+@pytest.mark.parametrize("end", ["", "`", "x"])
+def test_blocks_are_read_in_linear_time(text, end):
+    began = time.process_time()
+    last_code_block(text * (400_000 // len(text)) + end, "python")
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
