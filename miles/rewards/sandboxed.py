@@ -88,7 +88,7 @@ def start():
     names = {}
     exec(sys.argv.pop(), names)
     del names["__builtins__"]
-    vars(builtins).update({name: names[name] for name in names if not hasattr(builtins, name)})
+    vars(builtins).update(names)
     sys.setrecursionlimit(50_000)
     sys.argv[:] = ["answer.py"]
 start()
