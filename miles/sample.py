@@ -50,6 +50,16 @@ class Prompt:
     input: Any = field(default=None, compare=False)  # saved samples have neither
     tools: Any = field(default=None, compare=False)
 
+    @property
+    def prefill(self) -> str:
+        """The end of ``text`` that begins the answer: the assistant's message, if the model continues one."""
+        last = self.input[-1] if isinstance(self.input, list) and self.input else None
+        if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            return ""
+        content = last["content"].strip()
+        before, _, after = self.text.rpartition(content) if content else ("", "", self.text)
+        return "" if after.strip() else self.text[len(before) :]
+
 
 @dataclass
 class Sample:

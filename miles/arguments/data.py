@@ -22,6 +22,11 @@ FILE_SUFFIXES = (".jsonl", ".parquet")
 HUGGING_FACE, REASONING_GYM = "hf:", "reasoning_gym:"
 _SCHEMES = (HUGGING_FACE, REASONING_GYM, VERIFIERS)  # of sources that are neither a file nor a folder
 MOST_TASK_ROWS = 10_000_000  # of a reasoning_gym task, which all are made before the run
+# Arguments of tokenizer.apply_chat_template that the launcher gives itself, or that have no effect on text.
+_NOT_OF_TEMPLATES = (
+    *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 
@@ -122,7 +127,9 @@ def check_data(
         check_source("prompt_data", data.prompt_data, errors)
     errors.at_least(data, 1, "rollout_max_prompt_len")
     errors.at_least(data, 0, "rollout_seed")
-    errors.json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+    kwargs = errors.json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+    for name in [name for name in _NOT_OF_TEMPLATES if name in kwargs]:
+        errors.refuse("apply_chat_template_kwargs", name, "not an argument of the chat template", "remove this key")
     if not reads_conversations:
         why = "without --loss-type sft_loss on conversations"
         errors.refuse_ignored(data, ["sft_roles"], why, "use that loss without --load-debug-rollout-data")

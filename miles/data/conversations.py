@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.data import DataArguments
+from miles.data.end_of_turn import end_of_turn, next_added_token
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.sources import read_rows
@@ -50,8 +51,8 @@ def load_conversations(
     """Read the conversations of ``source``, render them through the chat template, and mark what is trained on.
 
     The column ``--input-key`` is a list of messages, as of a chat. Messages of ``--sft-roles`` are trained on: their
-    content, and the tokens with which the template ends their turn. A conversation that has more tokens than a limit is
-    dropped, and their number is logged.
+    content, and the tokens with which the template ends their turn, or the next role's token. A conversation that has
+    more tokens than a limit is dropped, and their number is logged.
 
     Args:
         source: One of ``arguments.data.SOURCES``.
@@ -99,6 +100,7 @@ _TOO_LONG = (
     "dropped, as it is longer than --rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
 )
 
+_NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
 _NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 
 
@@ -117,11 +119,20 @@ def _read(
             rendered[key] = renderer.render_conversation(row, part, opens_turn)
         return rendered[key]
 
-    spans = [
-        _span(row, render, messages, number, text)
-        for number, message in enumerate(messages)
-        if message["role"] in data.sft_roles
-    ]
+    spans, has_ends = list[tuple[int, int]](), True
+    for number, message in enumerate(messages):
+        if message["role"] in data.sft_roles:
+            start, end = _span(row, render, messages, number, text)
+            if not renderer.ends_turn(text[start:end], message):
+                ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
+                if number + 1 == len(messages) and message["role"] == "assistant":
+                    ending = end_of_turn(tokenizer)
+                    text = text[:end] + ending
+                has_ends &= bool(ending)
+                end += len(ending)
+            spans.append((start, end))
+    if not has_ends:
+        notes.add(_NO_END, row.where)
     if not spans:
         row.refuse(f"no message has a role of --sft-roles {' '.join(data.sft_roles)}; correct or remove the row")
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

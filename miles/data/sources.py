@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles import strict_json
 from miles.arguments.data import HUGGING_FACE, REASONING_GYM, SOURCES
@@ -16,6 +16,9 @@ from miles.data.verifiers_task import SCHEME as VERIFIERS
 from miles.data.verifiers_task import read_verifiers
 from miles.input_error import InputError
 from miles.one_line import one_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def read_rows(source: str) -> Iterator[Row]:
@@ -71,6 +74,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         file = pq.ParquetFile(path)
     except faults as error:
         _refuse(str(path), f"not a Parquet file ({error}); write it again, or give another form", error)
+    types = {field.name: field.type for field in file.schema_arrow}
     twice = [name for name, times in Counter(file.schema_arrow.names).items() if times > 1]
     if twice:
         _refuse(str(path), f"it has {twice[0]!r} as the name of two columns; rename one")
@@ -89,12 +93,17 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 ) from error
             for columns in rows:
                 number += 1
-                yield Row(f"{path}:{number}", columns)
+                where = f"{path}:{number}"
+                try:
+                    yield Row(where, {n: _as_written(v, types[n], strict_json.loads) for n, v in columns.items()})
+                except strict_json.StrictJsonError as error:
+                    raise InputError(f"{where}: {error}; write the file again") from error
 
 
 def _read_hugging_face(source: str) -> Iterator[Row]:
     name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
-    rows = iter(_load_hugging_face(source, name, split or "train"))
+    loaded = _load_hugging_face(source, name, split or "train")
+    rows, types = iter(loaded), {field.name: field.type for field in loaded.features.arrow_schema}
     number = 0
     while True:
         number += 1
@@ -106,7 +115,25 @@ def _read_hugging_face(source: str) -> Iterator[Row]:
             fault = f"{type(error).__name__}: {one_line(str(error), 300)}"
             what_to_do = "save the set again"
             raise InputError(f"{source}:{number}: datasets cannot read the row ({fault}); {what_to_do}") from error
-        yield Row(f"{source}:{number}", columns)
+        yield Row(f"{source}:{number}", {n: _as_written(v, types[n], None) for n, v in columns.items()})
+
+
+def _as_written(value: Any, kind: pa.DataType, read_json: Callable[[str], Any] | None) -> Any:
+    """Return a value of Arrow's type ``kind`` without the null keys of its objects.
+
+    Arrow gives every object of a column the keys of all of them. What it stores as JSON has only its own, and is read
+    with ``read_json``, unless this is done.
+    """
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return value if value is None or read_json is None else read_json(value)
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        parts = {field.name: field.type for field in kind}
+        return {key: _as_written(part, parts[key], read_json) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_as_written(part, kind.value_type, read_json) for part in value]
+    return value
 
 
 def _load_hugging_face(source: str, name: str, split: str) -> Any:

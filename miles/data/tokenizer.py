@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 
 Tools: TypeAlias = list[dict[str, Any]] | None  # of a row, in the form of OpenAI's API
 
+_CONTINUE = "continue_final_message"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _ASSISTANT_LAST = "the last message is the assistant's, and a new turn of the assistant follows it"
+_NOT_CONTINUED = "the last message is not the assistant's, so nothing is continued, and the assistant's turn is opened"
 _NO_TOOLS = "the row has tools, and the chat template writes none, so the model does not see them"
 _ESCAPED = "a message has the text of a special token, which is read as text"
+# A template that tells null from an absent key. Arrow, and so Parquet, does not.
+_ASKS_FOR_NULL = re.compile(r"\bcontent['\"]?\]?\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
 _NOT_ESCAPED = "the text has a special token, which is read as that token; chat messages are protected from this"
 
 
@@ -36,7 +41,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # slow to import; the settings are checked before
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        # Without files, transformers makes an empty one of some types.
+        if set(tokenizer.get_vocab()) <= {str(token) for token in tokenizer.added_tokens_decoder.values()}:
+            raise ValueError("it has no vocabulary")
+        return tokenizer
     except Exception as error:  # transformers raises many kinds: OSError, KeyError, the Rust library's own
         reason = one_line(str(error).strip().split("\n")[0], 300)
         raise InputError(
@@ -70,10 +79,10 @@ class PromptRenderer:
         self._tool_key = data.tool_key
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
-        self._template = str(tokenizer.chat_template or "")
+        self._template = f"{self._kwargs.get('chat_template') or ''}{tokenizer.chat_template or ''}"
         if self._kwargs and not self.uses_template:
             raise InputError("--apply-chat-template-kwargs: would be ignored; add --apply-chat-template, or drop it")
-        if self.uses_template and not tokenizer.chat_template:
+        if self.uses_template and not self._template:
             raise InputError(
                 "--apply-chat-template: the tokenizer has no chat template; drop the flag, or give a --hf-checkpoint "
                 "with a chat template (instruct models have one)"
@@ -82,8 +91,8 @@ class PromptRenderer:
     def render(self, row: Row, value: Any, notes: Notes) -> RenderedPrompt:
         """Render the prompt ``value`` of ``row``: a string, or a list of ``{"role", "content"}`` messages.
 
-        With the template, a string is one user message, the tools of the row are shown, and the text ends at the start
-        of the assistant's turn. Special tokens are those that the template writes: their text in a message is text.
+        With the template, a string is one user message, the tools of the row are shown, and the text ends as
+        ``turn_arguments`` has it. Special tokens are those that the template writes: their text in a message is text.
 
         Raises:
             InputError: For an empty or malformed prompt, and for messages without the template; it names the row.
@@ -94,10 +103,14 @@ class PromptRenderer:
             row.refuse("the prompt is empty; fill it or remove the row")
         if isinstance(value, list):
             self._check_messages(row, value)
-            if value[-1]["role"] == "assistant":
-                notes.add(_ASSISTANT_LAST, row.where)
         elif self.uses_template:
             value = [{"role": "user", "content": value}]
+        if self.uses_template:
+            arguments, is_answer = turn_arguments(self._kwargs, value), value[-1]["role"] == "assistant"
+            if is_answer and arguments["add_generation_prompt"]:
+                notes.add(_ASSISTANT_LAST, row.where)
+            elif not is_answer and self._kwargs.get(_CONTINUE):
+                notes.add(_NOT_CONTINUED, row.where)
         tools = self._tools(row) if self.uses_template else None
         if tools and "tools" not in self._template:
             notes.add(_NO_TOOLS, row.where)
@@ -121,6 +134,11 @@ class PromptRenderer:
             row.refuse("a message has the text of a special token, which would be trained on as that token; remove it")
         return self._apply(row, list(messages), tools, opens_turn)
 
+    def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
+        """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""
+        content = (message.get("content") or "").strip()
+        return self._special.end(written) or not (message.get("tool_calls") or written.endswith(content))
+
     def _tools(self, row: Row) -> Tools:
         tools = tools_of(row, self._tool_key)
         if tools and "tools" in self._kwargs:
@@ -132,10 +150,17 @@ class PromptRenderer:
         rendered = self._apply(row, kept, last["tools"])
         return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)
 
-    def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool = True) -> str:
-        template, kwargs = self._tokenizer.apply_chat_template, {**self._kwargs, **({"tools": tools} if tools else {})}
+    def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool | None = None) -> str:
+        """Render messages; ``opens_turn`` takes precedence over what the kwargs say of the last turn."""
+        kwargs = turn_arguments(self._kwargs, messages)
+        if opens_turn is not None:
+            kwargs |= {"add_generation_prompt": opens_turn, _CONTINUE: False}
+        if tools:
+            kwargs["tools"] = tools
+        if _ASKS_FOR_NULL.search(self._template):
+            messages = [{**message, "content": message.get("content")} for message in messages]
         try:
-            return str(template(messages, add_generation_prompt=opens_turn, tokenize=False, **kwargs))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
         except Exception as error:  # templates are the model author's code and may raise anything
             raise InputError(
                 f"{row.where}: the chat template refuses the messages ({type(error).__name__}: "
@@ -179,6 +204,19 @@ class PromptRenderer:
         row.refuse(
             f"message {number}: the chat template knows no role {one_line(role, 80)!r}; give one of {', '.join(ROLES)}"
         )
+
+
+def turn_arguments(kwargs: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keyword arguments of the chat template for ``messages``, which end where the model begins.
+
+    The assistant's turn is opened, unless ``--apply-chat-template-kwargs`` has ``add_generation_prompt`` false. With
+    ``continue_final_message``, a last message of the assistant is continued, and after another one the turn is opened.
+    """
+    arguments = {"add_generation_prompt": True, **kwargs}
+    if kwargs.get(_CONTINUE):
+        is_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        arguments |= {"add_generation_prompt": not is_answer, _CONTINUE: is_answer and kwargs[_CONTINUE]}
+    return arguments
 
 
 def _kind(value: Any) -> str:

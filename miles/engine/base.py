@@ -264,10 +264,3 @@ async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     """
     engine: Engine = await build(engine_spec(settings.rollout.rollout_engine), settings, host)
     return engine
-
-
-def eos_token_ids(configured: int | Iterable[int] | None) -> frozenset[int]:
-    """Return the ids in a configuration's ``eos_token_id``, which holds one id, several, or none."""
-    if configured is None:
-        return frozenset()
-    return frozenset([configured] if isinstance(configured, int) else configured)

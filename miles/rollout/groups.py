@@ -9,8 +9,6 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, Protocol
 
-import numpy as np
-
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
@@ -18,6 +16,7 @@ from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.spans import span, waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
+from miles.rollout.answer_text import Detokenizer, answer_text
 from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 from miles.user_code.errors import ordinary_errors
@@ -29,14 +28,6 @@ STATUS: dict[FinishReason, SampleStatus] = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
-
-
-class Detokenizer(Protocol):
-    """The part of a tokenizer that generation needs."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
-        """Return the text of one sequence: a list of integers, or an array of them."""
-        ...
 
 
 class Teacher(Protocol):
@@ -280,7 +271,8 @@ async def generate_group(
 ) -> PromptGroup:
     """Generate a group in one engine request: a ``GroupGenerator`` whose trajectories have one sample each.
 
-    The text of a sample is decoded without special tokens. Its mask is 1 on every generated token.
+    The text of a sample is that of ``answer_text``, behind what its prompt has of the answer. Its mask is 1 on every
+    generated token.
 
     Raises:
         ValueError: The prompt leaves no room for a response (``fit_context``), or the engine refuses it.
@@ -294,19 +286,29 @@ async def generate_group(
     assert len(generations) == n_samples, f"the engine gave {len(generations)} responses for {n_samples} seeds"
     first_id = group.group_index * n_samples
     with span("make samples"):
-        samples = [_sample(group, first_id + k, generation, tokenizer) for k, generation in enumerate(generations)]
+        samples = [
+            _sample(group, first_id + k, generation, tokenizer, sampling.stop_texts)
+            for k, generation in enumerate(generations)
+        ]
     return PromptGroup(group.group_index, group.prompt, samples)
 
 
-def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, tokenizer: Detokenizer) -> Sample:
+def _sample(
+    group: PromptGroup,
+    trajectory_id: int,
+    generation: Generation,
+    tokenizer: Detokenizer,
+    stop_texts: Sequence[str],
+) -> Sample:
+    mask, ended = [1] * len(generation.token_ids), generation.finish_reason == "stop"
+    text = answer_text(tokenizer, generation.token_ids, mask, ended, stop_texts)
     sample = Sample(
         prompt=group.prompt,
         group_index=group.group_index,
         trajectory_id=trajectory_id,
         response_ids=list(generation.token_ids),
-        # An array: of a list, transformers looks at the type of every number.
-        response=tokenizer.decode(np.asarray(generation.token_ids, np.int64), skip_special_tokens=True),
-        loss_mask=[1] * len(generation.token_ids),
+        response=group.prompt.prefill + text,
+        loss_mask=mask,
         rollout_log_probs=list(generation.log_probs),
         status=STATUS[generation.finish_reason],
         weight_versions=generation.token_versions,

@@ -14,13 +14,8 @@ from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingP
 from miles.engine.concurrency import gather_or_cancel
 from miles.replay.expert_choices import continued
 from miles.replay.token_sets import TokenSets, extended
-from miles.rollout.groups import (
-    STATUS,
-    Detokenizer,
-    SeedOf,
-    fit_context,
-    response_seed,
-)
+from miles.rollout.answer_text import Detokenizer, answer_text
+from miles.rollout.groups import STATUS, SeedOf, fit_context, response_seed
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 
 
@@ -38,7 +33,11 @@ class Tokenizer(Detokenizer, Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model wrote in one turn. ``text`` is without special tokens; ``finish_reason`` as an engine gives it."""
+    """What the model wrote in one turn.
+
+    ``text`` is that of ``answer_text``, without the special token that ended it; ``finish_reason`` as an engine gives
+    it.
+    """
 
     text: str
     token_ids: list[int]
@@ -91,10 +90,10 @@ class Trajectory:
         seeds = (self.seed_of_turn(self.turns),)
         [generation] = await self.engine.generate(GenerationRequest(tuple(self.sample.tokens), seeds, sampling))
         self.turns += 1
+        self.sample.status = STATUS[generation.finish_reason]
         self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions, generation.support)
         self.sample.experts = continued(self.sample.experts, generation.experts)
-        self.sample.status = STATUS[generation.finish_reason]
-        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        text = self._text(generation.token_ids, [1] * len(generation.token_ids))
         return Turn(text, generation.token_ids, generation.finish_reason)
 
     def append(self, text: str) -> None:
@@ -122,7 +121,11 @@ class Trajectory:
         sample.loss_mask += [mask] * len(token_ids)
         sample.rollout_log_probs += log_probs
         sample.weight_versions += versions
-        sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        sample.response = sample.prompt.prefill + self._text(sample.response_ids, sample.loss_mask)
+
+    def _text(self, token_ids: list[int], mask: list[int]) -> str:
+        ended = self.sample.status is SampleStatus.COMPLETED
+        return answer_text(self.tokenizer, token_ids, mask, ended, self.sampling.stop_texts)
 
 
 @lru_cache(maxsize=8)  # a vocabulary is read once, not in every turn
@@ -132,7 +135,7 @@ def token_ids_with(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     The token may also hold what follows the text: ``)`` stops at a token ``).`` too.
     """
     ids = sorted(tokenizer.get_vocab().values())
-    return tuple(index for index in ids if text in tokenizer.decode([index], skip_special_tokens=True))
+    return tuple(index for index in ids if text in tokenizer.decode([index], skip_special_tokens=False))
 
 
 class GenerateFunction(Protocol):

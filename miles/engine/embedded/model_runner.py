@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
+from miles.engine.end_tokens import end_token_ids
 from miles.model_families.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
 from miles.model_families.reading import read_config, read_model
 from miles.objective.token_log_probs import head_logits
@@ -60,7 +60,7 @@ class ModelRunner:
         longest, self.length_field = longest_generated(named | text.to_dict())
         assert longest is not None, "every configuration has it"
         self.max_length: int = longest
-        self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
+        self.eos_ids = end_token_ids(model_path)
         self._last_positions: torch.Tensor | None = None
         head = self.model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)

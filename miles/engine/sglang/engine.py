@@ -18,11 +18,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from transformers import GenerationConfig
-
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, RemoteSenders, eos_token_ids
+from miles.engine.base import Generation, GenerationRequest, RemoteSenders
+from miles.engine.end_tokens import end_token_ids
 from miles.engine.host import EngineHost, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.health import Health
@@ -236,7 +235,7 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
         vocab_size=config.vocab_size,
         sender=WeightSender(settings.sglang, settings.weights_folder, host.broadcast_device()),
         router=router,
-        eos_ids=model_eos_ids(model),
+        eos_ids=end_token_ids(model),
         unresponsive_seconds=settings.cluster.worker_timeout,
         keys=keys,
         experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
@@ -272,11 +271,3 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         reads_text=bool(settings.rollout.stop_texts),
         nodes=settings.nodes_per_engine,
     )
-
-
-def model_eos_ids(model: str) -> frozenset[int]:
-    """Return the tokens that SGLang stops at: those of the model's generation config, or else of its config."""
-    try:
-        return eos_token_ids(GenerationConfig.from_pretrained(model).eos_token_id)
-    except OSError:  # the model has no generation config
-        return eos_token_ids(read_config(model).get_text_config().eos_token_id)

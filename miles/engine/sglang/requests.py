@@ -79,7 +79,7 @@ class Requests:
         """
         self._servers = servers
         self._vocab_size = vocab_size
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = tuple(sorted(eos_ids))
         self._keeps_cache = keeps_cache
         self._router = router
         self._after_failure = after_failure
@@ -152,7 +152,9 @@ class Requests:
         else:
             server = min(self._servers.in_use, key=lambda server: len(server.requests))
             client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
-        work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key, self._experts_shape)
+        # Of the model's own, a server knows those of its configuration only.
+        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))))
+        work = client.generate(request.prompt_ids, sampling, seed, self._vocab_size, key, self._experts_shape)
         task = asyncio.create_task(work)
         for tasks in tracked_by:
             tasks.add(task)

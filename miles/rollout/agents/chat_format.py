@@ -8,10 +8,13 @@ from typing import Any
 
 from miles.data.row import Row
 from miles.data.special_tokens import SpecialTokens
+from miles.data.tokenizer import turn_arguments
+from miles.engine.base import Generation
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.rollout.agents.api_error import ApiError
 from miles.rollout.agents.chat_request import Message
+from miles.rollout.answer_text import answer_text
 
 _MARK = "theanswerthatwassampled"
 _ROW = Row("the messages", {})  # for errors in special tokens
@@ -65,9 +68,10 @@ class ChatFormat:
         token_ids = self._token_ids(rendered.partition(mark)[2], hidden)
         return token_ids[1:] if token_ids[:1] == [last_token] else token_ids
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer, without special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def text(self, generation: Generation, stop_texts: Sequence[str] = ()) -> str:
+        """Return the text of an answer, as ``answer_text`` does."""
+        ended, mask = generation.finish_reason == "stop", [1] * len(generation.token_ids)
+        return answer_text(self.tokenizer, generation.token_ids, mask, ended, stop_texts)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -77,9 +81,10 @@ class ChatFormat:
         if self._special.are_in(given):
             given, hidden = self._special.hide(given)
         *shown, last = given
+        with_tools = {"tools": last["tools"]} if last["tools"] else {}
         try:
             rendered = self.tokenizer.apply_chat_template(
-                shown, tools=last["tools"] or None, add_generation_prompt=True, tokenize=False, **self._kwargs
+                shown, tokenize=False, **turn_arguments(self._kwargs, shown), **with_tools
             )
         except Exception as error:  # templates are the model author's code and may raise anything
             reason = one_line(str(error), 300)

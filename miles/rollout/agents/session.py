@@ -233,11 +233,11 @@ class Session:
         if generation.finish_reason == "abort":
             self.ended.set()
             raise _ended()
-        answer = self._read(call, place, generation, number)
+        answer = self._read(call, place, generation, number, stop_texts)
         key = message_key(_as_given(answer))
         self._turns.setdefault(_digest(digests[-1], key), []).append(turn)
         if answer.tool_calls:
-            self._texts[key] = self._chat.text(generation.token_ids)
+            self._texts[key] = self._chat.text(generation, stop_texts)
         self._last_answer = answer
         return answer
 
@@ -353,9 +353,11 @@ class Session:
         sample.status = STATUS[generation.finish_reason]
         return _Turn(sample, len(sample.response_ids))
 
-    def _read(self, call: ChatRequest, place: _Place, generation: Generation, number: int) -> Answer:
+    def _read(
+        self, call: ChatRequest, place: _Place, generation: Generation, number: int, stop_texts: tuple[str, ...]
+    ) -> Answer:
         """Make the answer of sampled tokens: its text ends before a text of ``stop``, and tool calls are parsed."""
-        content, finish = self._chat.text(generation.token_ids), str(generation.finish_reason)
+        content, finish = self._chat.text(generation, stop_texts), str(generation.finish_reason)
         ends = [end for stop in call.stop if (end := content.find(stop)) >= 0]
         content = content[: min(ends)] if ends else content
         tool_calls: list[ToolCall] = []
