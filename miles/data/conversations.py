@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.data import DataArguments
-from miles.data.end_of_turn import end_of_turn, next_added_token
+from miles.data.end_tokens import end_of_turn, next_added_token
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.sources import read_rows

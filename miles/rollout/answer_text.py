@@ -16,6 +16,10 @@ class Detokenizer(Protocol):
         """Return the text of one sequence: a list of integers, or an array of them."""
         ...
 
+    def __hash__(self) -> int:
+        """Return the hash, which caches need."""
+        ...
+
 
 def answer_text(
     tokenizer: Detokenizer, token_ids: Sequence[int], mask: Sequence[int], ended: bool, stop_texts: Sequence[str] = ()

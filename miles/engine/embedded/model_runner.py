@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from miles.data.end_tokens import end_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
-from miles.engine.end_tokens import end_token_ids
 from miles.model_families.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
 from miles.model_families.reading import read_config, read_model
 from miles.objective.token_log_probs import head_logits

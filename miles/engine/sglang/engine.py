@@ -20,8 +20,8 @@ from pathlib import Path
 
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
+from miles.data.end_tokens import end_token_ids
 from miles.engine.base import Generation, GenerationRequest, RemoteSenders
-from miles.engine.end_tokens import end_token_ids
 from miles.engine.host import EngineHost, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.health import Health

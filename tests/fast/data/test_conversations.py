@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from miles.arguments.data import DataArguments
@@ -55,6 +56,33 @@ def test_the_turns_of_the_assistant_are_trained_on_with_their_ends(trained):
     prompt, pieces = trained(CHAT)
     assert prompt == "<system>be brief<end>\n<user>2+2?<end>\n<assistant>"
     assert pieces == ["it is 4<end>", "it is so<end>"]
+
+
+NEXT_ROLE = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ tail | default('') }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tail", ["", "\n"])
+def test_the_next_roles_token_ends_a_turn_where_the_template_writes_no_other(base_tokenizer, tmp_path, tail):
+    """As in GLM-4.5. Also a test that the kwargs of templates reach conversations."""
+    names = {"additional_special_tokens": ["<|user|>", "<|assistant|>"]}
+    backend = Tokenizer.from_str(base_tokenizer.backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", **names)
+    tokenizer.chat_template = NEXT_ROLE
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": CHAT[1:]}) + "\n")
+    kwargs = {"tail": tail, "continue_final_message": True}  # conversations are whole, so the latter has no effect
+    data = DataArguments(input_key="messages", apply_chat_template_kwargs=json.dumps(kwargs))
+    [found] = load_conversations(str(file), data, tokenizer)
+    trained = [token for token, mask in zip(found.response_ids, found.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == f"it is 4{tail}<|user|>it is so<|user|>"
+
+
+def test_a_template_without_an_end_of_turn_is_reported(trained, caplog):
+    trained(CHAT, "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{% endfor %}")
+    assert "1 of 1 prompts: the chat template writes no token that ends the turn" in caplog.text
 
 
 def test_metadata_that_is_no_object_is_counted(base_tokenizer, tmp_path, caplog):

@@ -92,6 +92,17 @@ def test_a_set_without_prompts_gives_its_share_to_the_others():
         restored.draw(1)
 
 
+@given(st.integers(0, 20), st.integers(1, 200))
+def test_the_others_keep_their_shares_when_a_set_is_used_up(before, after):
+    mixture = mixture_of([50, 50, 2], [2.0, 1.0, 3.0])
+    for group in mixture.draw(before + 6):
+        if group.prompt.prompt_set == "c":
+            mixture.leave_out(group.group_index)
+    counts = Counter(group.prompt.prompt_set for group in mixture.draw(after))
+    assert counts["c"] == 0
+    assert abs(counts["a"] - 2 * after / 3) <= 2, "up to two prompts are owed by the draws before"
+
+
 def test_without_prompts_only_unfinished_and_named_groups_are_drawn():
     mixture, restored = mixture_of([2, 3], shuffle=False), mixture_of([2, 3], shuffle=False)
     drawn = mixture.draw(9)

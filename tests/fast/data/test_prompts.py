@@ -1,14 +1,16 @@
 import json
 import logging
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from miles.arguments.data import DataArguments
-from miles.data.prompts import load_prompts
+from miles.data.prompts import RowReader, load_prompts
 from miles.input_error import InputError
 
 ROWS = [
@@ -72,6 +74,66 @@ def test_chat_template_gives_its_special_tokens_once(tmp_path, tokenizer):
     assert wrapped.text == "<s>[user]1+1[assistant]<think>"
     assert wrapped.token_ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(wrapped.token_ids) == wrapped.text
+
+
+PREFILL = {"role": "assistant", "content": "Let me think. "}
+ENDED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}" + (
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kwargs", [{"add_generation_prompt": False}, {}])
+def test_a_last_message_of_the_assistant_is_continued(tmp_path, base_tokenizer, caplog, kwargs):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
+    tokenizer.chat_template = ENDED
+    kwargs = {"continue_final_message": True, **kwargs}
+    user, named = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "<s>"}
+    rows = [{"input": [user, PREFILL]}, {"input": [named, PREFILL]}, {"input": [user]}, {"input": "2+2?"}]
+    data = DataArguments(apply_chat_template=True, apply_chat_template_kwargs=json.dumps(kwargs))
+    found = load_prompts(write_jsonl(tmp_path / "prefill.jsonl", rows), data, tokenizer).prompts
+    expected = tokenizer.apply_chat_template(rows[0]["input"], tokenize=False, continue_final_message=True)
+    assert found[0].text == expected == "<user>2+2?<end><assistant>Let me think. "
+    assert found[1].text == "<user><s><end><assistant>Let me think. " and 0 not in found[1].token_ids
+    assert [prompt.text for prompt in found[2:]] == ["<user>2+2?<end><assistant>"] * 2
+    assert [prompt.prefill for prompt in found] == ["Let me think. "] * 2 + [""] * 2
+    assert "2 of 4 prompts: the last message is not the assistant's, so nothing is continued" in caplog.text
+    assert "a new turn of the assistant" not in caplog.text
+
+
+def test_only_what_begins_the_answer_is_prefill(tokenizer, tmp_path):
+    rows = [{"input": [{"role": "user", "content": "[assistant]"}, {"role": "assistant", "content": "a"}]}]
+    data = DataArguments(apply_chat_template=True)
+    [prompt] = load_prompts(write_jsonl(tmp_path / "turn.jsonl", rows), data, tokenizer).prompts
+    assert prompt.text.endswith("[assistant]a[assistant]") and prompt.prefill == ""
+
+
+@pytest.mark.parametrize("data", [DataArguments(), DataArguments(apply_chat_template=True)], ids=["text", "template"])
+@pytest.mark.parametrize("limit", [None, "prompt", "context", "both"])
+def test_the_users_own_source_reads_rows_as_a_file_does(tmp_path, tokenizer, data, limit):
+    rows = [{"input": "a" * n + "<s>" * (n == 3)} for n in range(1, 9)]
+    longest = len(load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), data, tokenizer).prompts[4].token_ids)
+    context = None
+    if limit in ("prompt", "both"):
+        data = replace(data, rollout_max_prompt_len=longest)
+    if limit in ("context", "both"):
+        context = longest if limit == "both" else longest + 1
+    in_file = load_prompts(str(tmp_path / "rows.jsonl"), data, tokenizer, max_context_len=context).prompts
+    assert max(len(prompt.token_ids) for prompt in in_file) == (
+        len(in_file[-1].token_ids) if limit is None else context - 1 if context else longest
+    )
+    read, own = RowReader(data, tokenizer, max_context_len=context), []
+    for number, row in enumerate(rows):
+        try:
+            own.append(read(row, number))
+        except InputError as error:
+            assert "at most" in str(error)
+    assert [(p.text, p.token_ids) for p in own] == [(p.text, p.token_ids) for p in in_file]
+
+
+def test_a_label_may_be_absent_in_the_first_row_for_a_custom_reward(tmp_path, tokenizer):
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}, {"input": "b", "label": "1"}])
+    found = load_prompts(source, LABELLED, tokenizer, labels_optional=True).prompts
+    assert [prompt.label for prompt in found] == [None, "1"]
 
 
 def test_keys_given_replace_those_of_the_flags(tmp_path, tokenizer):

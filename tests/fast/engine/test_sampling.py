@@ -61,7 +61,7 @@ def test_top_p_reads_beyond_the_first_candidates():
     st.integers(0, 2**31),
     st.sampled_from([-1, 1, 7, 2000]),
     st.sampled_from([1.0, 0.9, 0.3]),
-    st.sampled_from([0.0, 0.01, 0.2]),
+    st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     st.sampled_from([0.05, 1.0]),
 )
 def test_the_support_is_what_is_drawn_from_and_log_probs_are_over_it(seed, top_k, top_p, min_p, spread):

@@ -48,10 +48,10 @@ def test_what_a_flag_leaves_open_is_the_rollouts(held_out):
     evaluation = EvaluationArguments(
         eval_prompt_data=("held", held_out), eval_top_p=0.9, eval_min_p=0.2, n_samples_per_eval_prompt=2
     )
-    (held,) = load(evaluation, rollout_stop_token_ids=(9,), rollout_max_context_len=30)
+    (held,) = load(evaluation, rollout_stop_token_ids=(9,), rollout_stop=("END",), rollout_max_context_len=30)
     assert (held.name, held.samples_per_prompt, held.max_context_len) == ("held", 2, 30)
     assert [p.label for p in held.prompts] == ["0", "1", "2"]
-    assert held.sampling == SamplingParams(20, 0.7, 0.9, -1, (9,), min_p=0.2)
+    assert held.sampling == SamplingParams(20, 0.7, 0.9, -1, (9,), ("END",), min_p=0.2)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
