@@ -131,6 +131,8 @@ def _as_written(value: Any, kind: pa.DataType, read_json: Callable[[str], Any] |
     if pa.types.is_struct(kind) and isinstance(value, dict):
         parts = {field.name: field.type for field in kind}
         return {key: _as_written(part, parts[key], read_json) for key, part in value.items() if part is not None}
+    if isinstance(value, float) and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
+        return float(str(kind.to_pandas_dtype()(value)))  # the shortest decimal at this width
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_as_written(part, kind.value_type, read_json) for part in value]
     return value

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -348,3 +349,33 @@ def test_any_bytes_of_parquet(tmp_path, tokenizer, changes):
 @bytes_of_parquet
 def test_any_bytes_of_parquet_for_long(tmp_path, tokenizer, changes):
     check_any_bytes_of_parquet(tmp_path, tokenizer, changes)
+
+
+@pytest.mark.parametrize("form", ["parquet", "hf"])
+def test_a_number_of_a_column_is_the_shortest_decimal_of_its_width(tmp_path, tokenizer, form):
+    numbers = pa.array([0.1, 1e-7, 3.0], pa.float32())
+    table = pa.table(
+        {
+            "input": ["a", "b", "c"],
+            "float": numbers,
+            "half": numbers.cast(pa.float16(), safe=False),
+            "decimal": pa.array([Decimal("18.90"), Decimal("0.10"), Decimal("42.00")]),
+            "inner": pa.array(
+                [{"x": [value]} for value in numbers.to_pylist()], pa.struct({"x": pa.list_(numbers.type)})
+            ),
+        }
+    )
+    source = str(tmp_path / "rows.parquet")
+    if form == "parquet":
+        pq.write_table(table, source)
+    else:
+        import datasets  # slow to import
+
+        source = str(tmp_path / "folder")
+        datasets.Dataset(table.drop_columns(["half"])).save_to_disk(source)
+    wanted = {"float": [0.1, 1e-7, 3], "decimal": [18.9, 0.1, 42], "inner.x": [[0.1], [1e-7], [3]]}
+    if form == "parquet":
+        wanted["half"] = [0.1, 1e-7, 3]
+    for name, labels in wanted.items():
+        prompts = load_prompts(source, DataArguments(label_key=name), tokenizer).prompts
+        assert [prompt.label for prompt in prompts] == labels, name
