@@ -1,6 +1,6 @@
 """Draws ``docs/token_weights.svg``: the weight of one token by the length of its response, under four modes.
 
-``python docs/pictures/token_weights.py``; the weights are those of ``miles.objective.aggregation``, not drawn by hand.
+``python docs/pictures/token_weights.py``; the weights come from ``miles.objective.aggregation``, not drawn by hand.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "`--config FILE` reads settings from YAML ([Configuration files](commands.md#configuration-files))."
     yield "`@file` reads flags from a file: lines of flags with `#` comments, or a shell array that scripts source."
-    yield "`--explain` prints what a command would do, `--version` the version, `--help` this list. The last value of a"
-    yield "flag counts. All errors in a command are reported together, one per line, with exit code 2. Flags without"
-    yield "effect are accepted with a note, and refused with `--strict-flags`. [Launch scripts](launch-scripts.md)"
-    yield "lists the flags of related launchers."
+    yield "`--explain` describes the run of a command, `--version` prints the version, `--help` this list. The last"
+    yield "value of a flag counts. All errors in a command are reported together, one per line, with exit code 2. Flags"
+    yield "without effect are accepted with a note, and refused with `--strict-flags`."
+    yield "[Launch scripts](launch-scripts.md) lists the flags of related launchers."
     for section in SECTIONS.values():
         title, description = section_title(section)
         yield from ("", f"## {title}", "", description[:1].upper() + description[1:])

@@ -62,22 +62,22 @@ job of `ray job submit`, or with `RAY_ADDRESS` set, it joins that cluster
 [configurations of other trainers](translate.md).
 
 Every flag is **obeyed**, **noted** or **refused**. A noted flag is accepted and has no effect on results; one grouped
-note says why, and `--strict-flags` makes it an error. A refused flag would change the result and cannot be obeyed. All
-refusals are reported together, before torch or Ray start, each with the flag, its value, the rule and what to do.
-`--explain` prints all of this, with the layout of the ranks, and needs neither a GPU nor the weights of the model.
+note gives the reasons, and `--strict-flags` makes it an error. A refused flag would change the result and cannot be
+obeyed. All refusals are reported together, before torch or Ray start, each with the flag, its value, the rule and the
+remedy. `--explain` prints all of this, with the layout of the ranks, and needs neither a GPU nor the weights of the
+model.
 
 ## Backend and engine
 
-Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the
-family of the model is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout
-and layers are then noted, and sizes that contradict the model refused. The model's `config.json` says which family it
-is; that of a name on the hub is fetched if the cache does not have it (not with `HF_HUB_OFFLINE=1`). Without
-`--rollout-engine`, SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a
-GPU; else the torch engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
+Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains families
+that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout and layers are then noted,
+and sizes that contradict the model refused. The model's `config.json` names the family; for a name on the hub it is
+fetched if the cache does not have it (not with `HF_HUB_OFFLINE=1`). Without `--rollout-engine`, SGLang generates if
+the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch engine does.
+`--explain --device cuda` on a laptop shows the choices on a host with GPUs.
 
 With `--ray-address` or `RAY_ADDRESS`, and neither `--device` nor a GPU on this host, the cluster is asked: GPUs there
-choose SGLang and `--device cuda`. If its head does not answer within 2 s, a note says so, and the run is planned for
-CPU.
+choose SGLang and `--device cuda`. If its head does not answer within 2 s, the run is planned for CPU, with a note.
 
 ## How scripts start a run
 
@@ -92,17 +92,17 @@ ray job submit --address http://127.0.0.1:8265 --working-dir . \\
     --runtime-env-json '{"env_vars": {"PYTHONPATH": "…"}}' -- python train.py …
 ```
 
-The job's log is that of the run. Its status is `FAILED` if the run's exit code is not 0, and then `ray job submit`
-exits with 1. `ray job stop` ends the run; Ray leaves it a few seconds (`RAY_JOB_STOP_WAIT_TIME_S`) to save a
-checkpoint. The runtime environment of the job is kept, with the launcher's variables added. Without `--ray-address` or
-`RAY_ADDRESS` a run starts a Ray of its own.
+The job's log is the run's. Its status is `FAILED` if the run's exit code is not 0, and then `ray job submit` exits
+with 1. `ray job stop` ends the run; Ray leaves it a few seconds (`RAY_JOB_STOP_WAIT_TIME_S`) to save a checkpoint.
+The runtime environment of the job stays, with the launcher's variables added. Without `--ray-address` or
+`RAY_ADDRESS` a run starts a local Ray.
 
 ## Spellings
 
 `--flag value`, `--flag=value` and `'--flag value'` as one word are the same. A flag that is given twice with different
 values has the last one, with a note. Lists of numbers are written `1 2 4`, `1,2,4`, `[1,2,4]` or `[0]*3+[1]*5`. A file
 that defines a shell array (`MODEL_ARGS=( … )`) can be sourced by the script as usual, or read as `@FILE`; then `$NAME`
-and `${NAME:-default}` are variables that the file sets, or those of the environment. No shell runs: a file with loops
+and `${NAME:-default}` are variables of the file or of the environment. No shell runs: a file with loops
 or commands is refused, and has to be sourced.
 """
 
@@ -112,14 +112,15 @@ MEASURED = """\
 On 24 November 2026, 107 command lines for `train.py` were tried with `--explain --device cuda`: 66 of radixark/miles,
 39 of THUDM/slime, and 2 of forks of slime (SeeleAI/seele-slime, RLVE). Each was transcribed from its launch script, or
 from the Python file that builds it, with the variables at their defaults (four lines of tests without their fp16
-optimizer state). Model sizes are those that the script includes, or those of the model's configuration. The model
+optimizer state). Model sizes come from the script or from the model's configuration. The model
 folder had the model's `config.json` and no weights. The scripts are not part of this repository.
 
 **70 start unchanged.** Two lines train Gemma 4, whose published configuration was not at hand, and count as stopped.
 Each of the other 35 gets one message with all that stops it. 7 of these messages ask for another model, which was not
-tried. Of the other 28 lines, 27 start after what the message says; the last needs an estimator that compares no answers
-of a group, or more answers. Responses that leave no room for a prompt in the model's context are refused since 27
-November, because engines refuse such requests. The lines were not tried again with this rule. What stops a line first:
+tried. Of the other 28 lines, 27 start after the change that the message asks for; the last needs an estimator that
+compares no answers of a group, or more answers. Responses that leave no room for a prompt in the model's context are
+refused since 27 November, because engines refuse such requests. The lines were not tried again with this rule. What
+stops a line first:
 """
 # what stops lines, and how many
 STOPS = (
@@ -157,18 +158,18 @@ DEFAULTS = (
     (
         "`--ref-load`",
         "names the initial weights too, with Megatron and no checkpoint in `--load`",
-        "the reference only; initial weights are those of `--hf-checkpoint`. `MODEL_torch_dist` beside "
+        "the reference only; `--hf-checkpoint` has the initial weights. `MODEL_torch_dist` together with "
         "`--hf-checkpoint MODEL` is read as that model; another one is noted",
     ),
     (
-        "`--moe-router-bias-update-rate` beside `--moe-router-enable-expert-bias`",
+        "`--moe-router-bias-update-rate` with `--moe-router-enable-expert-bias`",
         "0.001",
-        "0: biases of experts stay those of the checkpoint",
+        "0: biases of experts stay as in the checkpoint",
     ),
     ("`--save-hf`", "at each save", "at each save, and at the end of the run"),
     (
         "`--over-sampling-batch-size`",
-        "prompts that are sampled at a time",
+        "prompts that are sampled together",
         "the same, with a filter or an early stop; else no effect",
     ),
     ("`--fully-async`", "needs no `--async-steps`", "`--async-steps 1` if it is not given"),
@@ -211,7 +212,7 @@ def _read_otherwise() -> Iterator[str]:
     yield from (
         f"| `{flag} {value}` | `{flag} {here}` | {why} |" for (flag, value), (here, why) in OTHER_VALUES.items()
     )
-    why = "beside rewards of 0 the advantages are those of the teacher alone; refused beside other rewards"
+    why = "with rewards of 0 the advantages come from the teacher alone; refused with other rewards"
     yield f"| `{' '.join(ESTIMATOR)}` | `--use-opd` | {why} |"
     yield ""
 
@@ -220,7 +221,7 @@ def _functions() -> Iterator[str]:
     yield from ("## Functions inside the packages of other launchers", "")
     yield from ("| flag | function there | here |", "|---|---|---|")
     for (field, path), ours in KNOWN.items():
-        yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
+        yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'as without the flag'} |"
     ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
     yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
     constant = f"`--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}`"
@@ -250,7 +251,7 @@ def _idle() -> Iterator[str]:
 
 def _own() -> Iterator[str]:
     names = [flag_name(field.name) for section in SECTIONS.values() for field in dataclasses.fields(section)]
-    yield from ("## Flags of this launcher", "", "Obeyed; [Flags](flags.md) says what each means:", "")
+    yield from ("## Flags of this launcher", "", "Obeyed; [Flags](flags.md) explains each:", "")
     yield from _listed(names)
 
 
@@ -284,7 +285,7 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
     if name in OF_OTHER_MODELS:
         text = (
             "no model that Megatron trains has it, so it contradicts --hf-checkpoint. Noted with "
-            "`--train-backend fsdp` for other models, which are built as --hf-checkpoint says"
+            "`--train-backend fsdp` for other models, which --hf-checkpoint determines"
         )
         return field.flag, "noted or refused", text
     if name in SHAPE_FIELDS:
@@ -330,7 +331,7 @@ def _sglang() -> Iterator[str]:
         "--rollout-num-gpus N times --rollout-num-gpus-per-engine by default. Refused if the devices cannot be divided "
         "so"
     )
-    adapters = f"{SAME}: {OF_ADAPTERS_WHY}; beside --sglang-lora-paths it is passed on"
+    adapters = f"{SAME}: {OF_ADAPTERS_WHY}; with --sglang-lora-paths it is passed on"
     size = "equal to --rollout-num-gpus-per-engine; another value is noted"
     loader = f"{SAME}: every engine receives its weights from the trainer"
     kinds = (
@@ -351,7 +352,7 @@ def _sglang() -> Iterator[str]:
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
         *((flag, "obeyed or noted", adapters) for flag in OF_ADAPTERS),
         *((old, "obeyed", f"read as --sglang-{new[2:]}") for old, new in RENAMED.items()),
-        *((old, "obeyed", f"read as --sglang-{new[2:]}; noted beside it") for old, new in REPLACED.items()),
+        *((old, "obeyed", f"read as --sglang-{new[2:]}; noted together with it") for old, new in REPLACED.items()),
         ("--remote-instance-weight-loader-ib-device", "noted", loader),
         ("--router-policy", "obeyed", "read as --router-policy, as is every --sglang-router-NAME"),
     ]
@@ -360,7 +361,7 @@ def _sglang() -> Iterator[str]:
     yield from _table("Flags of SGLang", iter(rows))
     yield "Every other flag of the installed SGLang is obeyed: it is passed on to the servers, and to the router. One"
     yield "engine needs no router, so its flags are noted then. With `--rollout-engine torch` all are noted, but for"
-    yield "those that change what is generated, which are refused:"
+    yield "flags that change the responses, which are refused:"
     yield from (", ".join(f"`--sglang-{flag[2:]}`" for flag in sorted(CHANGES_RESULTS)) + ".", "")
     yield from _listed(sorted(known - {flag for flag, _, _ in rows}))
     yield from _listed(sorted(f"--router-{flag[2:]}" for flag in known_router_flags() - {*OWNED_BY_LAUNCHER}))

@@ -35,7 +35,7 @@ def in_code(names: Iterable[str]) -> str:
 
 
 def linked(sources: Iterable[str]) -> str:
-    """Return arXiv numbers and addresses as links, and other sources as they are."""
+    """Return arXiv numbers and addresses as links, and other sources unchanged."""
     return ", ".join(_linked(source) for source in sources)
 
 
@@ -45,7 +45,7 @@ def equation(terms: Iterable[Term]) -> str:
 
 
 def flag_with_default(name: str) -> str:
-    """Return a flag as a user types it, with its default if that says something."""
+    """Return a flag as a user types it, with its default if there is one."""
     default = _DEFAULTS[name]
     return f"`{flag_name(name)}`" if default is None or default is False else f"`{flag_name(name)} {default}`"
 
@@ -117,9 +117,9 @@ def corrections_table() -> Iterator[str]:
     yield ""
     yield "Weights multiply, so rows can be combined, and they never change a denominator. `--tis-level` works with"
     yield "`--tis-mode icepop` and `--tis-batch-normalize` too, and the veto with every `--rs-level`."
-    yield "`--custom-tis-function-path` puts your own weights in place of those of `--use-tis`. The tests in"
+    yield "`--custom-tis-function-path` replaces the weights of `--use-tis` by yours. The tests in"
     yield "`tests/fast/conformance/` compare gradients with a float64 oracle, however a step is split."
-    yield "[Off-policy corrections](off-policy.md) says what is logged."
+    yield "[Off-policy corrections](off-policy.md) lists the metrics."
 
 
 def kl_table() -> Iterator[str]:
@@ -160,7 +160,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 def _kind(value: Any) -> Any:
-    """Return what a setting chooses: itself, or ``float`` for a number, which is a bound."""
+    """Return the choice of a setting: itself, or ``float`` for a number, which is a bound."""
     return float if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

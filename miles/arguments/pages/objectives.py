@@ -44,7 +44,7 @@ def papers(choice: ObjectivePart) -> list[str]:
 
 
 def files_of_tests(choice: ObjectivePart) -> list[str]:
-    """Return the test files of a choice: those with its name or its family's, else those of its kind."""
+    """Return the test files of a choice: with its name or its family's, else with its kind's."""
     tests = {path.name: path for path in sorted(TESTS.rglob("test_*.py"), key=lambda path: path.name)}
     package = type(choice).__module__.rpartition(".")[0]
     family = [cls.__module__ for cls in type(choice).__mro__ if cls.__module__.startswith(f"{package}.")]
@@ -70,11 +70,11 @@ def _lines() -> Iterator[str]:
     yield "`tests/fast/objective/` or in the folder that a row names; `test_group_estimators.py` and"
     yield "`test_every_policy_loss.py` have the properties of all estimators and policy losses."
     yield ""
-    yield "A sample of advantage 0 is only scored, unless the column *advantage 0* says that it can have a gradient."
+    yield "A sample of advantage 0 is only scored, unless the column *advantage 0* gives it a gradient."
     yield from _table("Advantages", ESTIMATORS)
     yield ""
-    yield "Smaller groups than *group* says have advantages of exactly 0, and a smaller `--n-samples-per-prompt` is"
-    yield "refused (by `grpo` and `gspo`: noted). verl returns the raw reward for a group of one. Where *group* is 1,"
+    yield "Groups below the size in column *group* have advantages of exactly 0, and a smaller `--n-samples-per-prompt`"
+    yield "is refused (by `grpo` and `gspo`: noted). verl returns the raw reward for a group of one. If *group* is 1,"
     yield "nothing is compared within it."
     yield ""
     yield "`remax` has one more response generated per prompt, at temperature 0, which is scored and not trained on."
@@ -121,7 +121,7 @@ def _adaptive() -> Iterator[str]:
     yield "step (`train/reward_kl`, `train/kl_loss`), as verl's `kl_ctrl.type=adaptive` does; `--kl-horizon` is in"
     yield "trajectories. `--entropy-target 0.2` rewards entropy only while it is that low or lower, with a weight that"
     yield "starts at `--entropy-coef` and moves by `--entropy-coef-delta` between `--entropy-coef-min` and"
-    yield "`--entropy-coef-max`. Weights change after every optimizer step in which the policy learns, are logged as"
+    yield "`--entropy-coef-max`. Weights change after every optimizer step that trains the policy, are logged as"
     yield "the step used them, and are in the checkpoint. A KL in the reward is subtracted before the first step of an"
     yield "iteration, so it has the weight of that moment. A reference that follows the policy is described in"
     yield "[Checkpoints](checkpoints.md#a-reference-that-follows-the-policy)."
