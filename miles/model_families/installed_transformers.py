@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
-_CONFIGS, _CAUSAL, _MASKED, _MODULES = (
+_CONFIGS, _CAUSAL, _MASKED, _TEXT_TO_TEXT, _SPEECH_TO_TEXT, _MODULES = (
     "CONFIG_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "SPECIAL_MODEL_TYPE_TO_MODULE_NAME",
 )
 
@@ -33,6 +35,8 @@ def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tup
     """
     model_type = READ_AS.get(model_type, model_type)
     causal = _table(_CAUSAL)
+    if model_type in {**_table(_TEXT_TO_TEXT), **_table(_SPEECH_TO_TEXT)}:
+        return f"a {model_type} has an encoder and a decoder", "choose a decoder-only model"
     if model_type in causal and not _table(_MASKED).get(model_type, "").endswith("ForMaskedLM"):
         return None
     configs = _table(_CONFIGS)
@@ -53,21 +57,22 @@ def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tup
     return None
 
 
+def attends_by_itself(model_type: str) -> bool:
+    """Return whether models of this type compute attention themselves, and not by a function that can be replaced."""
+    text = _source(model_type)
+    return re.search(r"^class \w*Attention", text, re.MULTILINE) is not None and "ALL_ATTENTION_FUNCTIONS" not in text
+
+
+def may_have_state(model_type: str) -> bool:
+    """Return whether models of this type may have layers whose state passes from token to token."""
+    return re.search("conv_state|recurrent_state|rnn_state", _source(model_type)) is not None
+
+
 @cache
 def linear_layers(model_type: str) -> frozenset[str]:
     """Return the names that linear layers have in the models of this type, or may have; none if they are not known."""
-    model_type = READ_AS.get(model_type, model_type)
-    folder, causal = _models(), _table(_CAUSAL)
-    if folder is None or model_type not in causal:
-        return frozenset()
-    module = _table(_MODULES).get(model_type, model_type.replace("-", "_"))
-    file = folder / module / f"modeling_{module}.py"
-    if not file.is_file():
-        return frozenset()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = ast.parse(_source(model_type))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    if not any(node.name == causal[model_type] for node in classes):
-        return frozenset()
     makers = {node.name for node in classes if any(_ends_in_linear(base) for base in node.bases)}
     return frozenset(_assigned_linear(tree, makers))
 
@@ -84,6 +89,18 @@ def _assigned_linear(tree: ast.Module, makers: set[str]) -> Iterator[str]:
 
 def _ends_in_linear(node: ast.expr) -> bool:
     return ast.unparse(node).endswith("Linear")
+
+
+@cache
+def _source(model_type: str) -> str:
+    """Return the file that defines the causal language model of this type; empty if it is not there."""
+    model_type = READ_AS.get(model_type, model_type)
+    folder, name = _models(), _table(_CAUSAL).get(model_type)
+    module = _table(_MODULES).get(model_type, model_type.replace("-", "_"))
+    if folder is None or name is None or not (file := folder / module / f"modeling_{module}.py").is_file():
+        return ""
+    text = file.read_text(encoding="utf-8")
+    return text if f"\nclass {name}(" in text else ""
 
 
 @cache

@@ -8,14 +8,15 @@ it is right for the types in ``RECURRENT``. Other types whose configuration name
 
 The FSDP backend trains whatever transformers can load, but for what ``why_not_trained`` names. A type that neither
 ``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
-(training/fsdp/packing_check.py).
+(training/fsdp/packing_check.py), and so it is before the torch engine runs it (engine/embedded/start_check.py).
+tests/fast/model_families/test_every_family.py tries every type that transformers has.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from miles.model_families.installed_transformers import why_not_loaded
+from miles.model_families.installed_transformers import attends_by_itself, may_have_state, why_not_loaded
 
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
 # padded, and the same for types with recurrent state.
@@ -69,7 +70,30 @@ WITH_TEXT_MODEL = (
     "qwen3_5_moe",
     "qwen4_exp",
 )
-_UNCOMPARED = ("deepseek_v4",)  # its windows and compressed keys are in no ``layer_types``
+# Types that are not what transformers computes, or do not run, on the attention of FSDP and of the torch engine; or
+# that are no model of text alone.
+_DIFFERENT = (
+    "axk2",
+    "blt",
+    "cohere_compass_text",
+    "deepseek_v4",
+    "doge",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "hy_v4",
+    "inkling_text",
+    "moshi",
+    "musicgen",
+    "musicgen_melody",
+    "nemotron",
+    "qwen4_exp_text",
+    "recurrent_gemma",
+    "stablelm",
+    "xlstm",
+)
+# The same in one of the two.
+_NOT_GENERATED = ("diffllama", "hrm_text")
+_NOT_TRAINED = ("minicpm3", "zamba")
 
 # Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
 # (training/fsdp/sparse_attention.py).
@@ -93,8 +117,8 @@ WINDOWED = (
     "smollm3",
 )
 
-# Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
-_WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096, "mixtral": None, "phi3": None, "starcoder2": None}
+# The windows of types that have one if ``sliding_window`` is not there.
+_WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096}
 
 # Settings of a model that change scores or logits, and their neutral values.
 _CHANGED_LOGITS = {
@@ -112,10 +136,12 @@ _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "r
 
 _LONGROPE = ("longrope", "su")  # the older name
 
+_ANOTHER = "choose another model"
+_OR_SGLANG = f"{_ANOTHER}, or --rollout-engine sglang"
+
+_PLAIN_LAYERS = frozenset(("attention", "full_attention", "sliding_attention", "indexed_attention", "mlp", "moe"))
 # Kinds of layers that the torch engine runs.
-_GENERATED_LAYERS = frozenset(
-    ("full_attention", "sliding_attention", "indexed_attention", "linear_attention", "mlp", "moe")
-)
+_GENERATED_LAYERS = _PLAIN_LAYERS - {"attention"} | {"linear_attention"}
 
 
 def is_compared_by_test(config: dict[str, Any]) -> bool:
@@ -127,7 +153,9 @@ def has_recurrent_state(config: dict[str, Any]) -> bool:
     """Return whether a layer is known to have a state that passes from token to token."""
     text = config.get("text_config") or config
     layers = {layer for name in _LAYER_LISTS for layer in text.get(name) or ()}
-    return model_type(config) in RECURRENT or bool(layers & _RECURRENT_LAYERS)
+    if layers & _RECURRENT_LAYERS or model_type(config) in RECURRENT:
+        return True
+    return may_have_state(model_type(config)) and not (layers and layers <= _PLAIN_LAYERS)
 
 
 def must_be_padded(config: dict[str, Any]) -> bool:
@@ -151,12 +179,22 @@ def _why_not_read(config: dict[str, Any]) -> tuple[str, str] | None:
     is_decoder = bool(config.get("is_decoder"))
     if "model_type" in config and (fault := why_not_loaded(kind, "auto_map" in config, is_decoder)) is not None:
         return fault
-    if model_type(config) in _UNCOMPARED:
-        return (
-            f"the attention of a {model_type(config)} has not been compared with transformers",
-            "choose another model",
-        )
+    kind = model_type(config)
+    if config.get("is_encoder_decoder"):
+        return f"a {kind} has an encoder and a decoder", "choose a decoder-only model"
+    if attends_by_itself(kind):
+        return f"a {kind} computes its attention by itself, and not over samples or a cache of miles", _ANOTHER
+    for name in (str(config.get("model_type")), kind):
+        if name in _DIFFERENT:
+            return _differs(name, "by miles"), _ANOTHER
+    text = config.get("text_config") or config
+    if text.get("use_bidirectional_attention") in (True, "all") or text.get("is_causal", True) is False:
+        return f"the tokens of a {kind} with this config see those after them", _ANOTHER
     return None
+
+
+def _differs(kind: str, where: str) -> str:
+    return f"a {kind} that is computed {where} is not known to be what transformers computes"
 
 
 def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
@@ -171,9 +209,12 @@ def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
     kind = model_type(config)
     for name, neutral in _CHANGED_LOGITS.items():
         if text.get(name) not in neutral:
-            return f"its config sets {name}, which --train-backend fsdp does not compute", "choose a model without it"
+            rule = f"the config of a {kind} sets {name}, which --train-backend fsdp does not compute"
+            return rule, "choose a model without it"
     if "chunked_attention" in (text.get("layer_types") or ()):
-        return "--train-backend fsdp does not compute its layers of chunked_attention", "choose another model"
+        return f"--train-backend fsdp does not compute chunked_attention, which a {kind} has", _ANOTHER
+    if kind in _NOT_TRAINED:
+        return _differs(kind, "by --train-backend fsdp"), _ANOTHER
     if is_quantized(config):
         return "its config.json has a quantization_config, and quantized weights are not trained", WITHOUT_QUANTIZATION
     window = _window(config)
@@ -197,12 +238,14 @@ def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
         layers = f"layers of {', '.join(other)}" if other else "recurrent state"
     elif _window(config) is not None and kind not in WINDOWED:
         layers = "a sliding window"
+    elif kind in _NOT_GENERATED:
+        return _differs(kind, "by --rollout-engine torch"), _OR_SGLANG
     elif text.get("attn_logit_softcapping") is not None:
         layers = "capped scores"
     else:
         return None
     rule = f"a {kind} with {layers} has not been compared with transformers in --rollout-engine torch"
-    return rule, "choose another model, or --rollout-engine sglang"
+    return rule, _OR_SGLANG
 
 
 def longest_trained(text: dict[str, Any]) -> tuple[int, str] | None:
@@ -257,7 +300,7 @@ def _window(config: dict[str, Any]) -> int | None:
     if layers:
         has_window = any("sliding" in str(layer) for layer in layers)
     else:
-        has_window = bool(text.get("use_sliding_window", kind in _WINDOW_OF_ALL))
+        has_window = bool(text.get("use_sliding_window", True))
     window: int | None = text.get("sliding_window", _WINDOW_OF_ALL.get(kind)) if has_window else None
     return window
 

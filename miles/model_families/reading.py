@@ -56,6 +56,11 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
+    except KeyError as error:
+        if error.args != (attn_implementation,):
+            raise
+        rule = f"a {config.model_type} cannot be computed with the attention of miles"
+        raise ValueError(f"the model {path}: {rule}; choose another model") from error
     except (OSError, EOFError, UnpicklingError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and _READER not in str(error):  # not about a file
             raise
@@ -73,7 +78,18 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
             f"the model {path}: its config.json asks for other shapes than its files have, of {_listed(shapes)}; "
             f"{again}"
         )
+    choose_experts(model)
     return model
+
+
+def choose_experts(model: PreTrainedModel) -> None:
+    """Compute experts one by one if torch's grouped product refuses their weights, whose rows are 16 bytes there.
+
+    In bfloat16, in which training may compute, that is 8 numbers. A loop over the experts takes any width.
+    """
+    shapes = [weight.shape[1:] for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3]
+    if any(size % 8 for shape in shapes for size in shape):
+        model.set_experts_implementation("eager")
 
 
 def _listed(names: list[str]) -> str:

@@ -395,7 +395,7 @@ def packed_attention(
     window = packed.narrowed(sliding_window)
     if packed.padded and window is None:
         visible = None if indices is None or not indices.shape[-1] else _chosen(indices, key.shape[2])
-        return attend(query, key, value, visible).transpose(1, 2), None
+        return attend(query, key, value, visible).transpose(1, 2).contiguous(), None
     assert indices is None, "the model chooses keys in rows"
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [T, heads, D]
     both = packed.context.gather(torch.cat([k, v], -1))  # of all ranks, one exchange

@@ -347,7 +347,7 @@ def slot_attention(
             "engine does not compute: choose another model with --hf-checkpoint"
         )
     layer = Layer(number, scaling, sliding_window, s_aux, indices)
-    return kv_step.attend(layer, query, key, value).transpose(1, 2), None
+    return kv_step.attend(layer, query, key, value).transpose(1, 2).contiguous(), None  # some layers call view()
 
 
 AttentionInterface.register(NAME, slot_attention)

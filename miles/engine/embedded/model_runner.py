@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,6 @@ from miles.weights import WeightChunk
 
 # Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.
 SAVED_BY_PREFIX = 64
-# Kinds of layers, in a configuration's ``layer_types``.
-_WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 
 
 class ModelRunner:
@@ -55,11 +54,10 @@ class ModelRunner:
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         text = config.get_text_config()
-        # Some types call the field otherwise in the dictionary; all have this attribute.
-        named = {"max_position_embeddings": text.max_position_embeddings}
+        # Some types call the field otherwise in the dictionary.
+        named = {"max_position_embeddings": getattr(text, "max_position_embeddings", None)}
         longest, self.length_field = longest_generated(named | text.to_dict())
-        assert longest is not None, "every configuration has it"
-        self.max_length: int = longest
+        self.max_length = math.inf if longest is None else longest
         self.eos_ids = end_token_ids(model_path)
         self._last_positions: torch.Tensor | None = None
         head = self.model.get_output_embeddings()
@@ -67,7 +65,6 @@ class ModelRunner:
         self._fp32_head = Fp32Head(head) if fp32_head else None
         self._fused = FusedLayers(self.model) if can_fuse(self.model) else None
         self._routers: Routers | None = None
-        self._check_every_layer_uses_the_cache(model_path)
 
     def prepare_experts(self) -> None:
         """Find the routers, so that passes can record the experts that they choose.
@@ -143,6 +140,19 @@ class ModelRunner:
         ids = torch.tensor(tokens, device=self.device)[:, None]
         return self._forward(ids, at[:, None], step, self.cache.states, chosen_from)
 
+    @torch.inference_mode()
+    def own_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits [T, vocab] of transformers' own attention over one sequence."""
+        self._last_positions = None
+        self.model.set_attn_implementation("eager")
+        try:
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor([tokens], device=self.device), use_cache=False
+            ).logits[0]
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+        return logits
+
     def load_weights(self, chunks: Iterable[WeightChunk]) -> None:
         """Copy every parameter in place, cast to the model's dtype.
 
@@ -208,18 +218,6 @@ class ModelRunner:
             return None
         hidden = args[0]
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last_positions][:, None],)
-
-    def _check_every_layer_uses_the_cache(self, model_path: str) -> None:
-        self.prefill([[0]], first_row=0)
-        text = self.model.config.get_text_config()
-        without = sum(kind in _WITHOUT_ATTENTION for kind in getattr(text, "layer_types", None) or ())
-        layers = text.num_hidden_layers - without
-        if self.cache.num_layers != layers:
-            raise ValueError(
-                f"--hf-checkpoint {model_path}: {self.cache.num_layers} of {layers} layers attend through "
-                "transformers' attention interface; --rollout-engine torch needs all of them: choose another model"
-            )
-        self.cache.clear()
 
 
 def common_start(prompts: Sequence[Sequence[int]]) -> int:

@@ -17,6 +17,7 @@ from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
+from miles.engine.embedded.start_check import check_untested_model
 from miles.engine.embedded.stop_text import StopText
 from miles.engine.host import EngineHost
 from miles.profiling.spans import span
@@ -68,7 +69,7 @@ class TorchEngine:
         # OpenMP pool of its own; with more pools than cores, their workers sleep between operations, which halves the
         # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
-        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device, fp32_head).result()
+        self._runner = self._thread.submit(_load, model_path, dtype, device, fp32_head).result()
         self._batch = RunningBatch(self._runner)
         self._version = 0
         self._weights_whole = True
@@ -241,6 +242,12 @@ class TorchEngine:
                 f"model's {self._runner.length_field} {self._runner.max_length}: shorten either, or set "
                 "--rollout-max-context-len"
             )
+
+
+def _load(model_path: str, dtype: torch.dtype, device: str, fp32_head: bool) -> ModelRunner:
+    runner = ModelRunner(model_path, dtype, device, fp32_head)
+    check_untested_model(runner, model_path)
+    return runner
 
 
 async def start(settings: Settings, host: EngineHost) -> TorchEngine:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles.model_families.packing import longest_trained
-from miles.model_families.reading import read_config, read_model
+from miles.model_families.reading import choose_experts, read_config, read_model
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
@@ -27,9 +27,6 @@ from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScor
 from miles.training.fsdp.recurrent_layers import reset_states_between_samples
 from miles.training.fsdp.sparse_attention import choose_keys_within_samples
 from miles.training.packed_attention import NAME, PackedLayout
-
-# Settings by which a model changes its logits after the head; the head here is the plain product.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 class LossCanary(nn.Module):
@@ -192,11 +189,13 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the same model from its configuration alone. Its weights are random."""
     config = read_config(path)
-    return _prepared(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    choose_experts(model)
+    return _prepared(model)
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose how experts, layers with recurrent state and sparse attention are computed, and cast all weights alike.
+    """Choose how layers with recurrent state and sparse attention are computed, and cast all weights alike.
 
     Transformers keeps some of them in fp32; FSDP shards parameters of one dtype.
     """
@@ -205,8 +204,6 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     _compute_without_noise(model)
     reset_states_between_samples(model)
     choose_keys_within_samples(model)
-    if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):
-        model.set_experts_implementation("eager")
     return model
 
 
@@ -238,28 +235,13 @@ def load_policy(
     read: ModelReader = load_model,
     fp32_head: bool = False,
 ) -> Policy:
-    """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
-    config = read_config(path)
-    for name in _LOGIT_CHANGES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"--hf-checkpoint {path}: its config sets {name}, which --train-backend fsdp does not compute; "
-                "choose a model without it"
-            )
+    """Load the model at ``path`` in ``dtype``."""
     return Policy(read(path, dtype), temperature, chunk_size, fp32_head)
 
 
 def load_value_model(path: str, dtype: torch.dtype, read: ModelReader = load_model) -> ValueModel:
     """Build the critic on the decoder at ``path``, in ``dtype``; its head is new."""
     return ValueModel(cast(PreTrainedModel, read(path, dtype).base_model))
-
-
-def _is_unaligned(weight: torch.Tensor) -> bool:
-    """Return whether torch's grouped product refuses ``weight`` [experts, a, b]: rows are multiples of 16 bytes there.
-
-    In bfloat16, in which training may compute it, that is 8 numbers. A loop over the experts takes any width.
-    """
-    return weight.ndim == 3 and any(size % 8 for size in weight.shape[1:])
 
 
 class NothingToReduce(ReduceScatter):
@@ -293,6 +275,15 @@ class NothingToReduce(ReduceScatter):
         raise AssertionError("one rank has nothing to reduce")
 
 
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the layers of a model's body and the name of their list: ``layers`` in most, ``h`` or ``blocks``.
+
+    It is the first list: what else is one, such as experts, is in the layers.
+    """
+    modules = model.base_model.named_modules()
+    return next((name, module) for name, module in modules if isinstance(module, nn.ModuleList))
+
+
 def shard_model(
     model: ShardedModule[Scorer], mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool
 ) -> None:
@@ -309,9 +300,7 @@ def shard_model(
         model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = mesh.size() > 1
-    layers = model.language_model.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    for layer in layers:
+    for layer in decoder_layers(model.language_model)[1]:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(model.in_fp32, mesh=mesh, mp_policy=exact, reshard_after_forward=False)

@@ -146,7 +146,9 @@ def layout_log_probs(policy: Policy, name: str, packed: bool) -> torch.Tensor:
     micro = collate(batch, range(len(batch)), model.device, ALONE, row_multiple=None if packed else 1)
     try:
         return policy.scorer(micro)(with_entropy=False).log_probs.float()
-    except TypeError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
         kind = model_type(model.config.to_dict())
         raise ValueError(
             f"{name}: the layers of a {kind} do not take the layout of samples ({error}); choose another model"

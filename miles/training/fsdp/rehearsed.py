@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from miles.arguments.settings import Settings
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.fsdp.models import Policy, ShardedModule, build_model
+from miles.training.fsdp.models import Policy, ShardedModule, build_model, decoder_layers
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
 from miles.training.rehearsed import LeaveOut, RehearsedBackend
 
@@ -46,8 +46,7 @@ class RehearsedFsdp(FsdpBackend):
         """
         model = build_model(path, dtype)
         replays = self.settings.rollout.use_rollout_routing_replay or self.settings.training.use_routing_replay
-        layers = model.base_model.layers
-        assert isinstance(layers, nn.ModuleList)
+        name, layers = decoder_layers(model)
         left_out = () if replays or self.mesh.size() == 1 else self._leave_out(list(layers))
         running = [place for place in range(len(layers)) if place not in left_out]
         self._removed = [
@@ -55,7 +54,7 @@ class RehearsedFsdp(FsdpBackend):
             for place, following in pairwise([*running, len(layers)])
             if following > place + 1
         ]
-        model.base_model.layers = nn.ModuleList(layers[place] for place in running)
+        model.base_model.set_submodule(name, nn.ModuleList(layers[place] for place in running))
         config = model.config.get_text_config()
         if kinds := getattr(config, "layer_types", None):  # some models look there, by place
             config.layer_types = [kinds[place] for place in running]

@@ -7,9 +7,11 @@ from miles.model_families.packing import PACKABLE, RECURRENT, WITH_TEXT_MODEL
 
 
 def test_what_tests_compare_with_transformers_is_loaded():
-    kinds = [*PACKABLE, *RECURRENT, *WITH_TEXT_MODEL, "kimi_k2", "gpt2", "gpt-sw3", "bart"]
+    kinds = [*PACKABLE, *RECURRENT, *WITH_TEXT_MODEL, "kimi_k2", "gpt2", "gpt-sw3"]
     assert not [kind for kind in kinds if why_not_loaded(kind, has_own_code=True, is_decoder=False)]
     assert why_not_loaded("bert", has_own_code=False, is_decoder=True) is None
+    for kind in ("bart", "whisper"):
+        assert why_not_loaded(kind, has_own_code=True, is_decoder=True)[0] == f"a {kind} has an encoder and a decoder"
 
 
 def test_linear_layers_of_conditional_attributes_and_of_other_names():

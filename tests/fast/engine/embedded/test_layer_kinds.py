@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
 from miles.engine.embedded import attention
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.model_families.packing import RECURRENT, SPARSE, WINDOWED
+from miles.model_families.packing import PACKABLE, RECURRENT
 
 # Prompts of one length and of several; responses that end at different times, so rows move.
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
@@ -52,7 +52,7 @@ def largest_difference(path: str, groups: list[list[Generation]]) -> float:
     return largest
 
 
-@pytest.mark.parametrize("kind", RECURRENT + SPARSE + WINDOWED)
+@pytest.mark.parametrize("kind", PACKABLE + RECURRENT)
 async def test_log_probs_are_those_of_transformers(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "MASKED_QUERIES", 8)
     path = save_model(kind, tmp_path)

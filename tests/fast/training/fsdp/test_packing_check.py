@@ -202,7 +202,7 @@ def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
             dict(quantization_config={"quant_method": "fp8"}),
             "quantized weights are not trained; give a folder",
         ),
-        ("gemma2", {}, "its config sets attn_logit_softcapping, which --train-backend fsdp does not compute"),
+        ("gemma2", {}, "config of a gemma2 sets attn_logit_softcapping, which --train-backend fsdp does not"),
         ("starcoder2", dict(sliding_window=4), r"a sliding window \(of 4 tokens\) has not been compared"),
     ],
 )
@@ -239,8 +239,10 @@ def test_other_types_are_compared_at_start(tmp_path):
     check_untested_model(right, "--hf-checkpoint", "right", PACKED, torch.device("cpu"))
     assert not right.language_model.training
     assert right.language_model.config._attn_implementation == "miles_packed"
-    hidden = make_policy(tmp_path / "state", "jamba")  # its configuration has no list of layers
-    assert not has_recurrent_state(hidden.language_model.config.to_dict())
+    hidden = make_policy(tmp_path / "state", "jamba")
+    assert has_recurrent_state(
+        hidden.language_model.config.to_dict()
+    )  # it has no list of layers: by transformers' source
     check_untested_model(hidden, "--hf-checkpoint", "hidden", PADDED, torch.device("cpu"))
     with pytest.raises(
         ValueError, match=r"^--hf-checkpoint hidden: .* jamba depend .* differ by \d.* add --qkv-format"
