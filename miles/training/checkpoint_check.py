@@ -22,7 +22,7 @@ from miles.training.checkpoint_folder import (
     read_state,
     reference_folder,
 )
-from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, has_manifest
+from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, check_lists, has_manifest
 
 
 def check_checkpoint(folder: Path) -> CheckCost | None:
@@ -56,6 +56,8 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
     for within in (critic_folder(folder), reference_folder(folder)):
         if not within.is_dir():
             continue
+        if cost is not None:
+            check_lists(folder, within.name)
         try:
             _check_contents(within, read_state(within), is_verified=cost is not None)
         except DamagedFile as fault:

@@ -76,11 +76,7 @@ def check_against_manifest(folder: Path, within: str | None = None) -> CheckCost
             or has another hash.
     """
     start = time.perf_counter()
-    records = read_manifest(folder)
-    if within is not None:
-        records = {name: record for name, record in records.items() if Path(name).parts[0] == within}
-        if not records:
-            raise DamagedFile(f"{MANIFEST} lists no files in {within}")
+    records = read_manifest(folder) if within is None else check_lists(folder, within)
     for name, record in records.items():
         _check_size(folder, name, record.bytes)
     found = _hash_files(folder, records)
@@ -88,6 +84,14 @@ def check_against_manifest(folder: Path, within: str | None = None) -> CheckCost
         if found[name] != record:
             raise DamagedFile(f"{name} was altered (its SHA-256 is not the one in {MANIFEST})")
     return CheckCost(len(records), sum(record.bytes for record in records.values()), time.perf_counter() - start)
+
+
+def check_lists(folder: Path, within: str) -> dict[str, FileRecord]:
+    """Return the records of the files in the folder ``within``. Raises ``DamagedFile`` if there are none."""
+    records = {name: record for name, record in read_manifest(folder).items() if Path(name).parts[0] == within}
+    if not records:
+        raise DamagedFile(f"{MANIFEST} lists no files in {within}")
+    return records
 
 
 def check_sizes(folder: Path) -> int:

@@ -29,7 +29,7 @@ from miles.training.checkpoint_folder import (
     write_run_state,
 )
 from miles.training.checkpoint_io import loading
-from miles.training.checkpoint_manifest import MANIFEST, read_manifest, write_manifest
+from miles.training.checkpoint_manifest import MANIFEST, hash_files_of_rank, read_manifest, write_manifest
 from miles.training.fsdp import checkpoint
 from miles.training.random_state import restore_random_state
 from miles.training.restricted_pickle import restricted_loading
@@ -90,6 +90,36 @@ def test_damage_to_any_file_names_the_file_and_the_fault(saved, name, damage):
     assert name in fault or name == MANIFEST, fault
     words = {"truncate": ("truncated", "not valid JSON"), "empty": ("empty",), "unlink": ("missing",)}
     assert any(word in fault for word in words.get(damage.__name__, ("altered", "valid", "malformed", "outside")))
+
+
+def test_every_file_of_a_manifest_is_verified_whole(saved):
+    """Also those of other ranks, critic, reference and adapter, and those that no other check reads."""
+    for part in ("critic", "reference"):
+        shutil.copytree(saved, saved.parent / part, ignore=shutil.ignore_patterns(MANIFEST, "critic"))
+        (saved.parent / part).rename(saved / part)
+    for name in ("__1_0.distcp", "random_state_rank1.pt", "adapter/adapter_model.safetensors", "a/b/c", ".hidden"):
+        (saved / name).parent.mkdir(parents=True, exist_ok=True)
+        (saved / name).write_bytes(name.encode())
+    write_manifest(saved, hash_files_of_rank(saved, 1))
+    cost = check_checkpoint(saved)
+    assert cost is not None and cost.files == len(read_manifest(saved)) == 4 + 4 + 4 + 5
+    for name in read_manifest(saved):
+        if name.endswith(STATE):
+            continue  # read first, and tested above
+        data = (saved / name).read_bytes()
+        for place in (0, len(data) // 2, len(data) - 1):
+            (saved / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            assert fault_of(saved) == f"{name} was altered (its SHA-256 is not the one in {MANIFEST})"
+        (saved / name).write_bytes(data)
+    assert check_checkpoint(saved) is not None
+
+
+@pytest.mark.parametrize("part", ["critic", "reference"])
+def test_a_part_that_the_manifest_does_not_list_is_a_fault(saved, part):
+    """It would be loaded without a check: of another checkpoint, say."""
+    shutil.copytree(saved, saved.parent / part, ignore=shutil.ignore_patterns(MANIFEST))
+    (saved.parent / part).rename(saved / part)
+    assert fault_of(saved) == f"manifest.json lists no files in {part}"
 
 
 @pytest.mark.parametrize("name", [SHARD, RANDOM, INDEX, STATE])

@@ -355,6 +355,11 @@ def random_state_comes_back(stage: Stage) -> None:
     backend.load(folder)
     assert torch.equal(torch.rand(4), wanted)
     assert json.loads((folder / "state.json").read_text())["launcher"] == {}
+    torch.manual_seed(1)
+    wanted = torch.rand(4)
+    torch.manual_seed(1)
+    backend.load(folder, rng=False)  # --no-load-rng
+    assert torch.equal(torch.rand(4), wanted)
 
 
 def recurrent_models_are_trained_packed(stage: Stage) -> None:
