@@ -11,7 +11,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from miles.engine.base import SamplingParams
+from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.sglang import fast_json
 from miles.engine.sglang.client import (
     SLOWEST_TRANSFER,
@@ -22,6 +22,7 @@ from miles.engine.sglang.client import (
     read_generation,
     sampling_params,
 )
+from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.weight_updates import SglangReceiver
 from miles.weight_sync.local_copy import WeightFolder
 from miles.weights import WeightChunk
@@ -195,3 +196,27 @@ async def test_a_server_has_the_longer_to_end_an_update_the_more_weights_it_has_
             await receiver.receive_shared([b""], int(30 * SLOWEST_TRANSFER), 1, last=False)
         await receiver.end_update()
         await client.close()
+
+
+class _Recorder:
+    """A client and the only server, which keep what they are asked."""
+
+    restarts, version, oldest, name = False, None, None, "recorder"
+
+    def __init__(self):
+        self.requests, self.client, self.in_use, self.asked = set(), self, [self], []
+
+    async def until_one_in_use(self):
+        """Be in use."""
+
+    async def generate(self, prompt_ids, sampling, *others):
+        self.asked.append(sampling.stop_token_ids)
+        return Generation([5], [-1.0], "stop", 0)
+
+
+def test_servers_are_given_the_models_end_tokens():
+    recorder = _Recorder()
+    requests = Requests(recorder, 1, 100, {7, 3}, False, None, asyncio.sleep)
+    request = GenerationRequest((1,), (0,), SamplingParams(4, stop_token_ids=(9, 3)))
+    asyncio.run(requests.generate(request))
+    assert [sorted(ids) for ids in recorder.asked] == [[3, 7, 9]]
