@@ -156,10 +156,13 @@ def test_where_no_mark_can_be_set_descent_from_a_process_with_the_environment_co
 def test_a_launcher_whose_guard_was_killed_cleans_up_itself(tmp_path):
     limits = psutil.Process().rlimit(psutil.RLIMIT_LOCKS)
     guard = RunGuard(tmp_path)
-    with subprocess.Popen(["/bin/sleep", "600"], env={}) as left:
+    left = subprocess.Popen(["/bin/sleep", "600"], env={})
+    try:
         psutil.Process(guard.pid).kill()
         assert have_ended([psutil.Process(guard.pid)])
         assert guard.close() and not psutil.pid_exists(left.pid) and not guard.folder.exists()
+    finally:
+        left.kill()
     assert psutil.Process().rlimit(psutil.RLIMIT_LOCKS) == limits
 
 
