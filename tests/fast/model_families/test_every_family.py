@@ -46,7 +46,6 @@ SAMPLE |= {"stablelm", "bart"}
 # Only longer sequences of a deepseek_v4 differ.
 DIFFERENT = sorted({*packing._DIFFERENT, *packing._NOT_GENERATED} - {*UNBUILT, "deepseek_v4"})
 DIFFERENT += ["bart", "bloom", "gptj", "jamba", "mamba", "rwkv", "xglm"]
-DIFFERENT += ["bart", "bloom", "gptj", "jamba", "mamba", "rwkv", "xglm"]
 # Prompts of one length and of several, sequences that share rows, and fewer rows than sequences, so that some wait.
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
 NEW_TOKENS = (9, 14, 7, 12, 3)
