@@ -5,13 +5,14 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failures import exit_with_message, how_to_resume
-from miles.cluster.stop_requests import StopRequests
+from miles.cluster.stop_requests import StopRequested, StopRequests
 
 NOTHING_SAVED = CheckpointArguments()
 
@@ -106,14 +107,15 @@ def test_a_signal_is_one_sentence_and_the_status_of_its_number(capsys, number, s
     assert capsys.readouterr().err.startswith(who)
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(("number", "is_obeyed"), [(signal.SIGHUP, False), (signal.SIGINT, True)])
+def test_of_the_signals_that_are_ignored_in_the_background_only_nohups_stays_ignored(number, is_obeyed):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        with StopRequests(60.0).listening() as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.is_requested
+        with StopRequests(60.0).listening() as stop, suppress(StopRequested):
+            signal.raise_signal(number)
+        assert stop.is_requested == is_obeyed
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 ENDED = """

@@ -131,7 +131,8 @@ def test_a_launcher_that_a_signal_ends_leaves_only_the_cluster(
     """One after the other, in the same cluster: nothing of a run is in the way of the next."""
     hosts = start_hosts(1, 1)
     of_ray = {process.pid for host in (hosts.head, hosts.second) for process in host.processes()}
-    for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT):
+        status = -number if number == signal.SIGKILL else 128 + number
         name = f"joined_{number.name}"
         checkpoints = workplace / f"{name}_ckpt"
         saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout", "1000"]
