@@ -60,8 +60,9 @@ class RunGuard:
         environment = {name: value for name, value in os.environ.items() if name != RUN_FOLDER}
         checkout = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
+        words = [str(self.folder), str(os.getpid()), *[DETACHED] * is_detached]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "miles.cluster.run_guard", str(self.folder), *[DETACHED] * is_detached],
+            [sys.executable, "-m", "miles.cluster.run_guard", *words],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -122,8 +123,12 @@ def stale_folders(root: Path) -> Iterator[Path]:
             yield path.parent
 
 
-def clean_up(folder: Path) -> bool:
+def clean_up(folder: Path, launcher: psutil.Process | None = None) -> bool:
     """End the processes of the run whose folder this is, and remove their shared memory and the folder.
+
+    Args:
+        folder: The folder of the run.
+        launcher: The process that holds the guard. It is left alone: if it lives, it is about to end by itself.
 
     Returns:
         Whether all have ended.
@@ -131,7 +136,7 @@ def clean_up(folder: Path) -> bool:
     killed: set[int] = set()
     segments: set[str] = set()
     until = time.monotonic() + END_SECONDS
-    while (found := members(str(folder))) and time.monotonic() < until:
+    while (found := [each for each in members(str(folder)) if each != launcher]) and time.monotonic() < until:
         segments |= open_segments(found)  # one that was opened a moment ago is not noted yet
         killed |= kill_all(found, 1.0)
     remove_segments(folder, segments)
@@ -192,13 +197,14 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def main(folder: Path) -> None:
-    """Wait for the end of the launcher, then clean up after its run."""
+def main(folder: Path, pid: int) -> None:
+    """Wait for the end of the launcher, whose process id is ``pid``, then clean up after its run."""
+    launcher = psutil.Process(pid) if psutil.pid_exists(pid) else None
     sys.stdin.buffer.read()
-    sys.exit(0 if clean_up(folder) else 1)
+    sys.exit(0 if clean_up(folder, launcher) else 1)
 
 
 if __name__ == "__main__":
     if DETACHED in sys.argv and os.fork():
         os._exit(0)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -237,12 +237,14 @@ def ray_session(
         placement.place()
         yield placement
     finally:
-        if watch is not None:
-            watch.end()
-        placement.remove()
-        ray.shutdown()
-        if guard is not None:
-            guard.close()
+        try:
+            if watch is not None:
+                watch.end()
+            placement.remove()
+            ray.shutdown()
+        finally:  # also if a signal interrupts this
+            if guard is not None:
+                guard.close()
 
 
 @contextmanager

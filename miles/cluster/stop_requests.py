@@ -18,6 +18,7 @@ main thread, which waits for actors in short steps.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import select
@@ -67,6 +68,8 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
+        if is_last:
+            atexit.register(_ignore_stops)
         handlers: dict[int, Callable[[int, FrameType | None], Any]] = {number: self._stop for number in STOPS}
         handlers |= {signal.SIGUSR1: self._warn, signal.SIGALRM: self._time_out}
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -202,6 +205,12 @@ def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])
+
+
+def _ignore_stops() -> None:
+    """Ignore signals in the last moment of the process, in which Python would give them back their default actions."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _leave_closed_terminal() -> None:

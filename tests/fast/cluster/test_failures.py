@@ -119,13 +119,20 @@ def test_of_the_signals_that_are_ignored_in_the_background_only_nohups_stays_ign
 
 
 ENDED = """
-import signal, sys
+import os, signal, sys
 from miles.cluster.stop_requests import StopRequests
 with StopRequests(60.0).listening(is_last=True):
     pass
 for _ in range(int(sys.argv[1])):
     signal.raise_signal(signal.SIGTERM)
 print("the end")
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(signal.SIGTERM, signal.SIGABRT)):
+        for number in numbers:
+            kill(pid, number)
+
+sys.last = Last()  # deleted when Python has ended its handling of signals
 """
 
 

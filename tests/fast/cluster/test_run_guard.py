@@ -166,6 +166,26 @@ def test_a_launcher_whose_guard_was_killed_cleans_up_itself(tmp_path):
     assert psutil.Process().rlimit(psutil.RLIMIT_LOCKS) == limits
 
 
+# The pipe to the guard closes while the launcher is still there, as at the end of Python.
+DROPS = """
+import subprocess, sys
+from pathlib import Path
+from miles.cluster.run_guard import RunGuard
+
+guard = RunGuard(Path(sys.argv[1]))
+child = subprocess.Popen(["/bin/sleep", "600"], env={})
+guard._process.stdin.close()
+child.wait()
+guard._process.wait()
+sys.exit(7)
+"""
+
+
+def test_a_launcher_that_ends_without_closing_its_guard_has_its_own_status(tmp_path):
+    """A signal in the last moment can prevent that. The guard ends the child, and not the launcher."""
+    assert subprocess.run([sys.executable, "-c", DROPS, str(tmp_path)], timeout=60).returncode == 7
+
+
 def test_a_folder_that_is_locked_or_not_of_a_run_stays(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "other").mkdir()
