@@ -44,7 +44,7 @@ def test_biases_of_experts_are_not_updated(accepted, backend):
 def test_the_page_lists_both():
     table = launch_page().partition("## Same flag, other default or meaning")[2].partition("\n## ")[0]
     assert "| `--ref-load` | names the initial weights too, with Megatron" in table
-    assert "| `--moe-router-bias-update-rate` beside `--moe-router-enable-expert-bias` | 0.001 | 0: " in table
+    assert "| `--moe-router-bias-update-rate` with `--moe-router-enable-expert-bias` | 0.001 | 0: " in table
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])

@@ -62,12 +62,10 @@ def _is_here(package: str) -> bool:
 
 def test_models_that_were_compared_with_transformers(bridge, installed):
     installed(COMPLETE)
-    for config in (
-        MISTRAL,
-        MISTRAL | {"model_type": "nemotron", "hidden_act": "relu2"},
-        MISTRAL | {"model_type": "llama"},
-    ):
-        assert bridge(config, "--tensor-model-parallel-size 2").megatron_to_hf_mode == "bridge"
+    nemotron = MISTRAL | {"model_type": "nemotron", "hidden_act": "relu2"}
+    for config, engine in ((MISTRAL, "torch"), (nemotron, "sglang"), (MISTRAL | {"model_type": "llama"}, "torch")):
+        flags = f"--tensor-model-parallel-size 2 --rollout-engine {engine}"
+        assert bridge(config, flags).megatron_to_hf_mode == "bridge"
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,9 @@ CHANGES = [
     Change("--hf-checkpoint another/model", embedded_engine),
     Change("--rollout-engine sglang", embedded_engine, "--rollout-engine torch --device cuda"),
     Change(f"--prompt-data {MORE}", drawn, f"--label-key label --prompt-data {ROWS}", "--prompt-data"),
-    Change(f"--prompt-mix a {ROWS} b {MORE}", drawn, f"--prompt-mix a {ROWS} b {ROWS}", "--prompt-data"),
+    Change(
+        f"--prompt-mix a {ROWS} b {MORE}", drawn, f"--label-key label --prompt-mix a {ROWS} b {ROWS}", "--prompt-data"
+    ),
     Change("--rollout-shuffle", drawn, f"--label-key label --prompt-data {MORE}", "--prompt-data"),
     Change("--rollout-seed 7", drawn, f"--label-key label --prompt-data {MORE} --rollout-shuffle", "--prompt-data"),
     Change("--num-steps-per-rollout 2", step_sizes),

@@ -11,6 +11,7 @@ from miles.arguments.launch.server import RENAMED, REPLACED
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.megatron.overrides import TRIED
 from miles.arguments.parser import judge, read_command
+from miles.arguments.sglang.config_file import CONFIG
 from miles.arguments.sglang.installed import router_flags, server_flags
 from miles.arguments.sglang.server_flags import (
     DATA_PARALLEL,
@@ -33,7 +34,7 @@ VALUES = {  # others of recomputation are noted: they change memory only
     "recompute_num_layers": 1,
     "moe_router_dtype": "fp64",
 }
-OTHERWISE = {*OWNED_BY_LAUNCHER, *OTHER_PARALLEL, *DATA_PARALLEL, *TENSOR_PARALLEL, *RENAMED, *REPLACED}
+OTHERWISE = {*OWNED_BY_LAUNCHER, *OTHER_PARALLEL, *DATA_PARALLEL, *TENSOR_PARALLEL, *RENAMED, *REPLACED, CONFIG}
 SGLANG = "--rollout-engine sglang --device cuda --actor-num-gpus-per-node 1"
 
 

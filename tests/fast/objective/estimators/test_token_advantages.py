@@ -119,9 +119,8 @@ def test_equal_returns_leave_no_variance_to_explain(reward, seed, scale):
     rows = [rng.normal(0, scale, rng.integers(1, 60)) for _ in range(5)]
     samples = [sample(i, np.ones(len(row)), reward, row) for i, row in enumerate(rows)]
     found = token_advantages(LossArguments(advantage_estimator="ppo"), samples)
-    assert "explained_variance" not in found.metrics and found.metrics["returns"].value == pytest.approx(
-        reward, abs=1e-9
-    )
+    assert "explained_variance" not in found.metrics
+    assert found.metrics["returns"].value == pytest.approx(reward, abs=DOUBLE_ERROR * 1e4)
     apart = [replace(samples[0], reward=reward + max(scale, abs(reward)) * 1e-3), *samples[1:]]
     assert "explained_variance" in token_advantages(LossArguments(advantage_estimator="ppo"), apart).metrics
 
