@@ -12,7 +12,7 @@ from miles import strict_json
 from miles.sample import Prompt
 
 
-def plain_number(number: Real | Decimal) -> str:
+def plain_number(number: float | Real | Decimal) -> str:
     """Return the shortest plain decimal that is ``number`` at its own width.
 
     >>> plain_number(1e-7), plain_number(1e16), plain_number(42.0), plain_number(Decimal("18.90"))

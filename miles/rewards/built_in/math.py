@@ -152,7 +152,8 @@ def _is_same(gold: Any, answer: Any) -> bool:
         global _equal_matrices
         _equal_matrices, grader.sympy_numeric_eq = grader.sympy_numeric_eq, equal_numbers
     pairs = [(gold, answer)]
-    names, others = (getattr(value, "free_symbols", set()) for value in (gold, answer))
+    names: set[Any] = getattr(gold, "free_symbols", set())
+    others: set[Any] = getattr(answer, "free_symbols", set())
     if names == others or not (names and others):
         pairs.append((_region(gold), _region(answer)))
     return any(grader.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True) for pair in pairs)

@@ -416,9 +416,9 @@ async def test_conversations_are_collected_without_an_engine(settings, tmp_path)
     collected = await collect(pipeline, None, 0)
     [[shard]] = ShardBuilder(flags).build(0, collected.scored.groups)
     assert pipeline.engine is None and shard.batch.num_trajectories == 2
-    assert (
-        shard.batch.num_loss_tokens == collected.scored.metrics["rollout/loss_tokens"].value == 5
-    )  # and two ends of turns
+    with_ends_of_turns = 3 + 2
+    assert shard.batch.num_loss_tokens == with_ends_of_turns
+    assert collected.scored.metrics["rollout/loss_tokens"].value == with_ends_of_turns
 
 
 def test_it_imports_no_ray():

@@ -127,7 +127,7 @@ class Launch:
         return self.process.returncode
 
     def said(self):
-        """Return the lines of ``err`` without two notes: Ray starts late on a busy machine, and answers end at a turn."""
+        """Return the lines of ``err`` without two notes: Ray starts late on a busy machine, and what ends an answer."""
         expected = ("Ray did not start within", "answers end at any of the tokens")
         return [line for line in self.err.splitlines() if not any(note in line for note in expected)]
 
