@@ -29,16 +29,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles.arguments.parser import parse
-from miles.arguments.settings import Settings
-from miles.arguments.validate import validate
-from miles.batching.convert import convert
-from miles.batching.schedule import schedule_step
-from miles.cluster.cpu_tuning import malloc_environment, use_threads
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch
+from miles.batch.convert import convert
+from miles.batch.schedule import schedule_step
+from miles.config.parser import parse
+from miles.config.settings import Settings
+from miles.config.validate import validate
+from miles.run.cpu_tuning import malloc_environment, use_threads
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "from_scripts" / "problems.jsonl"  # a file that exists; not read
 STEPS_PER_TURN = 4

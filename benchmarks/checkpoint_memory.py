@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from miles.arguments.parser import parse
-from miles.arguments.settings import Settings
-from miles.arguments.validate import validate
+from miles.config.parser import parse
+from miles.config.settings import Settings
+from miles.config.validate import validate
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "from_scripts" / "problems.jsonl"  # a file that exists; not read
 

@@ -22,18 +22,18 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert
-from miles.batching.schedule import schedule_step
+from miles.batch.convert import convert
+from miles.batch.schedule import schedule_step
+from miles.config.cluster import ClusterArguments
+from miles.config.model import ModelArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
 from miles.objective.settings import LossArguments
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch, TrainShard
 
 VOCABULARY, PROMPT = 512, 8
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from lever_bench import Bench, Call, Lever, function, patched  # benchmarks/lever_bench.py
 
-from miles.batching.collate import collate
-from miles.batching.schedule import schedule_step
+from miles.batch.collate import collate
+from miles.batch.schedule import schedule_step
 from miles.engine.embedded import fused_layers
 from miles.engine.embedded.attention import DecodeStep, Layer
 from miles.training.trainer import Trainer

@@ -19,11 +19,11 @@ from typing import get_args
 import numpy as np
 import torch
 
-from miles.batching.collate import collate
-from miles.cluster.cpu_tuning import malloc_environment
+from miles.batch.collate import collate
 from miles.objective.aggregation import Aggregation, Reducer, get_pg_loss_reducer, step_denominators
 from miles.objective.settings import LossArguments
-from miles.train_batch import MicroBatch, TrainBatch
+from miles.run.cpu_tuning import malloc_environment
+from miles.types.train_batch import MicroBatch, TrainBatch
 
 GROUP = 8  # trajectories per prompt
 

@@ -18,10 +18,10 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from miles.report.server import ReportServer
-from miles.tracking.jsonl import dump_line
-from miles.tracking.run_files import METRICS, SAMPLES
-from miles.tracking.run_header import RunHeader
+from miles.observe.report.server import ReportServer
+from miles.observe.tracking.jsonl import dump_line
+from miles.observe.tracking.run_files import METRICS, SAMPLES
+from miles.observe.tracking.run_header import RunHeader
 
 METRIC_NAMES = 40
 

@@ -25,18 +25,18 @@ from typing import Any
 import psutil
 from fake_servers import answer_body, latency, start
 
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.sglang.settings import SglangArguments
-from miles.data.stream import PromptStream
+from miles.config.rollout import RolloutArguments
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.router import Router
-from miles.rewards.settings import RewardArguments
+from miles.engine.weight_sync.sender import WeightSender
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
-from miles.sample import Prompt, Sample
-from miles.weight_sync.sender import WeightSender
+from miles.tasks.data.stream import PromptStream
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt, Sample
 
 SAMPLES = 8  # per prompt
 VOCAB = 1000

@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.training import TrainingArguments
-from miles.batching.schedule import schedule_step
-from miles.train_batch import TrainBatch
+from miles.batch.schedule import schedule_step
+from miles.config.parallel import ParallelArguments
+from miles.config.training import TrainingArguments
+from miles.types.train_batch import TrainBatch
 
 T = TypeVar("T")
 

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from miles.weight_sync.delta_writer import DeltaWriter
-from miles.weight_sync.disk import DiskTransport
-from miles.weight_sync.local_copy import LocalCopy, chunks_in
-from miles.weights import WeightChunk, in_chunks
+from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.engine.weight_sync.disk import DiskTransport
+from miles.engine.weight_sync.local_copy import LocalCopy, chunks_in
+from miles.types.weights import WeightChunk, in_chunks
 
 TOKENS = 64  # of a sequence
 SIZES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary

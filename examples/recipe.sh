@@ -67,7 +67,7 @@ train() {
         --eval-prompt-data heldout "$TASKS/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
         --output-dir "$OUT" --save-hf "$OUT/hf" --seed "$SEED" --rollout-seed "$SEED" \
         "$@" "${SMOKE[@]}" "${MORE[@]}"
-    if trains "${MORE[@]}"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label "$NAME"; fi
+    if trains "${MORE[@]}"; then "$PYTHON" -m miles.commands.quickstart_parts.summary "$OUT/metrics.jsonl" --label "$NAME"; fi
 }
 
 cluster() {

@@ -15,28 +15,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.arguments import explain as explanations
-from miles.arguments import settings as sections
-from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.files.config_file import FLAG
-from miles.arguments.files.run_config import run_config
-from miles.arguments.launch.notes import grouped
-from miles.arguments.parser import Command, judge, judge_with_hub, read_command
-from miles.arguments.validate import Validated, validate
-from miles.flags import FlagError
-from miles.launcher.run import launch
-from miles.report.health import verdicts
-from miles.report.metrics_file import MetricsFile
-from miles.tracking import jsonl
-from miles.tracking.run_files import METRICS, SAMPLES, RunFiles
-from miles.tracking.run_header import RunHeader
-from miles.tracking.sample_file import SampleFile
+from miles.base.flags import FlagError
+from miles.config import explain as explanations
+from miles.config import settings as sections
+from miles.config.checkpoint import CheckpointArguments
+from miles.config.files.config_file import FLAG
+from miles.config.files.run_config import run_config
+from miles.config.notes import grouped
+from miles.config.parser import Command, judge, judge_with_hub, read_command
+from miles.config.validate import Validated, validate
+from miles.observe.report.health import verdicts
+from miles.observe.report.metrics_file import MetricsFile
+from miles.observe.tracking import jsonl
+from miles.observe.tracking.run_files import METRICS, SAMPLES, RunFiles
+from miles.observe.tracking.run_header import RunHeader
+from miles.observe.tracking.sample_file import SampleFile
+from miles.run.launcher.run import launch
 
 if TYPE_CHECKING:
     import pandas
 
-    from miles.cluster.failure_files.folder import FailureFiles
-    from miles.cluster.stop_requests import StopRequests
+    from miles.run.failure_files.folder import FailureFiles
+    from miles.run.stop_requests import StopRequests
 
 REWARD_LATER = "given:later"  # stands for the function that ``train`` will be given
 
@@ -108,7 +108,7 @@ def train(settings: sections.Settings, reward: Callable[..., Any] | None = None)
 
     Args:
         settings: The settings of the run.
-        reward: A reward function: takes ``samples: Sequence[miles.sample.Sample]``, returns one finite number per
+        reward: A reward function: takes ``samples: Sequence[miles.types.sample.Sample]``, returns one finite number per
             sample, in order; it may be ``async``. Any function will do, also a lambda or one of a notebook. It runs in
             a process of its own, on a copy of what it refers to.
 
@@ -142,7 +142,7 @@ def _with_reward(settings: sections.Settings, reward: Callable[..., Any] | None,
     if given.rm_type is not None or given.custom_rm_path not in (None, REWARD_LATER):
         name = given.rm_type or given.custom_rm_path
         raise ValueError(f"reward: the settings name a second one, {name}; give one of the two")
-    from miles.cluster.function_file import function_path
+    from miles.run.function_file import function_path
 
     path = function_path(reward, folder, "reward")
     return dataclasses.replace(settings, reward=dataclasses.replace(given, custom_rm_path=path))
@@ -151,7 +151,7 @@ def _with_reward(settings: sections.Settings, reward: Callable[..., Any] | None,
 @contextmanager
 def _raising(checkpoint: CheckpointArguments, stop: StopRequests, files: FailureFiles) -> Iterator[None]:
     """Raise what ended a run, from the process that failed."""
-    from miles.cluster.failures import cause_of
+    from miles.run.failures import cause_of
 
     try:
         yield

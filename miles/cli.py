@@ -17,10 +17,10 @@ from pathlib import Path
 
 import miles
 from miles import commands
+from miles.base.ctrl_c import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
+from miles.base.host.output_fault import fault_of_output
+from miles.base.one_line import one_line
 from miles.commands import command_names
-from miles.host.ctrl_c import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
-from miles.host.output_fault import fault_of_output
-from miles.one_line import one_line
 
 LONGEST_NAME = 80  # of a command that does not exist, in a message
 
@@ -88,7 +88,7 @@ def _printing_help(words: Sequence[str]) -> Iterator[None]:
 
 
 def _last_line(words: Sequence[str]) -> str:
-    """Return what is said when Ctrl-C ends the command. A run reports it itself (cluster/failures.py)."""
+    """Return what is said when Ctrl-C ends the command. A run reports it itself (run/failures.py)."""
     if words[:1] == ["train"]:
         return "train.py: stopped by SIGINT; no run was active"
     return f"{' '.join(['miles', *words[:1]])}: stopped by SIGINT"

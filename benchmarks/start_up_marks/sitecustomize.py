@@ -16,18 +16,18 @@ import time
 
 # Module: {function: mark}. Only the first call of a function counts.
 MARKED = {
-    "miles.arguments.parser": {"main_parse": "launcher: flags"},
-    "miles.cluster.session": {"_connect": "launcher: start Ray", "_place": "launcher: placement group"},
-    "miles.launcher.attempt": {"train": "launcher: attempt"},
-    "miles.loop": {"TrainingLoop.run": "launcher: loop"},
-    "miles.cluster.train_actor": {
+    "miles.config.parser": {"main_parse": "launcher: flags"},
+    "miles.run.session": {"_connect": "launcher: start Ray", "_place": "launcher: placement group"},
+    "miles.run.launcher.attempt": {"train": "launcher: attempt"},
+    "miles.run.loop": {"TrainingLoop.run": "launcher: loop"},
+    "miles.run.train_actor": {
         "TrainActor.__init__": "trainer: actor",
         "TrainActor.import_code": "trainer: imports",
         "TrainActor.connect": "trainer: connect and build",
         "TrainActor.export_weights": "trainer: export weights",
     },
     "miles.training.backend": {"build_backend": "trainer: backend"},
-    "miles.cluster.rollout_actor": {
+    "miles.run.rollout_actor": {
         "RolloutActor.__init__": "rollout: actor",
         "RolloutActor.prepare": "rollout: prepare",
         "RolloutActor.generate": "rollout: generate",

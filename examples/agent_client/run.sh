@@ -37,4 +37,4 @@ if trains "$@"; then rm -rf "$OUT"; fi
     --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "${SMOKE[@]}" "$@"
 
-if trains "$@"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label agent_client; fi
+if trains "$@"; then "$PYTHON" -m miles.commands.quickstart_parts.summary "$OUT/metrics.jsonl" --label agent_client; fi

@@ -17,7 +17,7 @@ if [ $# -gt 0 ] && [[ "$1" != --* ]]; then
     FOLDER=("$1")
     shift
 fi
-MODEL="$("$PYTHON" -m miles.quickstart.model "${FOLDER[@]}")"
+MODEL="$("$PYTHON" -m miles.commands.quickstart_parts.model "${FOLDER[@]}")"
 if trains "$@"; then rm -rf "$OUT"; fi
 [ -d "$OUT/data" ] || "$PYTHON" examples/calculator_tool/make_data.py "$OUT/data"
 
@@ -37,4 +37,4 @@ if trains "$@"; then rm -rf "$OUT"; fi
     --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "$@"
 
-if trains "$@"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label calculator_tool; fi
+if trains "$@"; then "$PYTHON" -m miles.commands.quickstart_parts.summary "$OUT/metrics.jsonl" --label calculator_tool; fi

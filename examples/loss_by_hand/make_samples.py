@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from miles.rollout.debug_data import save_rollout
-from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 LENGTHS = ((2, 6), (4, 8))
 

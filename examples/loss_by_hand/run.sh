@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 
 OUT=outputs/loss_by_hand
-MODEL="$("$PYTHON" -m miles.quickstart.model "$@")" # refuses wrong words before results are removed
+MODEL="$("$PYTHON" -m miles.commands.quickstart_parts.model "$@")" # refuses wrong words before results are removed
 rm -rf "$OUT"
 "$PYTHON" examples/loss_by_hand/make_samples.py "$OUT/samples.jsonl"
 

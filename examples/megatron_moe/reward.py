@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles.sample import Sample
+from miles.types.sample import Sample
 
 
 def share_of_letter(samples: Sequence[Sample]) -> list[float]:

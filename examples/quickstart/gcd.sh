@@ -8,7 +8,7 @@ source scripts/precision.sh
 
 SEED="${SEED:-1}"
 OUT=outputs/quickstart-gcd
-MODEL="$("$PYTHON" -m miles.quickstart.model "$@")" # refuses wrong words before results are removed
+MODEL="$("$PYTHON" -m miles.commands.quickstart_parts.model "$@")" # refuses wrong words before results are removed
 rm -rf "$OUT"
 
 # Training and held-out tasks are of the same kind; they differ in the seed of the generator.
@@ -28,4 +28,4 @@ rm -rf "$OUT"
     --save "$OUT/checkpoints" --save-hf "$OUT/hf" --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED"
 
-"$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label quickstart-gcd
+"$PYTHON" -m miles.commands.quickstart_parts.summary "$OUT/metrics.jsonl" --label quickstart-gcd

@@ -9,4 +9,4 @@ import pkgutil
 
 def command_names() -> list[str]:
     """Return the names of all subcommands, sorted. ``check_reward.py`` is ``check-reward``."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if not module.ispkg)

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-# A private name of a pinned version (argparse-dataclass 2.0), as in arguments/parser.py.
+# A private name of a pinned version (argparse-dataclass 2.0), as in config/parser.py.
 from argparse_dataclass import _add_dataclass_options
 
-from miles.arguments.command_parser import CommandParser
-from miles.flags import Errors
-from miles.host.machine import memory_limit
-from miles.input_error import InputError
-from miles.junit import CheckResult, write_junit
-from miles.one_line import one_line
-from miles.rewards.built_in import REWARDS
-from miles.rewards.cases import check_cases, read_cases
-from miles.rewards.registry import get_reward_function
-from miles.rewards.settings import CUSTOM, RewardArguments, check_reward, reward_weights
-from miles.sample import Sample
+from miles.base.flags import Errors
+from miles.base.host.machine import memory_limit
+from miles.base.input_error import InputError
+from miles.base.junit import CheckResult, write_junit
+from miles.base.one_line import one_line
+from miles.config.command_parser import CommandParser
+from miles.tasks.rewards.built_in import REWARDS
+from miles.tasks.rewards.cases import check_cases, read_cases
+from miles.tasks.rewards.registry import get_reward_function
+from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward, reward_weights
+from miles.types.sample import Sample
 
 SECONDS = 60.0
 
@@ -77,7 +77,7 @@ def _check(given: argparse.Namespace) -> list[CheckResult]:
     function = get_reward_function(reward, memory_limit(reward.reward_memory))
     token_ids: list[list[int]] = [[] for _ in cases]
     if given.tokenizer is not None:
-        from miles.data.tokenizer import load_tokenizer  # transformers takes seconds
+        from miles.tasks.data.tokenizer import load_tokenizer  # transformers takes seconds
 
         tokenizer = load_tokenizer(given.tokenizer)
         token_ids = [list(tokenizer(case.response, add_special_tokens=False)["input_ids"]) for case in cases]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 
 from miles import commands
-from miles.arguments.command_parser import CommandParser
-from miles.arguments.parser import build_parser
+from miles.config.command_parser import CommandParser
+from miles.config.parser import build_parser
 
 SHELLS = ("bash", "zsh")
 OF_TRAIN = ("train", "explain", "rehearse", "quickstart")  # commands that take the flags of training

@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.arguments.command_parser import CommandParser
-from miles.doctor.finding import as_json, as_text, can_train
-from miles.doctor.host import check_host, check_leftovers
-from miles.doctor.packages import check_packages
+from miles.commands.doctor_parts.finding import as_json, as_text, can_train
+from miles.commands.doctor_parts.host import check_host, check_leftovers
+from miles.commands.doctor_parts.packages import check_packages
+from miles.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,16 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.arguments.command_parser import CommandParser
-from miles.components import ENGINES
-from miles.flags import count
-from miles.input_error import InputError
-from miles.saved_runs.run import SavedRun
-from miles.saved_runs.weights import add_weights_flags, hugging_face_folder
-from miles.tracking.run_files import why_not_written
+from miles.base.flags import count
+from miles.base.input_error import InputError
+from miles.commands.saved_runs.run import SavedRun
+from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.config.command_parser import CommandParser
+from miles.config.components import ENGINES
+from miles.observe.tracking.run_files import why_not_written
 
 if TYPE_CHECKING:
-    from miles.saved_runs.generation import SetResult
+    from miles.commands.saved_runs.generation import SetResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def _evaluate(given: argparse.Namespace) -> list[SetResult]:
         hugging_face_folder(run, given.step, given.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-eval-") as logs,
     ):
-        from miles.saved_runs.generation import evaluate_sets, settings_for  # imports torch
+        from miles.commands.saved_runs.generation import evaluate_sets, settings_for  # imports torch
 
         here = settings_for(settings, model, Path(logs), given.engine)
         return asyncio.run(evaluate_sets(here, given.sets, given.n_samples))

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.arguments.command_parser import CommandParser
-from miles.input_error import InputError
-from miles.saved_runs.remote_run import on_this_machine, run_folder
-from miles.saved_runs.run import SavedRun
-from miles.saved_runs.weights import add_step_flag, export, export_adapter
+from miles.base.input_error import InputError
+from miles.commands.saved_runs.remote_run import on_this_machine, run_folder
+from miles.commands.saved_runs.run import SavedRun
+from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
+from miles.config.command_parser import CommandParser
 
 # --to: what writes the folder, and what is in it
 WRITERS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.arguments.command_parser import CommandParser
-from miles.report.server import HOST, ReportServer
-from miles.report.static_report import write_report
-from miles.saved_runs.remote_run import run_folder
-from miles.tracking.run_files import why_not_written
-from miles.tracking.run_header import RunHeader
+from miles.commands.saved_runs.remote_run import run_folder
+from miles.config.command_parser import CommandParser
+from miles.observe.report.server import HOST, ReportServer
+from miles.observe.report.static_report import write_report
+from miles.observe.tracking.run_files import why_not_written
+from miles.observe.tracking.run_header import RunHeader
 
 PORT = 8600
 

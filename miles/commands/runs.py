@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from miles.arguments.command_parser import CommandParser
-from miles.input_error import InputError
-from miles.remote.folder import is_url
-from miles.saved_runs.remote_run import runs_at
-from miles.saved_runs.run import SavedRun
+from miles.base.input_error import InputError
+from miles.base.remote_folder import is_url
+from miles.commands.saved_runs.remote_run import runs_at
+from miles.commands.saved_runs.run import SavedRun
+from miles.config.command_parser import CommandParser
 
 HEADINGS = ("RUN", "STATE", "ITERATIONS", "REWARD", "HELD-OUT", "CHECKPOINTS")
 

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.arguments.command_parser import CommandParser
-from miles.components import ENGINES
-from miles.input_error import InputError
-from miles.saved_runs.run import SavedRun
-from miles.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.base.input_error import InputError
+from miles.commands.saved_runs.run import SavedRun
+from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
+from miles.config.command_parser import CommandParser
+from miles.config.components import ENGINES
 
 if TYPE_CHECKING:
-    from miles.sample import Sample
+    from miles.types.sample import Sample
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def _answers(given: argparse.Namespace, text: str) -> list[Sample]:
         hugging_face_folder(run, given.step, given.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-sample-") as logs,
     ):
-        from miles.saved_runs.generation import answer, settings_for  # imports torch
+        from miles.commands.saved_runs.generation import answer, settings_for  # imports torch
 
         here = settings_for(settings, model, Path(logs), given.engine)
         return asyncio.run(answer(here, text, given.n, given.seed, given.temperature, given.max_response_len))

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from miles.arguments.command_parser import CommandParser
-from miles.arguments.parser import main_parse
-from miles.arguments.settings import Settings
-from miles.arguments.validate import Validated, validate
-from miles.hidden_secrets import hide_on_command_line
-from miles.input_error import InputError
-from miles.junit import CheckResult, write_junit
-from miles.smoke.expectations import Expectation, read_expectations
-from miles.smoke.shrink import MODEL, REWARD, RUN, shrink
-from miles.tracking.run_files import RunFiles
+from miles.base.hidden_secrets import hide_on_command_line
+from miles.base.input_error import InputError
+from miles.base.junit import CheckResult, write_junit
+from miles.commands.smoke_parts.expectations import Expectation, read_expectations
+from miles.commands.smoke_parts.shrink import MODEL, REWARD, RUN, shrink
+from miles.config.command_parser import CommandParser
+from miles.config.parser import main_parse
+from miles.config.settings import Settings
+from miles.config.validate import Validated, validate
+from miles.observe.tracking.run_files import RunFiles
 
 PASSED, CHECK_FAILED, RUN_FAILED, TOO_SLOW = 0, 1, 3, 4
 END_SECONDS = 30.0  # for a run that is stopped
@@ -165,7 +165,7 @@ def _train() -> None:
     """Train the small run that standard input describes: the process that ``_run`` starts."""
     settings, source, folder = pickle.load(sys.stdin.buffer)
     from miles.commands import train
-    from miles.tiny_models.write import write_like
+    from miles.models.tiny.write import write_like
 
     write_like(source, folder / MODEL)
     validated: Validated = validate(settings)

@@ -14,22 +14,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from miles.arguments.command_parser import CommandParser
-from miles.arguments.rules.one_process import check_one_process
-from miles.cluster.folders.folder_lock import locked_folders
+from miles.base.flags import LONGEST_MESSAGE, FlagError, count
+from miles.base.folder_lock import locked_folders
+from miles.base.one_line import one_line
+from miles.base.secret_values import public_words
+from miles.commands.sweeps.child_process import Forks, Starter, start_process
+from miles.commands.sweeps.definition import TABLE_CSV, TABLE_JSON, Definition, read_definition
+from miles.commands.sweeps.page import text_table, write_page
+from miles.commands.sweeps.plan import PlannedRun, plan
+from miles.commands.sweeps.progress import SweepProgress, summary
+from miles.commands.sweeps.results import Results, write_tables
+from miles.commands.sweeps.run_queue import Ended, RunQueue
+from miles.commands.sweeps.slots import Machine, Slot, slots
+from miles.commands.sweeps.swept_run import TRAIN, Start, SweptRun
 from miles.commands.train import in_one_process
-from miles.flags import LONGEST_MESSAGE, FlagError, count
-from miles.one_line import one_line
-from miles.secret_values import public_words
-from miles.sweep.child_process import Forks, Starter, start_process
-from miles.sweep.definition import TABLE_CSV, TABLE_JSON, Definition, read_definition
-from miles.sweep.page import text_table, write_page
-from miles.sweep.plan import PlannedRun, plan
-from miles.sweep.progress import SweepProgress, summary
-from miles.sweep.results import Results, write_tables
-from miles.sweep.run_queue import Ended, RunQueue
-from miles.sweep.slots import Machine, Slot, slots
-from miles.sweep.swept_run import TRAIN, Start, SweptRun
+from miles.config.command_parser import CommandParser
+from miles.config.rules.one_process import check_one_process
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def _fault(run: SweptRun) -> str | None:
 
 
 def _forks() -> Forks:
-    return Forks(TRAIN, in_one_process, ("miles.commands.train", "miles.one_process.imports"))
+    return Forks(TRAIN, in_one_process, ("miles.commands.train", "miles.run.one_process.imports"))
 
 
 def _refuse(messages: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Train a language model by reinforcement learning (the same as ``python train.py``).
 
-Parse and validate the flags, start Ray, place the actors, and run the loop (miles/launcher/). Wrong flags are reported
+Parse and validate the flags, start Ray, place the actors, and run the loop (miles/run/launcher/). Wrong flags are reported
 before torch or Ray are imported.
 """
 
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from miles.arguments.parser import main_parse
-from miles.hidden_secrets import hide_on_command_line
-from miles.launcher.attempt import train_in_one_process
-from miles.launcher.run import launch
+from miles.base.hidden_secrets import hide_on_command_line
+from miles.config.parser import main_parse
+from miles.run.launcher.attempt import train_in_one_process
+from miles.run.launcher.run import launch
 
 if TYPE_CHECKING:
-    from miles.arguments.validate import Validated
+    from miles.config.validate import Validated
 
 
 def main(argv: Sequence[str], is_alone: bool = True) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
     hide_on_command_line(argv)
     validated = main_parse(argv)
     if validated.settings.rehearsal.rehearse:
-        from miles.rehearsal.command import rehearse  # imports torch
+        from miles.commands.rehearsal.command import rehearse  # imports torch
 
         return rehearse(validated)
     start(validated, is_alone)
@@ -45,7 +45,7 @@ def start(validated: Validated, is_alone: bool = False) -> None:
     Raises:
         SystemExit: With status 1 if the run fails.
     """
-    from miles.cluster.failures import exit_with_message  # imports Ray
+    from miles.run.failures import exit_with_message  # imports Ray
 
     launch(validated, exit_with_message, is_alone)
 
@@ -56,8 +56,8 @@ def in_one_process(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: As ``main``, also if the run needs more processes.
     """
-    from miles.arguments.rules.one_process import check_one_process
-    from miles.cluster.failures import exit_with_message
+    from miles.config.rules.one_process import check_one_process
+    from miles.run.failures import exit_with_message
 
     validated = main_parse(argv)
     try:

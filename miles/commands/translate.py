@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from miles.arguments.command_parser import CommandParser
-from miles.input_error import InputError
-from miles.translate.launchers.base import all_launchers, launcher_of
-from miles.translate.reading.files import read_document
-from miles.translate.report import report
-from miles.translate.translation import Translation
+from miles.base.input_error import InputError
+from miles.compat.translate.launchers.base import all_launchers, launcher_of
+from miles.compat.translate.reading.files import read_document
+from miles.compat.translate.report import report
+from miles.compat.translate.translation import Translation
+from miles.config.command_parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:

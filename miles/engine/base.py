@@ -6,17 +6,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from miles.components import build, build_teacher, engine_spec
-from miles.weights import WeightChunk
+from miles.config.components import build, build_teacher, engine_spec
+from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.arguments.settings import Settings
+    from miles.config.settings import Settings
     from miles.engine.host import EngineHost
     from miles.objective.settings import LossArguments
-    from miles.replay.token_sets import TokenSets
-    from miles.sample import Sample
+    from miles.types.sample import Sample
+    from miles.types.token_sets import TokenSets
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -82,7 +82,7 @@ class Generation:
             before those of ``weight_version``, oldest first.
         support: The set that each token was drawn from, if ``returns_support`` asked for it.
         experts: The experts of each layer for the tokens of prompt and response but the last, [positions, layers, k],
-            if ``returns_experts`` asked for them (``miles/replay/expert_choices.py``).
+            if ``returns_experts`` asked for them (``miles/types/expert_choices.py``).
 
     >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
     [3, 3, 4]

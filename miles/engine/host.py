@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from miles.threads import in_thread
+from miles.base.threads import in_thread
 
 if TYPE_CHECKING:  # server processes import this module before they start, and torch takes seconds
     import torch
 
-    from miles.weight_sync.local_copy import CopySource, WeightFolder
+    from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
 
 
 class ServerFailed(RuntimeError):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from miles.engine.base import Engine, Generation, GenerationRequest
 from miles.engine.wrapper import EngineWrapper
-from miles.metrics import Metric
+from miles.types.metrics import Metric
 
 
 class EngineLoad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from miles.engine.base import Engine, Generation, GenerationRequest
-from miles.weights import WeightChunk
+from miles.types.weights import WeightChunk
 
 
 class EngineWrapper:

@@ -2,8 +2,8 @@
 
 All modes are one formula, ``1/N sum_i S_i / sample_denoms[i]`` with ``S_i = sum_t m_it l_it``, and differ in the
 denominators alone. These are computed once over the whole step, before anything is split (docs/loss-aggregation.md):
-``AggregationFlags`` -> ``reconcile_aggregation`` -> ``step_denominators`` (batching/convert.py calls it) ->
-``TrainBatch`` -> batching/collate.py -> ``get_pg_loss_reducer`` (loss_types/policy_loss.py calls it).
+``AggregationFlags`` -> ``reconcile_aggregation`` -> ``step_denominators`` (batch/convert.py calls it) ->
+``TrainBatch`` -> batch/collate.py -> ``get_pg_loss_reducer`` (loss_types/policy_loss.py calls it).
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
-from miles.flags import Errors, flag
+from miles.base.flags import Errors, flag
 from miles.objective import delta_l
 from miles.objective.hook_calls import get_custom_pg_loss_reducer
 from miles.objective.registry import Term
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 Aggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant", "delta_l"]
 

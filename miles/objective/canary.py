@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, assert_never
 
-from miles.metrics import Metric
+from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.settings import LossArguments
-    from miles.train_batch import TrainBatch, TrainShard
+    from miles.types.train_batch import TrainBatch, TrainShard
 
 TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some million tokens
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import collect_errors
+from miles.base.flags import collect_errors
 from miles.objective.adaptive.entropy import check_adaptive_entropy
 from miles.objective.canary import check_canary
 from miles.objective.distillation import check_distillation, distillation_needs
@@ -25,10 +25,10 @@ from miles.objective.token_weights import TokenWeight, check_token_weights, toke
 if TYPE_CHECKING:
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.output import LossOutput
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 @dataclass(frozen=True)

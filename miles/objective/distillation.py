@@ -9,11 +9,11 @@ arXiv 2306.13649; the per-token policy gradient is that of Thinking Machines' "O
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
-from miles.flags import changed, flag
+from miles.base.flags import changed, flag
 from miles.objective.registry import Needs, Term
 
 if TYPE_CHECKING:
-    from miles.flags import Errors
+    from miles.base.flags import Errors
 
 TEACHER_FLAGS = ("opd_type", "opd_teacher_urls", "opd_teacher_key")
 

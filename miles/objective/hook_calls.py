@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.aggregation import Reducer
     from miles.objective.settings import LossArguments, StepShape
     from miles.objective.token_weights import Ratios
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 class CustomAdvantages(Estimator):

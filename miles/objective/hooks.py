@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from miles.flags import flag_name
-from miles.objective.launcher_losses.modules import offer_related_modules
-from miles.user_code.loading import load_function
+from miles.base.flags import flag_name
+from miles.base.user_code.loading import load_function
+from miles.compat.losses.modules import offer_related_modules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,7 +153,7 @@ class WholeLossHook(Hook):
 
 
 class DataPostprocessHook(Hook):
-    """The hook of what an iteration trains on (batching/data_postprocess.py), which has three forms."""
+    """The hook of what an iteration trains on (batch/data_postprocess.py), which has three forms."""
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return 3, 2 or 1: with how many positional arguments the function is called."""

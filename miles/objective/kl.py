@@ -21,7 +21,7 @@ from miles.objective.registry import Term
 if TYPE_CHECKING:
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.settings import LossArguments
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"]

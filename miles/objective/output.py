@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles.metrics import Metric
+from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
 
-    from miles.train_batch import MicroBatch, TrainBatch
+    from miles.types.train_batch import MicroBatch, TrainBatch
 
 
 @dataclass(frozen=True)

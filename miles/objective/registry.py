@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from miles.choices import Choice
+from miles.base.choices import Choice
 
 if TYPE_CHECKING:
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.settings import StepShape
 
 

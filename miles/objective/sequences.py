@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 _COLUMNS = (
     *("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"),
@@ -31,7 +31,7 @@ def gather_whole(micro: MicroBatch) -> MicroBatch:
 
     The token axis, which the model reads, stays this rank's. Masked tokens hold 0 in the gathered columns.
     """
-    from miles.parallel.groups import ALONE
+    from miles.types.groups import ALONE
 
     held = micro.loss_mask == 0
     columns = {name: getattr(micro, name) for name in _COLUMNS}

@@ -6,7 +6,7 @@ Flags that one estimator or one policy loss owns are declared in its file; ``Los
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import flag
+from miles.base.flags import flag
 from miles.objective.adaptive.entropy import AdaptiveEntropyFlags
 from miles.objective.adaptive.kl import AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags

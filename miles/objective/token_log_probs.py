@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from miles.replay.support import Support
-from miles.train_batch import SharedLogits
+from miles.types.support import Support
+from miles.types.train_batch import SharedLogits
 
 CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole
 

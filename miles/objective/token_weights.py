@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from miles.flags import Errors, flag_name
+from miles.base.flags import Errors, flag_name
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.hook_calls import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.objective.settings import LossArguments
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 

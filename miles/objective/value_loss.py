@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
+from miles.base.user_code.loading import load_function
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.rollout.groups import GroupGenerator, generate_group
 from miles.rollout.thinking_limit import ThinkingLimit
 from miles.rollout.trajectory import generate_trajectories
-from miles.user_code.loading import load_function
 
 if TYPE_CHECKING:
     from miles.rollout.agents.session_generator import SessionGenerator

@@ -7,16 +7,16 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from miles.arguments.rollout import RolloutArguments
-from miles.data.stream import NoPromptsLeft
+from miles.config.rollout import RolloutArguments
 from miles.engine.concurrency import gather_or_cancel
-from miles.metrics import Metric
-from miles.rewards.settings import RewardArguments
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.ordering import OrderingRule
-from miles.sample import PromptGroup
+from miles.tasks.data.stream import NoPromptsLeft
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
+from miles.types.sample import PromptGroup
 
 ProduceGroup = Callable[[PromptGroup], Coroutine[Any, Any, ProducedGroup]]  # ``produce_group`` with its tools
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from miles.data.conversations import Conversation
-from miles.metrics import Metric
 from miles.rollout.collect import PromptSource, ScoredGroups
-from miles.sample import PromptGroup, Sample, SampleStatus
+from miles.tasks.data.conversations import Conversation
+from miles.types.metrics import Metric
+from miles.types.sample import PromptGroup, Sample, SampleStatus
 
 
 class ConversationCollector:

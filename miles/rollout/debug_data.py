@@ -22,15 +22,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from miles import strict_json
-from miles.arguments.rollout import path_of_iteration
-from miles.host.disk_faults import naming_disk
-from miles.input_error import InputError
-from miles.one_line import one_line
-from miles.replay.token_sets import WHOLE, TokenSets
+from miles.base import strict_json
+from miles.base.host.disk_faults import naming_disk
+from miles.base.input_error import InputError
+from miles.base.one_line import one_line
+from miles.config.rollout import path_of_iteration
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.metrics import rollout_metrics
-from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
+from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
+from miles.types.token_sets import WHOLE, TokenSets
 
 _SAMPLE_FIELDS = (
     "trajectory_id",

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from miles import strict_json
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.data.prompts import PromptSet, load_prompts
+from miles.base import strict_json
+from miles.base.flags import LONGEST_VALUE, fault_of_size
+from miles.base.input_error import InputError
+from miles.base.one_line import one_line
+from miles.config.evaluation import EvaluationArguments
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
 from miles.engine.concurrency import gather_or_cancel
-from miles.flags import LONGEST_VALUE, fault_of_size
-from miles.input_error import InputError
-from miles.metrics import Metric
-from miles.one_line import one_line
-from miles.rewards.passing import passes_of
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.tasks.data.prompts import PromptSet, load_prompts
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.rewards.passing import passes_of
+from miles.types.metrics import Metric
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,18 +9,18 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from miles.arguments.flags_view import flags_view
-from miles.arguments.settings import Settings
+from miles.base.user_code.calls import user_code_in_thread
+from miles.base.user_code.loading import load_function
+from miles.config.flags_view import flags_view
+from miles.config.settings import Settings
 from miles.engine.base import Engine
 from miles.engine.concurrency import gather_or_cancel
-from miles.metrics import Metric
-from miles.rewards.base import RewardFunction
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools
 from miles.rollout.metrics import with_own_metrics
-from miles.sample import SampleStatus
-from miles.user_code.calls import user_code_in_thread
-from miles.user_code.loading import load_function
+from miles.tasks.rewards.base import RewardFunction
+from miles.types.metrics import Metric
+from miles.types.sample import SampleStatus
 
 FLAG = "--eval-function-path"
 LOG = "--custom-eval-rollout-log-function-path"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles.rewards.passing import deciding_reward
-from miles.sample import PromptGroup
-from miles.user_code.loading import load_function
+from miles.base.user_code.loading import load_function
+from miles.tasks.rewards.passing import deciding_reward
+from miles.types.sample import PromptGroup
 
 _FLAG = "--dynamic-sampling-filter-path"
 

@@ -9,17 +9,17 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, Protocol
 
-from miles.arguments.rollout import RolloutArguments
+from miles.base.process_trace import ProcessTrace
+from miles.base.spans import span, waiting
+from miles.base.user_code.errors import ordinary_errors
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
-from miles.profiling.process_trace import ProcessTrace
-from miles.profiling.spans import span, waiting
-from miles.rewards.base import RewardFunction
-from miles.rewards.scoring import score
 from miles.rollout.answer_text import Detokenizer, answer_text
 from miles.rollout.filters import FilterDecision, load_group_filter
-from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
-from miles.user_code.errors import ordinary_errors
+from miles.tasks.rewards.base import RewardFunction
+from miles.tasks.rewards.scoring import score
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 SeedOf = Callable[[int, int], int]  # (group_index, position of the sample in its group) -> seed
 

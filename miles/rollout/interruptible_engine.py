@@ -9,9 +9,9 @@ from itertools import groupby
 from miles.engine.base import Engine, Generation, GenerationRequest
 from miles.engine.concurrency import gather_or_cancel
 from miles.engine.wrapper import EngineWrapper
-from miles.replay.expert_choices import continued
-from miles.replay.token_sets import extended
 from miles.rollout.groups import response_seed
+from miles.types.expert_choices import continued
+from miles.types.token_sets import extended
 
 
 class InterruptibleEngine(EngineWrapper):

@@ -10,10 +10,10 @@ from numbers import Real
 from statistics import stdev
 from typing import Any, Protocol
 
-from miles.metrics import Metric
-from miles.rewards.passing import passes_of
 from miles.rollout.filters import has_reward_spread
-from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+from miles.tasks.rewards.passing import passes_of
+from miles.types.metrics import Metric
+from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 
 
 def rollout_metrics(

@@ -48,7 +48,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from miles.arguments.rollout import RolloutArguments
+from miles.config.rollout import RolloutArguments
 
 
 class Overlap(Enum):

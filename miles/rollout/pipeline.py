@@ -17,13 +17,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from miles.arguments.flags_view import flags_view
-from miles.arguments.model import local_vocab_size
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.data.conversations import Conversation
-from miles.data.stream import TrainingStream
-from miles.data.tokenizer import load_tokenizer
+from miles.base.host.machine import memory_limit
+from miles.base.process_trace import ProcessTrace
+from miles.base.spans import waiting
+from miles.base.threads import in_thread
+from miles.base.user_code.calls import user_code_in_thread
+from miles.config.flags_view import flags_view
+from miles.config.model import local_vocab_size
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.engine.base import (
     Engine,
     HasQueues,
@@ -35,13 +37,7 @@ from miles.engine.base import (
 )
 from miles.engine.host import EngineHost
 from miles.engine.load import EngineLoad, MeteredEngine
-from miles.host.machine import memory_limit
-from miles.metrics import Metric
-from miles.profiling.process_trace import ProcessTrace
-from miles.profiling.spans import waiting
-from miles.rewards.base import RewardFunction
-from miles.rewards.registry import get_reward_function
-from miles.rewards.settings import RewardArguments
+from miles.observe.sample_records import StoredSamples
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -55,13 +51,17 @@ from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
-from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of, load_held_out
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
-from miles.threads import in_thread
-from miles.user_code.calls import user_code_in_thread
-from miles.weights import WeightChunk
+from miles.tasks.data.conversations import Conversation
+from miles.tasks.data.stream import TrainingStream
+from miles.tasks.data.tokenizer import load_tokenizer
+from miles.tasks.rewards.base import RewardFunction
+from miles.tasks.rewards.registry import get_reward_function
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
+from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
     from miles.rollout.agents.session_generator import SessionGenerator

@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miles.arguments.rollout import RolloutArguments
+from miles.base.user_code.loading import load_function
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import Engine
-from miles.rewards.base import RewardFunction
-from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import PromptSource, ScoredGroups
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics
-from miles.sample import PromptGroup
-from miles.user_code.loading import load_function
+from miles.tasks.rewards.base import RewardFunction
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import PromptGroup
 
 _FLAG = "--rollout-function-path"
 
@@ -91,7 +91,9 @@ class FunctionCollector:
     def _check(self, groups: Any, iteration: int) -> None:
         at = f"{_FLAG} {self._path}: iteration {iteration}"
         if not isinstance(groups, list) or not all(isinstance(group, PromptGroup) for group in groups):
-            raise ValueError(f"{at} is {groups!r:.80}; return a list of miles.sample.PromptGroup, or a Rollout of it")
+            raise ValueError(
+                f"{at} is {groups!r:.80}; return a list of miles.types.sample.PromptGroup, or a Rollout of it"
+            )
         wanted, per_group = self._tools.rollout.rollout_batch_size, self._tools.rollout.n_samples_per_prompt
         if len(groups) != wanted:
             raise ValueError(f"{at} has {len(groups)} groups; return as many as --rollout-batch-size {wanted}")

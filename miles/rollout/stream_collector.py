@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from miles.arguments.rollout import RolloutArguments
-from miles.data.stream import NoPromptsLeft
-from miles.metrics import Metric
-from miles.rewards.settings import RewardArguments
+from miles.base.user_code.errors import as_exception
+from miles.config.rollout import RolloutArguments
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally, draw_up_to
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks.buffer_filter import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
-from miles.sample import NO_WEIGHTS, PromptGroup, Sample
-from miles.user_code.errors import as_exception
+from miles.tasks.data.stream import NoPromptsLeft
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
+from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample
 
 
 class Interruptible(Protocol):

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles.arguments.flags_view import flags_view
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.data.conversations import Conversation, load_conversations
-from miles.data.curriculum import CurriculumStream, load_curriculum
-from miles.data.custom_source import CustomStream
-from miles.data.mixture import Mixture, NamedSet
-from miles.data.prompts import RowReader, load_prompts
-from miles.data.stream import PromptStream, TrainingStream
+from miles.config.flags_view import flags_view
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.rollout.evaluate import EvalSet, load_eval_sets
-from miles.sample import Prompt
+from miles.tasks.data.conversations import Conversation, load_conversations
+from miles.tasks.data.curriculum import CurriculumStream, load_curriculum
+from miles.tasks.data.custom_source import CustomStream
+from miles.tasks.data.mixture import Mixture, NamedSet
+from miles.tasks.data.prompts import RowReader, load_prompts
+from miles.tasks.data.stream import PromptStream, TrainingStream
+from miles.types.sample import Prompt
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from miles.arguments.rollout import RolloutArguments
+from miles.config.rollout import RolloutArguments
 from miles.rollout.groups import response_seed
 from miles.rollout.trajectory import Trajectory
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
-from miles.replay.expert_choices import continued
-from miles.replay.token_sets import TokenSets, extended
 from miles.rollout.answer_text import Detokenizer, answer_text
 from miles.rollout.groups import STATUS, SeedOf, fit_context, response_seed
-from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+from miles.types.expert_choices import continued
+from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+from miles.types.token_sets import TokenSets, extended
 
 
 class Tokenizer(Detokenizer, Protocol):

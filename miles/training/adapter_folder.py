@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from miles.arguments.lora import LoraArguments
+from miles.config.lora import LoraArguments
 from miles.training.checkpoint_files import DamagedFile, read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"

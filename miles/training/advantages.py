@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles.metrics import Metric
 from miles.objective.chosen import build_objective
 from miles.objective.kl import masked_log_ratio
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
-from miles.parallel.groups import gather_step
-from miles.train_batch import TrainBatch, TrainShard
+from miles.types.groups import gather_step
+from miles.types.metrics import Metric
+from miles.types.train_batch import TrainBatch, TrainShard
 
 
 @dataclass(frozen=True)

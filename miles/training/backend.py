@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles.arguments.settings import Settings
-from miles.components import build, train_backend_spec
-from miles.metrics import Metric
+from miles.config.components import build, train_backend_spec
+from miles.config.settings import Settings
 from miles.objective.output import LossOutput
-from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.checkpoint_io import StagedFiles
-from miles.weights import WeightChunk
+from miles.types.metrics import Metric
+from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.types.weights import WeightChunk
 
 
 class PolicyScores(NamedTuple):
@@ -112,7 +112,7 @@ class TrainedModel(ScoredModel[Scorer_co], Protocol[Scorer_co]):
 
 
 class TrainBackend(Protocol):
-    """One rank of a trainer. ``miles/components.py`` lists the implementations."""
+    """One rank of a trainer. ``miles/config/components.py`` lists the implementations."""
 
     @property
     def policy(self) -> TrainedModel[PolicyScorer]:

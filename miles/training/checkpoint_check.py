@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from miles.components import TRAIN_BACKENDS
-from miles.data.position import check_position
+from miles.config.components import TRAIN_BACKENDS
 from miles.training.checkpoint_files import DamagedFile, read_json_object
 from miles.training.checkpoint_folder import (
     STATE,
@@ -23,6 +22,7 @@ from miles.training.checkpoint_folder import (
     reference_folder,
 )
 from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, check_lists, has_manifest
+from miles.types.data_position import check_position
 
 
 def check_checkpoint(folder: Path) -> CheckCost | None:

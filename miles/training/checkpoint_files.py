@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from miles.arguments.rollout import PLACEHOLDER
+from miles.config.rollout import PLACEHOLDER
 
 
 class DamagedFile(ValueError):

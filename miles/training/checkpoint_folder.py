@@ -13,7 +13,7 @@
     .removing_iter_…     being removed (checkpoint_pruning.py)
     .replaced_iter_…     was there before, until the new one is in place
 
-If ``--save`` is in remote storage (cluster/folders/remote_checkpoints.py), this is the local copy of it. A checkpoint
+If ``--save`` is in remote storage (run/folders/remote_checkpoints.py), this is the local copy of it. A checkpoint
 that is only there has the file ``.only-remote`` here, ``state.json`` and ``manifest.json``.
 """
 
@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from miles.arguments.checkpoint import checkpoint_name
+from miles.config.checkpoint import checkpoint_name
 from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, sync_tree, write_through
 from miles.training.checkpoint_manifest import FileRecord, write_manifest
 
@@ -87,7 +87,7 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
 def remove_unfinished(root: Path) -> list[str]:
     """Remove what a killed run has left half-written or half-removed in ``root``, and return the names.
 
-    Only the run that holds the lock of ``root`` (cluster/folders/folder_lock.py) may call it.
+    Only the run that holds the lock of ``root`` (base/folder_lock.py) may call it.
     """
     unfinished = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
     for path in unfinished:

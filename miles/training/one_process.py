@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from miles.arguments.settings import Settings
-from miles.components import train_backend_spec
+from miles.config.components import train_backend_spec
+from miles.config.settings import Settings
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile
 from miles.training.checkpoint_folder import read_state

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from miles.arguments.optimizer import OptimizerArguments
-from miles.metrics import Metric
+from miles.config.optimizer import OptimizerArguments
+from miles.types.metrics import Metric
 
 
 class ScheduledOptimizer(ABC):

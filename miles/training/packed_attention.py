@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from miles.batching.collate import to_device
-from miles.model_families.attention_sinks import with_sink
-from miles.parallel.context_parallel import padded_length, zigzag_chunks
-from miles.parallel.groups import ALONE, ContextGroup
-from miles.train_batch import MicroBatch
+from miles.batch.collate import to_device
+from miles.models.attention_sinks import with_sink
 from miles.training.cpu.cached_attention import cached_attention
+from miles.types.context_parallel import padded_length, zigzag_chunks
+from miles.types.groups import ALONE, ContextGroup
+from miles.types.train_batch import MicroBatch
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -371,7 +371,7 @@ def packed_attention(
     it sees all.
 
     A query sees the last ``sliding_window`` keys, its own included, or all if that is None. ``s_aux`` [heads] are
-    attention sinks (model_families/attention_sinks.py).
+    attention sinks (models/attention_sinks.py).
 
     Raises:
         ValueError: for scores that are capped (``softcap``), which would silently be computed otherwise; and for a

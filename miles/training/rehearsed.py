@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from miles.arguments.settings import Settings
-from miles.components import build_rehearsal, train_backend_spec
-from miles.train_batch import TrainShard
+from miles.config.components import build_rehearsal, train_backend_spec
+from miles.config.settings import Settings
 from miles.training.backend import TrainBackend
+from miles.types.train_batch import TrainShard
 
 LeaveOut: TypeAlias = Callable[[Sequence[nn.Module]], Collection[int]]
 """Is given layers that run one after another, and returns the places of those that passes need not run."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from miles.batching.collate import split_by_sample
+from miles.batch.collate import split_by_sample
 from miles.objective.chosen import Objective
 from miles.objective.registry import Needs
-from miles.train_batch import MicroBatch, TrainShard
 from miles.training.backend import PolicyScorer, ScoredModel, Scorer, TrainBackend, ValueScorer
+from miles.types.train_batch import MicroBatch, TrainShard
 
 
 def needs_of(objective: Objective, step: int, trains_policy: bool, passes: int = 1) -> Needs:

@@ -15,10 +15,10 @@ from miles.objective.chosen import Objective
 from miles.objective.kl import masked_log_ratio
 from miles.objective.policy_losses.base import StepTokens
 from miles.objective.token_weights import WeightSum, mean_weight, sum_of_weights, top_entropy_tokens
-from miles.parallel.groups import gather_step
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.scoring import entropies, log_probs
+from miles.types.groups import gather_step
+from miles.types.train_batch import TrainBatch, TrainShard
 
 
 class _Sample(NamedTuple):

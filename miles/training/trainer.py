@@ -15,9 +15,9 @@ from typing import Any, Generic
 
 import torch
 
-from miles.batching.data_postprocess import postprocessed
-from miles.batching.token_record import TokenRecorder
-from miles.metrics import Metric
+from miles.base.spans import span
+from miles.batch.data_postprocess import postprocessed
+from miles.batch.token_record import TokenRecorder
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
 from miles.objective.chosen import Objective, build_objective
@@ -25,8 +25,6 @@ from miles.objective.coefficients import Coefficients
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
-from miles.profiling.spans import span
-from miles.train_batch import MicroBatch, TrainShard
 from miles.training.advantages import AdvantageEstimator
 from miles.training.backend import (
     LossFunction,
@@ -39,6 +37,8 @@ from miles.training.backend import (
 )
 from miles.training.scoring import needs_of, score, with_engine_log_probs
 from miles.training.token_selection import TokenSelector
+from miles.types.metrics import Metric
+from miles.types.train_batch import MicroBatch, TrainShard
 
 
 @dataclass(frozen=True)

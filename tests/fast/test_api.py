@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import miles
-from miles.arguments.parser import judge, read_command
-from miles.flags import FlagError
-from miles.rewards.built_in.f1 import f1
-from miles.user_code.loading import load_function
-from tests.fast.arguments.conftest import minimal
+from miles.base.flags import FlagError
+from miles.base.user_code.loading import load_function
+from miles.config.parser import judge, read_command
+from miles.tasks.rewards.built_in.f1 import f1
+from tests.fast.config.conftest import minimal
 from tests.fast.support.run_folder import write_run
 
 REPO = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_the_hub_is_asked_about_its_models(monkeypatch):
     def refuse(model):
         raise FlagError(f"--hf-checkpoint {model.hf_checkpoint}: the hub has no such model; correct the name")
 
-    monkeypatch.setattr("miles.arguments.parser.fetch_configs", refuse)
+    monkeypatch.setattr("miles.config.parser.fetch_configs", refuse)
     with pytest.raises(ValueError, match="the hub has no such model"):
         miles.Settings.from_flags(minimal())
 
@@ -95,12 +95,12 @@ def test_checking_settings_imports_neither_torch_nor_ray(tmp_path):
 
 
 def test_functions_reach_another_process(tmp_path):
-    from miles.cluster.function_file import function_path
+    from miles.run.function_file import function_path
 
-    assert function_path(f1, tmp_path, "reward") == "miles.rewards.built_in.f1:f1"
+    assert function_path(f1, tmp_path, "reward") == "miles.tasks.rewards.built_in.f1:f1"
     bonus = 2.5
     added = function_path(lambda samples: [bonus for _ in samples], tmp_path, "reward")
-    code = f"from miles.user_code.loading import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
+    code = f"from miles.base.user_code.loading import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
     assert python(code, tmp_path).stdout == "[2.5, 2.5]\n"
     lock = threading.Lock()
     with pytest.raises(ValueError, match="^reward lambda: cannot be sent to the process that runs it"):
@@ -113,12 +113,12 @@ def test_a_module_that_only_the_script_finds_is_sent_along(tmp_path):
         "SCALE = 3\ndef scaled(samples):\n    return [SCALE for _ in samples]\n"
     )
     code = "import sys, pathlib\nsys.path.insert(0, 'away')\nimport only_here\n"
-    code += "from miles.cluster.function_file import function_path\n"
+    code += "from miles.run.function_file import function_path\n"
     code += "print(function_path(only_here.scaled, pathlib.Path('.'), 'reward'))"
     path = python(code, tmp_path).stdout.strip()
     assert re.fullmatch(r"scaled-\w{12}\.pkl:scaled", path)
     ended = python(
-        f"from miles.user_code.loading import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path
+        f"from miles.base.user_code.loading import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path
     )
     assert ended.stdout == "[3]\n", ended.stderr
 
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_loaded_is_one_sentence(tmp_path):
 
 
 def test_signals_are_left_alone_in_other_threads():
-    from miles.cluster.stop_requests import StopRequests
+    from miles.run.stop_requests import StopRequests
 
     with ThreadPoolExecutor(1) as pool:
         stop = StopRequests(1.0)

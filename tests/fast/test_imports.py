@@ -112,33 +112,33 @@ LEAVES += ("sample", "train_batch", "junit", "stacks")
 # (module, what it must not import, exceptions)
 FORBIDDEN = [
     *((f"miles.{leaf}", "miles", tuple(f"miles.{b}" for b in BASICS)) for leaf in LEAVES if leaf != "weights"),
-    ("miles.user_code", "miles", ("miles.user_code", "miles.threads", *(f"miles.{b}" for b in BASICS))),
-    ("miles.host", "torch", ()),
-    ("miles.flags", "miles", ("miles.secret_values", *(f"miles.{b}" for b in BASICS))),
-    ("miles.hidden_secrets", "miles", ("miles.secret_values",)),
-    ("miles.secret_values", "torch", ()),
-    ("miles.arguments", "torch", ()),
-    ("miles.arguments", "transformers", ()),
+    ("miles.base.user_code", "miles", ("miles.base.user_code", "miles.base.threads", *(f"miles.{b}" for b in BASICS))),
+    ("miles.base.host", "torch", ()),
+    ("miles.base.flags", "miles", ("miles.base.secret_values", *(f"miles.{b}" for b in BASICS))),
+    ("miles.base.hidden_secrets", "miles", ("miles.base.secret_values",)),
+    ("miles.base.secret_values", "torch", ()),
+    ("miles.config", "torch", ()),
+    ("miles.config", "transformers", ()),
     ("miles.objective", "ray", ()),
     ("miles.objective", "torch.distributed", ()),
-    ("miles.doctor", "torch", ()),
-    ("miles.doctor", "miles.cluster", ()),  # which imports Ray: a broken one must not break the doctor
-    ("miles.report", "torch", ()),
-    ("miles.report", "numpy", ()),
+    ("miles.commands.doctor_parts", "torch", ()),
+    ("miles.commands.doctor_parts", "miles.run", ()),  # which imports Ray: a broken one must not break the doctor
+    ("miles.observe.report", "torch", ()),
+    ("miles.observe.report", "numpy", ()),
     ("miles.rollout", "miles.training", ()),
     ("miles.rollout", "miles.engine.sglang", ()),
     ("miles.rollout", "miles.engine.embedded", ()),
-    ("miles.rewards", "miles.training", ()),
+    ("miles.tasks.rewards", "miles.training", ()),
     ("miles.training", "miles.rollout", ()),
-    ("miles.training", "miles.rewards", ()),
+    ("miles.training", "miles.tasks.rewards", ()),
     ("miles.engine.embedded", "miles.engine.sglang", ()),
     ("miles.engine.sglang", "miles.engine.embedded", ()),
     ("miles.training.fsdp", "miles.training.megatron", ()),
     ("miles.training.megatron", "miles.training.fsdp", ()),
-    ("miles.weight_sync", "miles.training", ()),
-    ("miles.rehearsal", "miles.cluster", ()),
-    ("miles.rehearsal", "miles.rollout", ()),
-    ("miles.weight_sync", "transformers", ()),
+    ("miles.engine.weight_sync", "miles.training", ()),
+    ("miles.commands.rehearsal", "miles.run", ()),
+    ("miles.commands.rehearsal", "miles.rollout", ()),
+    ("miles.engine.weight_sync", "transformers", ()),
 ]
 
 # Imports that still point up, as (importing folder, imported folder). Add none.
@@ -146,7 +146,7 @@ ARROWS_UP: set[tuple[str, str]] = set()
 
 # (library, the only modules that may import it)
 RESERVED = [
-    ("ray", ("miles.cluster",)),
+    ("ray", ("miles.run",)),
     ("sglang", ("miles.engine.sglang",)),
     ("megatron", ("miles.training.megatron",)),
 ]
@@ -256,7 +256,7 @@ def test_folder_is_small(root: str) -> None:
 
 
 def test_the_default_threads_of_asyncio_are_left_to_the_users_code() -> None:
-    """A call of the user's that never returns holds one for good, and none of ``miles/threads.py``."""
+    """A call of the user's that never returns holds one for good, and none of ``miles/base/threads.py``."""
     default_threads = re.compile(r"\bto_thread\(|run_in_executor\(None")
     assert not {module_name(p) for p in SOURCES if default_threads.search(p.read_text())}
 

@@ -61,14 +61,14 @@ def test_aggregation_is_followed_through_at_most_five_files():
     }
     assert set(files) <= users
     assert users - set(files) <= {
-        "objective/launcher_losses/call.py",
+        "compat/losses/call.py",
         "objective/hooks.py",
         "objective/hook_calls.py",
         "objective/loss_types/custom_loss.py",
         "objective/loss_types/sft_loss.py",
-        "rollout/sample_records.py",
-        "arguments/pages/objective_variants.py",
-        "translate/examples.py",
-        "rehearsal/assumptions.py",
-        "rehearsal/contract.py",
+        "observe/sample_records.py",
+        "compat/pages/objective_variants.py",
+        "compat/translate/examples.py",
+        "commands/rehearsal/assumptions.py",
+        "commands/rehearsal/contract.py",
     }, "hooks, SFT, what a report stores, the page of objectives, the worked example of other trainers, rehearsals"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fast.cluster.conftest import launch, workplace  # noqa: F401  # fixtures
+from tests.fast.run.conftest import launch, workplace  # noqa: F401  # fixtures
 from tests.gpu.tiny_families import DENSE, write_family
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from miles.engine.base import Engine, Generation, GenerationRequest, SamplingParams
-from miles.model_families.reading import read_config
+from miles.models.reading import read_config
 from tests.gpu.tiny_families import sent_weights, write_family
 
 # Shorter and longer than a page of the cache (64 tokens), a window (128) and a chunk of a recurrent layer (64 or 128).

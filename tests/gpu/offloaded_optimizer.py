@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cases import BATCHES, Case, loss_of
 from one_gpu import ONE, batch_of, make_backend, settings_of, start, train
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.optimizer import OptimizerArguments
 
 DIVIDED = MegatronArguments(use_distributed_optimizer=True)
 WAYS = {

@@ -20,20 +20,20 @@ from compare import samples_of, wanted
 from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert
-from miles.batching.schedule import schedule_step
+from miles.batch.convert import convert
+from miles.batch.schedule import schedule_step
+from miles.config.cluster import ClusterArguments
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.model import ModelArguments
+from miles.config.optimizer import OptimizerArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
+from miles.types.train_batch import TrainBatch
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 TRAINED = {

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers.models.auto import AutoModelForCausalLM
 
-from tests.fast.cluster.runs.launches import OF_TIME
+from tests.fast.run.runs.launches import OF_TIME
 
 SERVER_TITLES = ("sglang::scheduler", "sglang_on_cpu")
 KILLED_ROLLOUTS = 6  # of two steps each

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miles.arguments.parser import parse
-from miles.arguments.settings import Settings
-from miles.arguments.validate import validate
+from miles.config.parser import parse
+from miles.config.settings import Settings
+from miles.config.validate import validate
 from miles.engine.base import start_engine
 from miles.engine.host import LocalHost
 from tests.gpu.engine_checks import assert_follows, assert_stops, follow_an_update, stop_at_a_text, write_two

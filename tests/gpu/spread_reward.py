@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.sample import Sample
+from miles.types.sample import Sample
 
 
 def spread(samples: list[Sample]) -> list[float]:

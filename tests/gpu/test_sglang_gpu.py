@@ -67,7 +67,7 @@ def test_checkpoint_of_a_trainer_that_takes_turns(launch, workplace):
 
 @pytest.mark.gpus(2)
 def test_engine_that_dies_during_a_broadcast_does_not_hang_the_sender(launch):
-    """As in tests/fast/cluster/runs/test_kills.py, but the update only ends if NCCL is aborted."""
+    """As in tests/fast/run/runs/test_kills.py, but the update only ends if NCCL is aborted."""
     run = launch("killed", *FLAGS, "--use-fault-tolerance", "--num-rollout", "6")
     run.wait_until(lambda: run.has_rows() and max(run.rows()) >= 2)
     [scheduler, *_] = [p for p in run.left() if "sglang::scheduler" in " ".join(p.cmdline())]

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.model_families.installed_transformers import READ_AS
-from miles.tiny_models.config import shrunk_config
+from miles.models.installed_transformers import READ_AS
+from miles.models.tiny.config import shrunk_config
 from miles.training.fsdp.adapter import merged_weights
 from miles.training.fsdp.disk_names import as_on_disk
-from miles.weights import WeightChunk, in_chunks
+from miles.types.weights import WeightChunk, in_chunks
 from tests.fast.conftest import byte_tokenizer
 
 # The most important first: qwen3 and qwen3_moe are the most used. SGLang has not served the others in any other test.

@@ -32,16 +32,16 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PretrainedConfig
 
-from miles.arguments.parser import parse
-from miles.arguments.settings import Settings
-from miles.arguments.validate import validate
-from miles.batching.convert import convert
-from miles.batching.schedule import schedule_step
-from miles.rehearsal.beside_run import FORESEEN, ForeseenMemory
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch
+from miles.batch.convert import convert
+from miles.batch.schedule import schedule_step
+from miles.commands.rehearsal.beside_run import FORESEEN, ForeseenMemory
+from miles.config.parser import parse
+from miles.config.settings import Settings
+from miles.config.validate import validate
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
 from tests.gpu.devices import figures_of
 from tests.gpu.run_tests import SKIPPED
 

@@ -46,9 +46,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
 
 import psutil  # noqa: E402
 
-from miles.stacks import RUN_FOLDER  # noqa: E402
-from tests.fast.cluster.runs.launches import Launch, importing_from, kind_of, prepare_workplace, small_run, trained  # noqa: E402
+from miles.base.stacks import RUN_FOLDER  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
+from tests.fast.run.runs.launches import Launch, importing_from, kind_of, prepare_workplace, small_run, trained  # noqa: E402
 from tests.kill_campaign.trials import LOAD, REPLACED_BY_RESTART, SETUPS, SIGNALS, TARGETS, Plan, Trial  # noqa: E402
 
 ITERATIONS, STEPS = 24, 2
@@ -59,7 +59,7 @@ MOMENT_SECONDS = 300  # from the end of the previous trial, or the start of a ru
 END_SECONDS = 240  # from the signal to the end of the run, or until it continues; the machine may be busy
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
-GUARD = "miles.cluster.run_guard"
+GUARD = "miles.run.run_guard"
 SHARED = "/dev/shm/"
 
 

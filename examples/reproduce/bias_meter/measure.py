@@ -30,8 +30,8 @@ from miles.objective.policy_losses.base import StepTokens
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.objective.token_weights import mean_weight, sum_of_weights
-from miles.parallel.groups import ALONE
-from miles.train_batch import MicroBatch
+from miles.types.groups import ALONE
+from miles.types.train_batch import MicroBatch
 
 N = PROMPTS * GROUP
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # defined with --normalize-advantages

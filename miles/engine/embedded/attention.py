@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from miles.model_families.attention_sinks import with_sink
-from miles.model_families.cache_size import ROW_STEP
+from miles.models.attention_sinks import with_sink
+from miles.models.cache_size import ROW_STEP
 
 if TYPE_CHECKING:
     from miles.engine.embedded.layer_states import LayerStates
@@ -28,7 +28,7 @@ class Layer:
     """A layer's attention: its number, and what distinguishes it from plain causal attention.
 
     A query sees the last ``window`` keys, its own included; None: all. ``sinks`` [heads] are attention sinks
-    (model_families/attention_sinks.py). ``chosen`` [B, T, n] names the only keys that each query may see.
+    (models/attention_sinks.py). ``chosen`` [B, T, n] names the only keys that each query may see.
     """
 
     number: int

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from miles.data.end_tokens import end_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
-from miles.model_families.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
-from miles.model_families.reading import read_config, read_model
+from miles.models.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
+from miles.models.reading import read_config, read_model
+from miles.models.routers import Routers
 from miles.objective.token_log_probs import head_logits
-from miles.replay.routers import Routers
-from miles.weights import WeightChunk
+from miles.tasks.data.end_tokens import end_token_ids
+from miles.types.weights import WeightChunk
 
 # Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.
 SAVED_BY_PREFIX = 64

@@ -1,6 +1,6 @@
 """Compare a model in the engine with transformers' own forward pass, before it generates.
 
-Types of models that a test compares are in model_families/packing.py; all others are compared here, once, with their
+Types of models that a test compares are in models/packing.py; all others are compared here, once, with their
 own weights.
 """
 
@@ -11,9 +11,9 @@ import time
 
 import torch
 
+from miles.base.one_line import one_line
 from miles.engine.embedded.model_runner import ModelRunner
-from miles.model_families.packing import is_compared_by_test, model_type
-from miles.one_line import one_line
+from miles.models.packing import is_compared_by_test, model_type
 
 _LENGTHS = (6, 11)  # tokens of the two sequences
 _WIDTH = 16  # that a decoding step reads, wider than either

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from miles.arguments.settings import Settings
-from miles.data.tokenizer import load_tokenizer
+from miles.base.spans import span
+from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.engine.embedded.start_check import check_untested_model
 from miles.engine.embedded.stop_text import StopText
 from miles.engine.host import EngineHost
-from miles.profiling.spans import span
-from miles.weights import WeightChunk
+from miles.tasks.data.tokenizer import load_tokenizer
+from miles.types.weights import WeightChunk
 
 
 @dataclass(eq=False)

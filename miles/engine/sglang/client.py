@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from miles.components import stop_pattern
+from miles.base.secret_values import public
+from miles.base.spans import span
+from miles.config.components import stop_pattern
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.sglang import fast_json
 from miles.engine.sglang.keys import bearer
-from miles.profiling.spans import span
-from miles.replay.expert_choices import dtype_for
-from miles.replay.token_sets import TokenSets
-from miles.secret_values import public
+from miles.types.expert_choices import dtype_for
+from miles.types.token_sets import TokenSets
 
 T = TypeVar("T", int, float)
 

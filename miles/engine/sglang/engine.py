@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from miles.arguments.settings import Settings
-from miles.arguments.sglang.settings import SglangArguments
-from miles.data.end_tokens import end_token_ids
+from miles.config.settings import Settings
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, RemoteSenders
 from miles.engine.host import EngineHost, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
@@ -35,9 +34,10 @@ from miles.engine.sglang.servers import Servers
 from miles.engine.sglang.shared_servers import SenderConfig
 from miles.engine.sglang.spanning import SpanningServer
 from miles.engine.sglang.weight_updates import WeightUpdates
-from miles.model_families.reading import read_config
-from miles.weight_sync.sender import WeightSender
-from miles.weights import WeightChunk
+from miles.engine.weight_sync.sender import WeightSender
+from miles.models.reading import read_config
+from miles.tasks.data.end_tokens import end_token_ids
+from miles.types.weights import WeightChunk
 
 LOGS = "engines"  # in --output-dir
 ABORT_AGAIN_SECONDS = 0.5

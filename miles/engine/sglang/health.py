@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
-from miles.arguments.sglang.settings import SglangArguments
+from miles.base.host.disk_faults import WriteFailed
+from miles.base.one_line import one_line
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.servers import ManagedServer, Servers, ServerState
-from miles.host.disk_faults import WriteFailed
-from miles.one_line import one_line
 
 START_TRIES = 3  # in a row, before a server is given up
 

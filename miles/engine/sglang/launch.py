@@ -15,18 +15,18 @@ from weakref import finalize
 
 import httpx
 
-from miles.arguments.sglang.server_flags import has_flag
+from miles.base.host.disk_faults import disk_fault, naming_disk
+from miles.base.host.machine import num_cores
+from miles.base.secret_values import split_secret_words
+from miles.base.stacks import RUN_FOLDER
+from miles.config.sglang.server_flags import has_flag
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import begin_notes, remove_server_folder
 from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port, is_taken
 from miles.engine.sglang.server_log import LogFile
-from miles.host.disk_faults import disk_fault, naming_disk
-from miles.host.machine import num_cores
-from miles.secret_values import split_secret_words
-from miles.stacks import RUN_FOLDER
-from miles.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from miles.base.parent import die_with_parent
+from miles.base.secret_values import secrets_in
+from miles.base.stacks import answer_requests
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.server_log import LogFile, ServerLog
-from miles.host.parent import die_with_parent
-from miles.secret_values import secrets_in
-from miles.stacks import answer_requests
 
 POLL_SECONDS = 0.5
 PORT_TRIES = 3  # another process can take a port between the moment it is found free and the moment it is used

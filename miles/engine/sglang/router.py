@@ -11,14 +11,14 @@ from urllib.parse import quote
 
 import httpx
 
-from miles.arguments.sglang.server_flags import has_flag
+from miles.base.secret_values import split_secret_words
+from miles.base.threads import in_thread
+from miles.config.sglang.server_flags import has_flag
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken
 from miles.engine.sglang.server_log import LogFile
-from miles.secret_values import split_secret_words
-from miles.threads import in_thread
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300

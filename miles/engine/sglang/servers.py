@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
+from miles.base.host.disk_faults import WriteFailed
 from miles.engine.host import Server
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.shared_servers import SeenServer, SeenServers
-from miles.host.disk_faults import WriteFailed
 
 log = logging.getLogger(__name__)
 

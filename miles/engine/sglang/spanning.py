@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from miles.engine.host import ServerPart
-from miles.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
 
 
 class SpanningServer:

@@ -10,7 +10,7 @@ from typing import Any
 from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
 from miles.objective.settings import LossArguments
-from miles.sample import Sample
+from miles.types.sample import Sample
 
 IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
 SECONDS = 600.0  # of one request

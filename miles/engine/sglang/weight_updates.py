@@ -6,13 +6,13 @@ import base64
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from miles.arguments.sglang.settings import SglangArguments
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.host import Server
 from miles.engine.sglang.client import RequestRefused, SglangClient
 from miles.engine.sglang.servers import Failures, ManagedServer, Servers, ServerState
-from miles.weight_sync.local_copy import CopySource, WeightFolder
-from miles.weight_sync.sender import WeightSender
-from miles.weights import WeightChunk
+from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.sender import WeightSender
+from miles.types.weights import WeightChunk
 
 SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 
@@ -136,7 +136,7 @@ def _without(servers: Sequence[ManagedServer], failures: Failures) -> list[Manag
 
 
 class SglangReceiver:
-    """Receive weights as an SGLang server; ``miles.weight_sync.transport.WeightReceiver``.
+    """Receive weights as an SGLang server; ``miles.engine.weight_sync.transport.WeightReceiver``.
 
     Every call checks the server's reply. An update that fails halfway leaves weights that nobody should use.
 

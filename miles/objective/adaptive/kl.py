@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
-from miles.flags import flag
-from miles.metrics import Metric
+from miles.base.flags import flag
 from miles.objective.registry import Term
+from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
-    from miles.flags import Errors
+    from miles.base.flags import Errors
 
 _LARGEST_ERROR = 0.2
 

@@ -1,6 +1,6 @@
 """Advantage estimators: ``--advantage-estimator``."""
 
-from miles.choices import Registry
+from miles.base.choices import Registry
 from miles.objective.estimators.base import Estimator
 
 ESTIMATORS = Registry(__name__, Estimator)  # type: ignore[type-abstract]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import flag
+from miles.base.flags import flag
 from miles.objective.estimators.base import Estimator
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
@@ -12,7 +12,7 @@ from miles.objective.registry import Needs, Term
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.settings import StepShape
 
 _EPS = 1e-8

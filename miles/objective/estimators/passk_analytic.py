@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import Errors, flag
+from miles.base.flags import Errors, flag
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from miles.flags import flag
+from miles.base.flags import flag
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 

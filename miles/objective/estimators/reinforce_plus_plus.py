@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import Errors
+from miles.base.flags import Errors
 from miles.objective.estimators.base import Estimator
 from miles.objective.estimators.ppo import generalized_advantages
 from miles.objective.kl import reward_penalty

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import Errors
+from miles.base.flags import Errors
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term

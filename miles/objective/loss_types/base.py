@@ -13,11 +13,11 @@ from miles.objective.value_loss import value_loss_formula
 if TYPE_CHECKING:
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 class LossType(ObjectivePart):
@@ -87,10 +87,10 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
         terms.append(Term(text, "miles.objective.token_advantages"))
     path = flags.rollout_data_postprocess_path
     if path is not None:
-        terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batching.data_postprocess", path))
+        terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batch.data_postprocess", path))
     if flags.drop_zero_std_groups:
         text = "a step is without the groups whose A are all 0, and its counts too, unless it has no other groups"
-        terms.append(Term(text, "miles.batching.convert"))
+        terms.append(Term(text, "miles.batch.convert"))
     return terms
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from miles.compat.losses.call import four_argument_loss, sample_tokens, try_four_arguments
 from miles.objective.adaptive.kl import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import WHOLE_LOSS, LossInputs
-from miles.objective.launcher_losses.call import four_argument_loss, sample_tokens, try_four_arguments
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term
@@ -19,10 +19,10 @@ from miles.objective.token_weights import TOKEN_WEIGHTS
 if TYPE_CHECKING:
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.chosen import Objective
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 class CustomLoss(LossType):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from miles.objective.chosen import Objective
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 OLD_OF_ENGINE = "the engine's probability at the time of sampling (--use-rollout-logprobs)"

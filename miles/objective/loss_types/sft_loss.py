@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from miles.objective.chosen import Objective
     from miles.objective.settings import LossArguments, StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 class SftLoss(LossType):

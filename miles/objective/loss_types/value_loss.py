@@ -13,11 +13,11 @@ from miles.objective.token_weights import TOKEN_WEIGHTS
 if TYPE_CHECKING:
     import torch
 
-    from miles.flags import Errors
+    from miles.base.flags import Errors
     from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
     from miles.objective.settings import StepShape
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 class ValueLoss(LossType):

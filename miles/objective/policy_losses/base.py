@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from miles.train_batch import MicroBatch
+    from miles.types.train_batch import MicroBatch
 
 
 @dataclass(frozen=True)

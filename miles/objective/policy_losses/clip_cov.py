@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import Errors, flag
+from miles.base.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyTokens, StepTokens, TokenLosses
 from miles.objective.policy_losses.kl_cov import SelectsByCovariance, covariances
 from miles.objective.policy_losses.ppo_clip import PpoClip, clip_bounds

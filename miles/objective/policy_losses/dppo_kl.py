@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles.flags import flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.dppo_tv import Dppo
 
 if TYPE_CHECKING:

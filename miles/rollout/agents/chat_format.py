@@ -6,15 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from miles.data.row import Row
-from miles.data.special_tokens import SpecialTokens
-from miles.data.tokenizer import turn_arguments
+from miles.base.input_error import InputError
+from miles.base.one_line import one_line
 from miles.engine.base import Generation
-from miles.input_error import InputError
-from miles.one_line import one_line
 from miles.rollout.agents.api_error import ApiError
 from miles.rollout.agents.chat_request import Message
 from miles.rollout.answer_text import answer_text
+from miles.tasks.data.row import Row
+from miles.tasks.data.special_tokens import SpecialTokens
+from miles.tasks.data.tokenizer import turn_arguments
 
 _MARK = "theanswerthatwassampled"
 _ROW = Row("the messages", {})  # for errors in special tokens

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from miles import strict_json
-from miles.one_line import one_line
+from miles.base import strict_json
+from miles.base.one_line import one_line
 from miles.rollout.agents.api_error import ApiError
 
 Message = dict[str, Any]  # as chat templates take it: role, content (text), and tool_calls with arguments as objects

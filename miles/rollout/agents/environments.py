@@ -8,11 +8,10 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from miles.arguments.settings import Settings
-from miles.environments.base import ConversationTooLong, Environment, Message
-from miles.environments.chosen import environment_maker
-from miles.one_line import name_and_words, one_line
-from miles.rewards.base import NotAReward, as_reward
+from miles.base.one_line import name_and_words, one_line
+from miles.base.user_code.calls import while_waiting
+from miles.base.user_code.errors import UserCodeError, ordinary_errors
+from miles.config.settings import Settings
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
 from miles.rollout.agents.program import time_is_up
@@ -20,9 +19,10 @@ from miles.rollout.agents.server import SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.trajectory import Trajectory
-from miles.sample import Sample, SampleStatus
-from miles.user_code.calls import while_waiting
-from miles.user_code.errors import UserCodeError, ordinary_errors
+from miles.tasks.environments.base import ConversationTooLong, Environment, Message
+from miles.tasks.environments.chosen import environment_maker
+from miles.tasks.rewards.base import NotAReward, as_reward
+from miles.types.sample import Sample, SampleStatus
 
 
 class RecordedModel:

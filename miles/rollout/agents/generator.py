@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from miles.arguments.settings import Settings
-from miles.input_error import InputError
+from miles.base.input_error import InputError
+from miles.config.settings import Settings
 from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.trajectory import Trajectory
-from miles.sample import Sample, SampleStatus
+from miles.types.sample import Sample, SampleStatus
 
 
 class AgentGenerator(SessionGenerator):

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.one_line import one_line
+from miles.base.one_line import one_line
+from miles.base.secret_values import is_secret
 from miles.rollout.agents.session import Session
-from miles.sample import Prompt
-from miles.secret_values import is_secret
+from miles.types.sample import Prompt
 
 MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
 SHOWN = 400  # characters of standard error in a message

@@ -22,18 +22,18 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from miles.components import StopTextLimits
+from miles.base.one_line import one_line
+from miles.config.components import StopTextLimits
 from miles.engine.base import Generation, GenerationRequest
-from miles.one_line import one_line
-from miles.replay.expert_choices import continued
-from miles.replay.token_sets import extended
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.chat_request import ChatRequest, Message, message_key, read_messages
 from miles.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from miles.rollout.groups import STATUS
 from miles.rollout.trajectory import Trajectory
-from miles.sample import NO_WEIGHTS, Sample, SampleStatus
+from miles.types.expert_choices import continued
+from miles.types.sample import NO_WEIGHTS, Sample, SampleStatus
+from miles.types.token_sets import extended
 
 
 @dataclass(frozen=True)

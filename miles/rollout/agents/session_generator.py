@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from miles.arguments.settings import Settings
-from miles.components import engine_spec
+from miles.base.flags import json_object
+from miles.config.components import engine_spec
+from miles.config.settings import Settings
 from miles.engine.base import Engine, SamplingParams
-from miles.flags import json_object
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.session import Session
 from miles.rollout.groups import SeedOf
 from miles.rollout.trajectory import Trajectory, generate_trajectories
-from miles.sample import PromptGroup, Sample
+from miles.types.sample import PromptGroup, Sample
 
 
 class SessionGenerator(ABC):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from miles.sample import PromptGroup
-from miles.user_code.loading import load_function
+from miles.base.user_code.loading import load_function
+from miles.types.sample import PromptGroup
 
 _FLAG = "--buffer-filter-path"
 MOST_DROPPED = 1000  # groups in a row, without one that is picked: the function keeps nothing

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 FLAG = "--custom-convert-samples-to-train-data-path"
 REQUIRED = ("tokens", "response_lengths", "rewards")

@@ -2,7 +2,7 @@
 
 In this order: samples that are not trained on are marked, all samples are shown, metrics are logged, and samples are
 replaced by what is trained on. Each function is given ``args``, the settings by their flags' names
-(``miles/arguments/flags_view.py``), and samples in groups.
+(``miles/config/flags_view.py``), and samples in groups.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from miles.arguments.flags_view import flags_view
-from miles.arguments.settings import Settings
-from miles.metrics import Metric
+from miles.base.user_code.loading import load_function
+from miles.config.flags_view import flags_view
+from miles.config.settings import Settings
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.hooks import custom_convert
 from miles.rollout.metrics import with_own_metrics
-from miles.sample import PromptGroup, Sample, SampleStatus
-from miles.user_code.loading import load_function
+from miles.types.metrics import Metric
+from miles.types.sample import PromptGroup, Sample, SampleStatus
 
 FILTER = "--rollout-sample-filter-path"
 PROCESS = "--rollout-all-samples-process-path"
@@ -86,7 +86,7 @@ class IterationHooks:
     def _remove(self, groups: Sequence[PromptGroup]) -> int:
         """Mark the samples that are not trained on; return how many there are.
 
-        Their loss masks stay until advantages are made, since those may depend on lengths (``batching/convert.py``).
+        Their loss masks stay until advantages are made, since those may depend on lengths (``batch/convert.py``).
         """
         if self._filter is not None:
             self._filter(self._args, [group.samples for group in groups])

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from miles.one_line import few_lines, name_and_words, one_line
+from miles.base.one_line import few_lines, name_and_words, one_line
 from miles.rollout.groups import GroupSpec
 from miles.rollout.workers.packed import PackedGroup
-from miles.sample import PromptGroup
+from miles.types.sample import PromptGroup
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from array import array
 from typing import Any, NamedTuple
 
 from miles.rollout.groups import ProducedGroup
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 # Columns of a sample, by the type code of their arrays.
 _COLUMNS = {

@@ -24,8 +24,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from miles.base.process_trace import ProcessTrace
 from miles.engine.base import SenderConfig, SharesServers
-from miles.profiling.process_trace import ProcessTrace
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.workers.messages import (
@@ -48,7 +48,7 @@ from miles.rollout.workers.messages import (
     encode_error,
 )
 from miles.rollout.workers.packed import unpack
-from miles.sample import PromptGroup
+from miles.types.sample import PromptGroup
 
 START_TRIES = 3  # in a row, of one worker
 GROUP_TRIES = 4  # workers that a group may be lost with

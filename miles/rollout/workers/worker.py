@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from miles.arguments.settings import Settings
-from miles.data.tokenizer import load_tokenizer
+from miles.base.host.machine import memory_limit
+from miles.base.recorder import Recorder
+from miles.base.spans import span
+from miles.base.user_code.calls import limit_calls
+from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest, RequestSender, SenderConfig, connect_teacher
-from miles.host.machine import memory_limit
-from miles.profiling.recorder import Recorder
-from miles.profiling.spans import span
-from miles.rewards.registry import get_reward_function
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
@@ -40,8 +39,9 @@ from miles.rollout.workers.messages import (
     encode_error,
 )
 from miles.rollout.workers.packed import pack
-from miles.sample import PromptGroup
-from miles.user_code.calls import limit_calls
+from miles.tasks.data.tokenizer import load_tokenizer
+from miles.tasks.rewards.registry import get_reward_function
+from miles.types.sample import PromptGroup
 
 LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each side about a millisecond
 ENOUGH = 32  # groups that are sent without waiting for more

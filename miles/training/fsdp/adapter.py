@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from miles.arguments.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
-from miles.flags import collect_errors
+from miles.base.flags import collect_errors
+from miles.config.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
 from miles.training.adapter_folder import peft_config, write_adapter
 from miles.training.fsdp.sparse_attention import INDEXER
 

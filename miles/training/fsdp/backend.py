@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from miles.arguments.lora import LoraArguments
-from miles.arguments.settings import Settings
-from miles.components import engine_spec
-from miles.parallel.groups import ContextGroups
-from miles.replay.routers import Routers
+from miles.config.components import engine_spec
+from miles.config.lora import LoraArguments
+from miles.config.settings import Settings
+from miles.models.routers import Routers
 from miles.training import checkpoint_folder
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
@@ -39,7 +38,8 @@ from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.packing_check import check_layout, check_untested_model
 from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel
 from miles.training.reference_refresh import check_can_follow, check_same_positions, follow, names_of_state
-from miles.weights import WeightChunk, in_chunks
+from miles.types.groups import ContextGroups
+from miles.types.weights import WeightChunk, in_chunks
 
 
 class FsdpBackend:

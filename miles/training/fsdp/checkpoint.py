@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from miles.model_families.base import HEADS_IN_CONFIG
+from miles.models.base import HEADS_IN_CONFIG
 from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from miles.arguments.settings import Settings
+from miles.config.settings import Settings
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.checkpoint import export_hf, load_weights

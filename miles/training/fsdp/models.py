@@ -18,15 +18,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from miles.model_families.packing import longest_trained
-from miles.model_families.reading import choose_experts, read_config, read_model
+from miles.models.packing import longest_trained
+from miles.models.reading import choose_experts, read_config, read_model
+from miles.models.routers import Routers
 from miles.objective.token_log_probs import chunked_log_probs
-from miles.replay.routers import Routers
-from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.fsdp.recurrent_layers import reset_states_between_samples
 from miles.training.fsdp.sparse_attention import choose_keys_within_samples
 from miles.training.packed_attention import NAME, PackedLayout
+from miles.types.train_batch import MicroBatch
 
 
 class LossCanary(nn.Module):

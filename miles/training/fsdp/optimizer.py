@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.optimizer import OptimizerArguments
 from miles.training.optimizer import ScheduledOptimizer
 
 

@@ -2,7 +2,7 @@
 
 A layer that ignores the bounds of samples carries its state into the next one, and nothing else notices: the loss is
 finite, and the gradient is that of another model. Types of models that a test compares are in
-model_families/packing.py; all others are compared here, once, with their own weights.
+models/packing.py; all others are compared here, once, with their own weights.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from miles.arguments.parallel import ParallelArguments
-from miles.batching.collate import collate
-from miles.batching.convert import convert
-from miles.model_families.packing import (
+from miles.batch.collate import collate
+from miles.batch.convert import convert
+from miles.config.parallel import ParallelArguments
+from miles.models.packing import (
     is_compared_by_test,
     model_type,
     must_be_padded,
     why_not_shared,
     why_not_trained,
 )
-from miles.model_families.reading import read_config
+from miles.models.reading import read_config
 from miles.objective.settings import LossArguments
-from miles.parallel.groups import ALONE
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch
 from miles.training.fsdp.models import Policy
 from miles.training.packed_attention import NAME
+from miles.types.groups import ALONE
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
 
 _GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once when packed, and of its responses
 

@@ -15,12 +15,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from miles.arguments.settings import Settings
-from miles.train_batch import TrainShard
+from miles.config.settings import Settings
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.models import Policy, ShardedModule, build_model, decoder_layers
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
 from miles.training.rehearsed import LeaveOut, RehearsedBackend
+from miles.types.train_batch import TrainShard
 
 
 def _note_nothing() -> None:

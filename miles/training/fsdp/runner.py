@@ -11,15 +11,15 @@ from typing import Generic
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from miles.batching.collate import collate
-from miles.parallel.groups import ContextGroups
-from miles.profiling.spans import span
-from miles.replay.routers import Routers
-from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.base.spans import span
+from miles.batch.collate import collate
+from miles.models.routers import Routers
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.fsdp.adapter import without_adapter
 from miles.training.fsdp.models import ShardedModule
 from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.types.groups import ContextGroups
+from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 
 
 class FsdpModel(Generic[Scorer]):

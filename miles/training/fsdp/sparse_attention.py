@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from miles.model_families.packing import SPARSE, model_type
+from miles.models.packing import SPARSE, model_type
 from miles.training.packed_attention import PackedLayout, Rows
 
 INDEXER = "indexer"  # its name in a layer

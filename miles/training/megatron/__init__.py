@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from miles.arguments.settings import Settings
+    from miles.config.settings import Settings
     from miles.training.backend import TrainBackend
     from miles.training.megatron.backend import MegatronBackend
     from miles.training.rehearsed import LeaveOut, RehearsedBackend

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from miles.arguments.lora import LoraArguments
-from miles.arguments.megatron.adapter import check_adapter_with_model
-from miles.arguments.settings import Settings
-from miles.flags import collect_errors
+from miles.base.flags import collect_errors
+from miles.config.lora import LoraArguments
+from miles.config.megatron.adapter import check_adapter_with_model
+from miles.config.settings import Settings
 from miles.training.adapter_folder import adapter_folder, write_adapter
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.policy_model import PolicyModel

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import PretrainedConfig
 
-from miles.arguments.lora import LoraArguments
-from miles.arguments.megatron.rules import check_same_shape, check_with_model
-from miles.arguments.settings import Settings
-from miles.model_families.base import HEADS_IN_CONFIG
-from miles.model_families.parameters import is_of_head
-from miles.model_families.reading import read_config
+from miles.config.lora import LoraArguments
+from miles.config.megatron.rules import check_same_shape, check_with_model
+from miles.config.settings import Settings
+from miles.models.base import HEADS_IN_CONFIG
+from miles.models.parameters import is_of_head
+from miles.models.reading import read_config
 from miles.training import checkpoint_folder
 from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
@@ -46,7 +46,7 @@ from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
 from miles.training.reference_refresh import check_same_positions
-from miles.weights import WeightChunk, in_chunks
+from miles.types.weights import WeightChunk, in_chunks
 
 
 class MegatronBackend:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from miles.arguments.settings import Settings
-from miles.model_families.base import HEADS_IN_CONFIG
-from miles.model_families.reading import read_config
+from miles.config.settings import Settings
+from miles.models.base import HEADS_IN_CONFIG
+from miles.models.reading import read_config
 from miles.training.adapter_folder import check_adapter
 from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
 from miles.training.megatron.checkpoint.save_load import load_weights

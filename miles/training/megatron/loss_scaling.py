@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from miles.objective.output import LossOutput
-from miles.train_batch import MicroBatch, TrainShard
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.versions import average_of_ddp, average_of_schedule
+from miles.types.train_batch import MicroBatch, TrainShard
 
 Metrics = dict[str, torch.Tensor]
 ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns

@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.optimizer import OptimizerArguments
 from miles.training.optimizer import ScheduledOptimizer
 
 # Megatron takes Adam from Transformer Engine or Apex if they are installed. Theirs keep the number of steps in

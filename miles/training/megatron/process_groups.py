@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from miles.parallel.dims import ParallelDims
-from miles.parallel.groups import ContextGroups
+from miles.types.dims import ParallelDims
+from miles.types.groups import ContextGroups
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from miles.arguments.settings import Settings
-from miles.batching.collate import collate
-from miles.flags import refuse
-from miles.train_batch import TrainShard
+from miles.base.flags import refuse
+from miles.batch.collate import collate
+from miles.config.settings import Settings
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
@@ -36,6 +35,7 @@ from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 from miles.training.rehearsed import LeaveOut, RehearsedBackend
+from miles.types.train_batch import TrainShard
 
 
 class _NoWeights(HuggingFaceWeights):

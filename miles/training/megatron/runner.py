@@ -17,10 +17,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.batching.collate import collate
-from miles.profiling.spans import named_by_timers, span
-from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.base.spans import named_by_timers, span
+from miles.batch.collate import collate
+from miles.config.megatron.settings import MegatronArguments
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.megatron.loss_scaling import ScheduleLoss, scaling_of
 from miles.training.megatron.model.mtp import NextTokens
@@ -31,6 +30,7 @@ from miles.training.megatron.moe.replay import MicroBatchExperts
 from miles.training.megatron.moe.router import RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
+from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 
 
 class MegatronModel(Generic[Scorer]):

@@ -19,7 +19,7 @@ from miles.engine.embedded import sampling
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.objective import token_log_probs
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import Prompt, PromptGroup, Sample
 from tests.fast.support.benchmark_scripts import benchmark
 from tests.fast.support.tiny_llama import tiny_llama
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from miles.arguments.parser import judge, read_command
-from miles.cluster.folders.folder_lock import locked_folders
+from miles.base.folder_lock import locked_folders
 from miles.commands import quickstart, train
-from miles.quickstart.data import split_pairs
-from miles.quickstart.summary import summarize
+from miles.commands.quickstart_parts.data import split_pairs
+from miles.commands.quickstart_parts.summary import summarize
+from miles.config.parser import judge, read_command
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from cases import Case, Row, groups_of, rows_of
 
-from miles.batching.convert import convert
-from miles.train_batch import TrainBatch
+from miles.batch.convert import convert
+from miles.types.train_batch import TrainBatch
 
 
 def batches_of(case: Case) -> list[TrainBatch]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.training import TrainingArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.training import TrainingArguments
 from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
-from miles.replay.token_sets import TokenSets
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TokenColumns
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.token_sets import TokenSets
+from miles.types.train_batch import TokenColumns
 
 VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``

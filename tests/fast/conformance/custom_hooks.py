@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from miles.compat.losses.logits import compute_policy_loss, get_log_probs_and_entropy
 from miles.objective.hooks import (
     AdvantageSamples,
     AdvantageTrajectory,
@@ -12,7 +13,6 @@ from miles.objective.hooks import (
     LossInputs,
     PolicyLossInputs,
 )
-from miles.objective.launcher_losses.logits import compute_policy_loss, get_log_probs_and_entropy
 
 
 def ppo_losses(inputs: PolicyLossInputs) -> torch.Tensor:

@@ -18,16 +18,16 @@ from cases import BATCHES, LAYOUTS, MODES, Case, Layout, loss_of
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_upper_left
 
-from miles.arguments.training import TrainingArguments
-from miles.batching import collate, convert, schedule
+from miles.batch import collate, convert, schedule
+from miles.config.training import TrainingArguments
 from miles.objective.chosen import Objective, build_objective
 from miles.objective.loss_types import policy_loss
 from miles.objective.token_weights import OffPolicyMasking, Truncation
-from miles.parallel import groups
-from miles.train_batch import MicroBatch
 from miles.training import packed_attention
 from miles.training.fsdp import runner
 from miles.training.fsdp.models import Policy
+from miles.types import groups
+from miles.types.train_batch import MicroBatch
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

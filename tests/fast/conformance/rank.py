@@ -31,21 +31,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.batching.schedule import schedule_step
-from miles.metrics import Metric, values
+from miles.batch.schedule import schedule_step
+from miles.config.cluster import ClusterArguments
+from miles.config.model import ModelArguments
+from miles.config.optimizer import OptimizerArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.objective.canary import LossMassError, check_loss_mass
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch
 from miles.training import packed_attention
 from miles.training import trainer as trainer_module
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Role, Trainer
+from miles.types.metrics import Metric, values
+from miles.types.train_batch import TrainBatch
 
 DEADLINE = timedelta(seconds=60)
 STACKS_AFTER = 45.0  # seconds of a case; before its collectives time out

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from miles.arguments.files.run_config import run_config
-from miles.arguments.parser import judge, read_command
 from miles.commands import quickstart, sweep, train
+from miles.config.files.run_config import run_config
+from miles.config.parser import judge, read_command
 from tests.fast.docs.tutorial_page import REPO
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
-from miles.weights import in_chunks
+from miles.types.weights import in_chunks
 from tests.fast.engine.sglang_servers import engine_of, other_weights
 
 

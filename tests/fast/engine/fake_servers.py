@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from miles.arguments.sglang.server_flags import ServerFlags
-from miles.arguments.sglang.settings import SglangArguments
+from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.keys import keys_of
@@ -18,8 +18,8 @@ from miles.engine.sglang.launch import is_ready
 from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
-from miles.weight_sync.sender import WeightSender
-from miles.weights import WeightChunk
+from miles.engine.weight_sync.sender import WeightSender
+from miles.types.weights import WeightChunk
 
 HERE = str(Path(__file__).parent)
 VOCAB = 1000

@@ -7,13 +7,13 @@ import signal
 import psutil
 import torch
 
-from miles.arguments.sglang.server_flags import ServerFlags
-from miles.arguments.sglang.settings import SglangArguments
+from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.settings import SglangArguments
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.keys import keys_of
 from miles.engine.sglang.launch import ServerSpec, SglangServer
 from miles.engine.sglang.server_log import LogFile
-from miles.weight_sync.sender import WeightSender
+from miles.engine.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
 KEYS = keys_of(ServerFlags(), external=False)

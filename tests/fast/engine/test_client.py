@@ -24,8 +24,8 @@ from miles.engine.sglang.client import (
 )
 from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.weight_updates import SglangReceiver
-from miles.weight_sync.local_copy import WeightFolder
-from miles.weights import WeightChunk
+from miles.engine.weight_sync.local_copy import WeightFolder
+from miles.types.weights import WeightChunk
 
 
 def answer(tokens, *spans, version="7"):

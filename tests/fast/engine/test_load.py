@@ -6,7 +6,7 @@ import pytest
 
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.load import EngineLoad, MeteredEngine
-from miles.metrics import values
+from miles.types.metrics import values
 
 
 class Clock:

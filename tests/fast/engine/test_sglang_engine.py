@@ -4,8 +4,8 @@ import pytest
 import torch
 from tolerance import SERVER_LOG_PROB_ERROR
 
-from miles.weight_sync.sender import check_equal
-from miles.weights import in_chunks
+from miles.engine.weight_sync.sender import check_equal
+from miles.types.weights import in_chunks
 from tests.fast.conftest import byte_tokenizer
 from tests.fast.engine.sglang_servers import log_probs_of
 

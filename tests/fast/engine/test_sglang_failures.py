@@ -13,7 +13,7 @@ from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.keys import bearer
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
-from miles.weights import in_chunks
+from miles.types.weights import in_chunks
 from tests.fast.engine.faulty_proxy import FaultyProxy
 from tests.fast.engine.sglang_servers import HOST, KEYS, LocalServer, engine_of, log_probs_of, other_weights
 

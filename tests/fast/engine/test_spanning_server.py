@@ -15,7 +15,7 @@ from miles.engine.host import LocalHost, ServerFailed
 from miles.engine.sglang.launch import START_SECONDS, ServerSpec, SglangServer
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.spanning import SpanningServer
-from miles.weights import in_chunks
+from miles.types.weights import in_chunks
 from tests.fast.engine.sglang_servers import KEYS, SMALL, engine_of, log_probs_of, other_weights
 
 

@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestServer
 
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.teacher import ServedTeacher
-from miles.sample import Prompt, Sample
+from miles.types.sample import Prompt, Sample
 
 PASSWORD = "hunter2secret"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from small_disk import fill, mounted_disk
 
-from miles.host.disk_faults import WriteFailed
-from miles.weight_sync.delta_writer import DeltaWriter
-from miles.weight_sync.local_copy import chunks_in
-from miles.weight_sync.offered import OfferedWeights
-from miles.weights import WeightChunk, unpack
+from miles.base.host.disk_faults import WriteFailed
+from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.engine.weight_sync.local_copy import chunks_in
+from miles.engine.weight_sync.offered import OfferedWeights
+from miles.types.weights import WeightChunk, unpack
 from tests.fast.engine.fake_servers import ask, started_engine
 
 FULL = (

@@ -2,12 +2,12 @@
 
 import pytest
 
-from miles.arguments.parser import parse
-from miles.arguments.sglang.server_flags import ServerFlags
-from miles.arguments.validate import validate
+from miles.config.parser import parse
+from miles.config.sglang.server_flags import ServerFlags
+from miles.config.validate import validate
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import keys_of
-from tests.fast.cluster.runs.launches import small_run
+from tests.fast.run.runs.launches import small_run
 from tests.gpu import server_speed
 from tests.gpu.sglang_engine import BY_KIND, settings_of
 from tests.gpu.test_sglang_runs_gpu import DETERMINISTIC, KILLED, LORA, flags

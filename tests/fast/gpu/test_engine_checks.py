@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.model_families.installed_transformers import READ_AS
-from miles.weights import WeightChunk
+from miles.models.installed_transformers import READ_AS
+from miles.types.weights import WeightChunk
 from tests.gpu.engine_checks import assert_follows, assert_stops, follow_an_update, stop_at_a_text, write_two
 from tests.gpu.tiny_families import (
     DENSE,

@@ -3,7 +3,7 @@
 import pytest
 from tolerance import SERVER_LOG_PROB_ERROR
 
-from tests.fast.cluster.conftest import launch, workplace  # noqa: F401  # fixtures
+from tests.fast.run.conftest import launch, workplace  # noqa: F401  # fixtures
 from tests.gpu.run_checks import engine_against_trainer, kill_server
 from tests.gpu.test_sglang_runs_gpu import KILLED, flags
 

@@ -13,8 +13,8 @@ from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments
-from miles.parallel.groups import ALONE
-from miles.train_batch import MicroBatch
+from miles.types.groups import ALONE
+from miles.types.train_batch import MicroBatch
 
 
 def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:

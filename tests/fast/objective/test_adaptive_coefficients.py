@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.metrics import Metric
 from miles.objective.chosen import build_objective
 from miles.objective.coefficients import Coefficients
 from miles.objective.settings import LossArguments
+from miles.types.metrics import Metric
 
 NUMBERS = st.floats(-3, 3, allow_nan=False)
 STEPS = st.lists(st.tuples(NUMBERS, st.integers(1, 64)), min_size=1, max_size=30)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tolerance import FEW_ROUNDINGS
 
-from miles.flags import Errors
+from miles.base.flags import Errors
 from miles.objective.chosen import build_objective, check_objective
 from miles.objective.settings import LossArguments, StepShape
 from miles.objective.token_advantages import SampleTokens, token_advantages

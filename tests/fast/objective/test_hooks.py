@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from miles.arguments.explain import explain
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.explain import explain
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.aggregation import get_pg_loss_reducer
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import Estimator, SampleRewards

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerance import DOUBLE_ERROR
 
-from miles.flags import Errors
+from miles.base.flags import Errors
 from miles.objective.kl import approximate_kl, check_kl
 from miles.objective.settings import LossArguments
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.explain import explain
-from miles.arguments.parser import build_parser, parse
-from miles.arguments.validate import validate
-from miles.flags import flag_name
+from miles.base.flags import flag_name
+from miles.config.explain import explain
+from miles.config.parser import build_parser, parse
+from miles.config.validate import validate
 from miles.objective.adaptive.entropy import AdaptiveEntropyFlags
 from miles.objective.adaptive.kl import AdaptiveKlFlags
 from miles.objective.aggregation import MODES, AggregationFlags
@@ -107,7 +107,7 @@ def test_no_other_file_branches_on_a_name():
         folder = path.parent.name
         inside = path.relative_to(ROOT / "miles")
         # They list names of other trainers, which may be ours.
-        if inside.parts[0] == "translate" or inside.as_posix() == "arguments/pages/names_in_verl.py":
+        if inside.parts[0] == "translate" or inside.as_posix() == "compat/pages/names_in_verl.py":
             continue
         if folder in ("estimators", "policy_losses") or (folder == "objective" and path.name in allowed):
             continue
@@ -142,7 +142,7 @@ def test_validation_imports_no_tensor_library():
 import sys
 for name in ("torch", "numpy", "ray"):
     sys.modules[name] = None
-from miles.arguments.parser import main_parse
+from miles.config.parser import main_parse
 for line in sys.argv[1:]:
     try:
         main_parse(line.split())

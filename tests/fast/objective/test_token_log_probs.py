@@ -11,9 +11,9 @@ from tolerance import rounding_error
 
 from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
-from miles.replay.support import Support
-from miles.replay.token_sets import TokenSets
-from miles.train_batch import SharedLogits
+from miles.types.support import Support
+from miles.types.token_sets import TokenSets
+from miles.types.train_batch import SharedLogits
 
 
 def inputs(rows: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:

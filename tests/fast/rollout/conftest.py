@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from miles.engine.base import Generation, GenerationRequest
-from miles.sample import Prompt, PromptGroup
+from miles.types.sample import Prompt, PromptGroup
 
 EOS = 0
 

@@ -11,7 +11,7 @@ from miles.engine.base import Generation, SamplingParams
 from miles.rollout.answer_text import answer_text
 from miles.rollout.groups import generate_group
 from miles.rollout.trajectory import generate_trajectories
-from miles.sample import Prompt, PromptGroup
+from miles.types.sample import Prompt, PromptGroup
 
 WORDS = ["<unk>", "4", "2", "</think>", "<|im_end|>", "tool"]
 PREFILL = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2 "}]

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments, fill_over_sampling
-from miles.data.stream import NoPromptsLeft, PromptStream
+from miles.base.user_code.errors import UserCodeError
+from miles.config.rollout import RolloutArguments, fill_over_sampling
 from miles.engine.base import SamplingParams
-from miles.rewards.settings import RewardArguments
 from miles.rollout import filters
 from miles.rollout.collect import BurstCollector
 from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, FilterDecision
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group
 from miles.rollout.pipeline import build_collector
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.user_code.errors import UserCodeError
+from miles.tasks.data.stream import NoPromptsLeft, PromptStream
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"

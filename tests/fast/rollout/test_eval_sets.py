@@ -3,11 +3,11 @@ from typing import ClassVar
 
 import pytest
 
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments, fill_evaluation
-from miles.arguments.rollout import RolloutArguments
+from miles.config.evaluation import EvaluationArguments, fill_evaluation
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
 from miles.rollout.evaluate import load_eval_sets
+from miles.tasks.data.settings import DataArguments
 
 
 class CharacterTokenizer:

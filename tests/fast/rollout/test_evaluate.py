@@ -3,7 +3,7 @@ import pytest
 from miles.engine.base import SamplingParams
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools, generate_group
-from miles.sample import Prompt
+from miles.types.sample import Prompt
 
 PROMPTS = tuple(Prompt(f"p{i}", (1,) * (i + 1), label=i, source=f"held.jsonl:{i + 1}") for i in range(3))
 

@@ -9,7 +9,7 @@ from miles.rollout.filters import (
     check_reward_nonzero_std,
     load_group_filter,
 )
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 PROMPT = Prompt("p", (1,), source="set.jsonl:1")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
 from miles.rollout.filters import FilterDecision
 from miles.rollout.groups import (
@@ -17,7 +17,7 @@ from miles.rollout.groups import (
     sampling_params,
 )
 from miles.rollout.metrics import leave_out_mastered
-from miles.sample import Prompt, PromptGroup, SampleStatus
+from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("1+1=", (1, 2, 3), source="set.jsonl:4")
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.weights import WeightChunk
+from miles.types.weights import WeightChunk
 
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37))]
 SEEDS = (0, 1)

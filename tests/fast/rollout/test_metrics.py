@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.metrics import Metric
-from miles.rewards.passing import passes_of
 from miles.rollout.metrics import (
     leave_out_mastered,
     pass_at_k,
@@ -17,7 +15,9 @@ from miles.rollout.metrics import (
     rollout_metrics,
     with_own_metrics,
 )
-from miles.sample import Prompt, PromptGroup, Sample
+from miles.tasks.rewards.passing import passes_of
+from miles.types.metrics import Metric
+from miles.types.sample import Prompt, PromptGroup, Sample
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=8)
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.arguments.validate import validate
-from miles.data.curriculum import Curriculum
-from miles.rewards.settings import RewardArguments
+from miles.config.cluster import ClusterArguments
+from miles.config.model import ModelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
+from miles.config.validate import validate
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.weights import WeightChunk
+from miles.tasks.data.curriculum import Curriculum
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.weights import WeightChunk
 
 torch.set_num_threads(1)
 

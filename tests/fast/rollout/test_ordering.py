@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments
+from miles.config.rollout import RolloutArguments
 from miles.rollout.ordering import (
     IterationPlanner,
     LeftoverGroups,

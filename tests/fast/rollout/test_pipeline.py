@@ -12,30 +12,30 @@ import torch
 from scored_groups import scored_group
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.arguments.validate import validate
-from miles.batching.schedule import ShardBuilder
-from miles.data.custom_source import CustomStream
-from miles.input_error import InputError
+from miles.base.input_error import InputError
+from miles.base.user_code.errors import UserCodeError
+from miles.batch.schedule import ShardBuilder
+from miles.config.cluster import ClusterArguments
+from miles.config.evaluation import EvaluationArguments
+from miles.config.model import ModelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
+from miles.config.validate import validate
 from miles.objective.settings import LossArguments
-from miles.rewards.settings import RewardArguments
+from miles.observe.sample_records import StoredSamples
+from miles.observe.tracking.run_files import SampleRecord
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision
 from miles.rollout.groups import GroupSpec, produce_group
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.rollout.sample_records import StoredSamples
-from miles.sample import Prompt
-from miles.tracking.run_files import SampleRecord
-from miles.user_code.errors import UserCodeError
-from miles.weights import WeightChunk
+from miles.tasks.data.custom_source import CustomStream
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt
+from miles.types.weights import WeightChunk
 
 torch.set_num_threads(1)
 PROMPTS = 5  # in the set: the third iteration of two prompts starts the second pass
@@ -422,7 +422,7 @@ async def test_conversations_are_collected_without_an_engine(settings, tmp_path)
 
 
 def test_it_imports_no_ray():
-    program = f"import sys; import {pipelines.__name__}, miles.batching.schedule; sys.exit('ray' in sys.modules)"
+    program = f"import sys; import {pipelines.__name__}, miles.batch.schedule; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from miles.arguments.rollout import RolloutArguments
-from miles.metrics import Metric
-from miles.rewards.settings import RewardArguments
+from miles.config.rollout import RolloutArguments
 from miles.rollout import rollout_function
 from miles.rollout.collect import Rollout
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
 
 PATH = "miles.rollout.rollout_function:mine"
 

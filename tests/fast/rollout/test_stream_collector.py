@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments
-from miles.data.stream import NoPromptsLeft, PromptStream
+from miles.base.user_code.errors import UserCodeError
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation
-from miles.rewards.settings import RewardArguments
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.metrics import staleness_metrics
 from miles.rollout.pipeline import build_collector
 from miles.rollout.stream_collector import StreamCollector
-from miles.sample import Prompt
-from miles.user_code.errors import UserCodeError
+from miles.tasks.data.stream import NoPromptsLeft, PromptStream
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt
 
 BATCH, SAMPLES = 3, 2
 MODES = {

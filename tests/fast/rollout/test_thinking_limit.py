@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.groups import response_seed
 from miles.rollout.metrics import response_metrics
-from miles.sample import Prompt, PromptGroup, SampleStatus
+from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("2+3", (1, 2, 3), source="set.jsonl:4")
 THINKS, ENDS, ANSWERS, EOS = 1, 9, 5, 0  # tokens of the model

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.rollout import RolloutArguments
+from miles.base.user_code.errors import UserCodeError
+from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout import trajectory as trajectories
 from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.groups import generate_group, response_seed
 from miles.rollout.trajectory import generate_trajectories, token_ids_with
-from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
-from miles.user_code.errors import UserCodeError
+from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("12*3", (1, 2, 3), source="set.jsonl:4")
 

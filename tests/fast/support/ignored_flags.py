@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from miles.arguments.settings import SECTIONS
+from miles.config.settings import SECTIONS
 
 
 class Field:

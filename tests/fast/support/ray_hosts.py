@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from ray._private import services
 
-from tests.fast.cluster.held.held_command import HeldCommand
+from tests.fast.run.held.held_command import HeldCommand
 from tests.fast.support.ray_head import ENVIRONMENT, RAY, free_ports
 
 FEW_PROCESSES = {

@@ -9,17 +9,17 @@ from typing import Any
 from tiny_llama import SHAPE
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.lora import LoraArguments
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
+from miles.config.cluster import ClusterArguments
+from miles.config.lora import LoraArguments
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.model import ModelArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
 from miles.objective.settings import LossArguments
-from miles.rewards.settings import RewardArguments
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.rewards.settings import RewardArguments
 
 LARGER = SHAPE | dict(vocab_size=512, hidden_size=64, intermediate_size=160, head_dim=16)
 DENSE = LARGER | dict(num_hidden_layers=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 
 def scored_group(

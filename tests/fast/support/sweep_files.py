@@ -9,10 +9,10 @@ from typing import Any
 
 from run_folder import write_rows
 
-from miles.sweep.definition import Definition, read_definition
-from miles.sweep.plan import PlannedRun, plan
-from miles.sweep.swept_run import SweptRun
-from miles.tracking.run_header import RunHeader
+from miles.commands.sweeps.definition import Definition, read_definition
+from miles.commands.sweeps.plan import PlannedRun, plan
+from miles.commands.sweeps.swept_run import SweptRun
+from miles.observe.tracking.run_header import RunHeader
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",

@@ -17,16 +17,16 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 import miles
-from miles.arguments.parser import main_parse
-from miles.cluster.rollout_actor import GeneratedIteration, RolloutActor, Start
-from miles.cluster.run_checkpoints import RunCheckpoints
-from miles.cluster.sides import Sides
-from miles.cluster.stop_requests import StopRequests
-from miles.cluster.train_actor import TrainActor
-from miles.loop import TrainingLoop
-from miles.tracking.phase_timer import PhaseTimer
-from miles.tracking.run_header import RunHeader
-from miles.tracking.tracker import Tracker
+from miles.config.parser import main_parse
+from miles.observe.tracking.phase_timer import PhaseTimer
+from miles.observe.tracking.run_header import RunHeader
+from miles.observe.tracking.tracker import Tracker
+from miles.run.loop import TrainingLoop
+from miles.run.rollout_actor import GeneratedIteration, RolloutActor, Start
+from miles.run.run_checkpoints import RunCheckpoints
+from miles.run.sides import Sides
+from miles.run.stop_requests import StopRequests
+from miles.run.train_actor import TrainActor
 
 PACKAGE = Path(miles.__file__).parent
 entered: list[str] = []

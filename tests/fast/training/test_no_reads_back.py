@@ -15,17 +15,17 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 
-from miles.batching.collate import collate
-from miles.batching.convert import convert
+from miles.batch.collate import collate
+from miles.batch.convert import convert
 from miles.objective.aggregation import Aggregation
 from miles.objective.chosen import build_objective
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.settings import LossArguments
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch
 from miles.training.fsdp.models import Policy, ValueModel
 from miles.training.packed_attention import NAME
 from miles.training.trainer import critic_role, policy_role
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
 
 META = torch.device("meta")
 DIVISOR = {"constant": 7.0, "delta_l": 7.0}

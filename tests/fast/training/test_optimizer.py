@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.optimizer import OptimizerArguments
 from miles.training.optimizer import DECAYS, learning_rate
 
 TOTAL = 20

@@ -13,10 +13,10 @@ from tiny_llama import tiny_llama
 from tolerance import RELATIVE_ERROR, attention_error, log_prob_error
 from transformers import LlamaForCausalLM
 
-from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.training import packed_attention
 from miles.training.cpu import cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
+from miles.types.context_parallel import padded_length, zigzag_chunks
 
 CPU = torch.device("cpu")
 

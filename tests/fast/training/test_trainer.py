@@ -8,9 +8,9 @@ import pytest
 from miles.objective.chosen import build_objective
 from miles.objective.coefficients import Coefficients
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training.scoring import needs_of, score, with_engine_log_probs
 from miles.training.trainer import Trainer
+from miles.types.train_batch import TrainBatch, TrainShard
 
 
 @pytest.mark.parametrize(("selects", "ranks"), [(False, False), (True, False), (False, True), (True, True)])

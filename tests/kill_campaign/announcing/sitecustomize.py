@@ -37,7 +37,7 @@ def announce_loads(module):
     module.TrainingLoop = AnnouncedLoop
 
 
-CHANGES = {"miles.tracking.phase_timer": announce_phases, "miles.loop": announce_loads}
+CHANGES = {"miles.observe.tracking.phase_timer": announce_phases, "miles.run.loop": announce_loads}
 
 
 class Changer(PathFinder):

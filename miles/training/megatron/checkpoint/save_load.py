@@ -23,7 +23,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from miles.model_families.parameters import EMBEDDING
+from miles.models.parameters import EMBEDDING
 from miles.training.checkpoint_files import in_one_line
 from miles.training.checkpoint_folder import read_run_state, write_run_state
 from miles.training.checkpoint_io import StagedFiles, checked_index, loading, save_errors

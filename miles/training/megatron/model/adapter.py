@@ -34,8 +34,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from miles.arguments.lora import LoraArguments
-from miles.model_families.tensor_layouts import QueryKeyValue, TensorLayout
+from miles.config.lora import LoraArguments
+from miles.models.tensor_layouts import QueryKeyValue, TensorLayout
 
 PARTS = ("lora_A", "lora_B")
 

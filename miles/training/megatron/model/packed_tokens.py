@@ -19,8 +19,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from miles.train_batch import MicroBatch
 from miles.training.packed_attention import PackedLayout, packed_attention
+from miles.types.train_batch import MicroBatch
 
 if TYPE_CHECKING:
     from miles.training.megatron.model.mtp import NextTokens

@@ -16,10 +16,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from miles.arguments.lora import LoraArguments
-from miles.model_families.registry import vocabulary_shape
-from miles.replay.support import Support
-from miles.train_batch import MicroBatch, SharedLogits
+from miles.config.lora import LoraArguments
+from miles.models.registry import vocabulary_shape
 from miles.training.backend import PolicyScores
 from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
@@ -28,6 +26,8 @@ from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding
 from miles.training.megatron.model.vocab_parallel import vocab_parallel_log_probs
 from miles.training.megatron.moe.auxiliary import attach
 from miles.training.megatron.process_groups import Ranks
+from miles.types.support import Support
+from miles.types.train_batch import MicroBatch, SharedLogits
 
 
 def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from miles.model_families.registry import family_of
+from miles.models.registry import family_of
 from miles.training.megatron.model.packed_tokens import PackedTokens
 
 # Kinds whose frequencies depend on nothing but the config. Cosine and sine are scaled by yarn only, which only latent

@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from miles.arguments.megatron.overrides import TRIED, Overrides
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.megatron.overrides import TRIED, Overrides
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.optimizer import OptimizerArguments
 
 
 def transformer_config(

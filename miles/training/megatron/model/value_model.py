@@ -9,9 +9,9 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from miles.train_batch import MicroBatch
 from miles.training.megatron.model.packed_tokens import tokens_at
 from miles.training.megatron.model.policy_model import PolicyModel
+from miles.types.train_batch import MicroBatch
 
 
 class ValueModel(PolicyModel):

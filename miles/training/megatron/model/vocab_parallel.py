@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from miles.objective.token_log_probs import chunked_log_probs, head_logits
-from miles.replay.support import Support
-from miles.train_batch import SharedLogits
+from miles.types.support import Support
+from miles.types.train_batch import SharedLogits
 
 
 def vocab_parallel_log_probs(

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.metrics import Metric
-from miles.train_batch import TrainShard
+from miles.config.megatron.settings import MegatronArguments
 from miles.training.megatron.process_groups import Ranks
+from miles.types.metrics import Metric
+from miles.types.train_batch import TrainShard
 
 
 def attach(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.replay.expert_choices import UNKNOWN
+from miles.types.expert_choices import UNKNOWN
 
 
 @dataclass(frozen=True)

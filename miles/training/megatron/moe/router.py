@@ -22,9 +22,9 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from miles.batching.collate import to_device
-from miles.train_batch import MicroBatch
+from miles.batch.collate import to_device
 from miles.training.megatron.moe.auxiliary import AuxiliaryStep, attach
+from miles.types.train_batch import MicroBatch
 
 # 0.16 binds this name only if Transformer Engine is installed, and its router reads it either way.
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
@@ -94,7 +94,7 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
     if micro.context.size == 1:
         where = micro.token_index[: sum(micro.read_lengths) if len(totals) else 0]
         return to_device(where.numpy(), totals.device), samples.repeat_interleave(totals)
-    chunk = 2 * micro.context.size  # parallel/context_parallel.py: padded to a multiple; two chunks are on this rank
+    chunk = 2 * micro.context.size  # types/context_parallel.py: padded to a multiple; two chunks are on this rank
     local = (totals + chunk - 1) // chunk * 2
     sample = samples.repeat_interleave(local)
     inside = micro.position_ids[: len(sample)] < totals[sample]

@@ -17,8 +17,8 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.activations import squared_relu
 from transformers import PretrainedConfig
 
-from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
-from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
+from miles.models.base import EXPERT_FIELDS, LAYER_FIELDS
+from miles.models.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.training.megatron.model.rotary_embedding import inverse_frequencies
 
 PASSED_ON = (*LAYER_FIELDS, "activation_func")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
-from miles.arguments.lora import is_in_experts
-from miles.model_families.base import HEADS_IN_CONFIG
-from miles.model_families.parameters import HEAD, Binding, is_of_head
-from miles.model_families.registry import converted_family, megatron_shape
+from miles.config.lora import is_in_experts
+from miles.models.base import HEADS_IN_CONFIG
+from miles.models.parameters import HEAD, Binding, is_of_head
+from miles.models.registry import converted_family, megatron_shape
 from miles.training.megatron.model.adapter import LinearLayer, linear_layers
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
@@ -86,7 +86,7 @@ class _Location:
 
 
 class RawConverter:
-    """Converts by the names and layouts of ``miles.model_families``."""
+    """Converts by the names and layouts of ``miles.models``."""
 
     def __init__(self, config: PretrainedConfig, ranks: Ranks) -> None:
         hf_config = config.to_dict()

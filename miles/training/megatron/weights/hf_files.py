@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from miles.model_families.parameters import EMBEDDING_HF, HEAD_HF
+from miles.models.parameters import EMBEDDING_HF, HEAD_HF
 from miles.training.checkpoint_files import in_one_line
-from miles.weights import in_chunks
+from miles.types.weights import in_chunks
 
 GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
 from miles.engine.embedded import attention
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.model_families.packing import PACKABLE, RECURRENT
+from miles.models.packing import PACKABLE, RECURRENT
 
 # Prompts of one length and of several; responses that end at different times, so rows move.
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]

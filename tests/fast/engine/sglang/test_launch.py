@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from small_disk import fill, mounted_disk
 
-from miles.arguments.sglang.server_flags import known_server_flags
+from miles.base.host.disk_faults import WriteFailed
+from miles.base.stacks import RUN_FOLDER
+from miles.config.sglang.server_flags import known_server_flags
 from miles.engine.host import ServerFailed
 from miles.engine.sglang import launch
 from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.launch import ServerSpec, SglangServer, cpu_support
 from miles.engine.sglang.server_log import LogFile
-from miles.host.disk_faults import WriteFailed
-from miles.stacks import RUN_FOLDER
 
 STORE = Path("some") / "store"
 CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)

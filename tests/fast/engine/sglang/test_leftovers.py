@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from miles.base.stacks import RUN_FOLDER
 from miles.engine.sglang.leftovers import NOTED, SEGMENTS
-from miles.stacks import RUN_FOLDER
 from tests.fast.engine.sglang_servers import server_of
 
 pytest.importorskip("sglang")
@@ -29,4 +29,6 @@ def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tm
     finally:
         server.stop()
     assert not any(Path(name).exists() for name in segments)
-    assert [path.name for path in folder.iterdir() if path.name != "stacks"] == []  # miles.stacks keeps it for the run
+    assert [
+        path.name for path in folder.iterdir() if path.name != "stacks"
+    ] == []  # miles.base.stacks keeps it for the run

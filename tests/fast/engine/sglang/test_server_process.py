@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.cluster.run_guard import clean_up
+from miles.base.stacks import RUN_FOLDER
 from miles.engine.sglang.leftovers import NOTED, SEGMENTS
-from miles.stacks import RUN_FOLDER
+from miles.run.run_guard import clean_up
 
 # A server whose child, as SGLang's scheduler, opens a segment. It is ready if IS_READY is set.
 SERVER = """

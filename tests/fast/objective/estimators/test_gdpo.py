@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scored_groups import scored_group
 from tolerance import DOUBLE_ERROR
 
-from miles.batching.convert import convert
+from miles.batch.convert import convert
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments

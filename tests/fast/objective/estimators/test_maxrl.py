@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.arguments.explain import explain
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.explain import explain
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.settings import LossArguments
 
 MAXRL = LossArguments(advantage_estimator="maxrl")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scored_groups import scored_group
 from tolerance import DOUBLE_ERROR
 
-from miles.arguments.explain import explain
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
-from miles.batching.convert import convert
+from miles.batch.convert import convert
+from miles.config.explain import explain
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.settings import LossArguments
 
 OPO = LossArguments(advantage_estimator="opo")

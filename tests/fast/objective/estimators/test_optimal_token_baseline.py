@@ -113,8 +113,8 @@ def test_the_kl_in_the_reward_is_part_of_the_return():
 
 @pytest.mark.parametrize("flags", ["--global-batch-size 2", "--num-steps-per-rollout 16"])
 def test_a_step_must_have_whole_groups(flags):
-    from miles.arguments.parser import parse
-    from miles.arguments.validate import validate
+    from miles.config.parser import parse
+    from miles.config.validate import validate
 
     words = (
         "--hf-checkpoint m --prompt-data reasoning_gym:products --rm-type math --num-rollout 1 --rollout-batch-size 8 "

@@ -8,14 +8,14 @@ from itertools import count
 import pytest
 from scored_groups import scored_group
 
-from miles.batching.convert import convert
+from miles.batch.convert import convert
 from miles.engine.base import FinishReason, Generation, SamplingParams
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group, response_seed
 from miles.rollout.metrics import rollout_metrics
-from miles.sample import Prompt, PromptGroup
+from miles.types.sample import Prompt, PromptGroup
 
 REMAX = LossArguments(advantage_estimator="remax")
 

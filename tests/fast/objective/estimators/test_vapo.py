@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import FEW_ROUNDINGS
 
-from miles.arguments.explain import explain
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.explain import explain
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from miles.arguments.explain import explain, without_effect
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.explain import explain, without_effect
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.chosen import build_objective
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tolerance import FEW_ROUNDINGS
 
-from miles.arguments.explain import explain, without_effect
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.explain import explain, without_effect
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.objective.settings import LossArguments
 
 

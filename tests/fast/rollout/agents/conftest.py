@@ -7,7 +7,7 @@ import pytest
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout.groups import response_seed
 from miles.rollout.trajectory import Trajectory
-from miles.sample import Prompt, Sample
+from miles.types.sample import Prompt, Sample
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

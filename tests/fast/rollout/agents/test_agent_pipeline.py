@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
-from miles.batching.schedule import ShardBuilder
+from miles.batch.schedule import ShardBuilder
+from miles.commands.saved_runs.generation import answer, evaluate_sets
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.rollout.agents.server import SessionServer
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.saved_runs.generation import answer, evaluate_sets
-from miles.weights import WeightChunk
+from miles.types.weights import WeightChunk
 from tests.fast.support.agent_program import CHAT
 
 torch.set_num_threads(1)

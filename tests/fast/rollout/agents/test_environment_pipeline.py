@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
-from miles.batching.schedule import ShardBuilder
-from miles.environments.base import Environment
-from miles.environments.tools import opening
+from miles.batch.schedule import ShardBuilder
+from miles.commands.saved_runs.generation import answer, evaluate_sets
+from miles.config.parser import parse
+from miles.config.validate import validate
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.saved_runs.generation import answer, evaluate_sets
-from miles.weights import WeightChunk
+from miles.tasks.environments.base import Environment
+from miles.tasks.environments.tools import opening
+from miles.types.weights import WeightChunk
 
 torch.set_num_threads(1)
 

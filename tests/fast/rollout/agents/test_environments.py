@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from miles.arguments.settings import Settings
+from miles.base.input_error import InputError
+from miles.base.user_code import calls
+from miles.base.user_code.calls import run_blocking
+from miles.base.user_code.errors import UserCodeError
+from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
-from miles.environments.base import Environment
-from miles.environments.tools import ToolEnvironment
-from miles.input_error import InputError
-from miles.rewards.built_in import REWARDS
-from miles.rewards.scoring import RewardError, score
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.groups import response_seed
-from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
-from miles.user_code import calls
-from miles.user_code.calls import run_blocking
-from miles.user_code.errors import UserCodeError
+from miles.tasks.environments.base import Environment
+from miles.tasks.environments.tools import ToolEnvironment
+from miles.tasks.rewards.built_in import REWARDS
+from miles.tasks.rewards.scoring import RewardError, score
+from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
 
@@ -392,7 +392,7 @@ async def test_what_the_engine_raises_ends_the_run(chat_tokenizer):
 
 
 def gym_prompt():
-    from miles.data.reasoning_gym_task import read_reasoning_gym
+    from miles.tasks.data.reasoning_gym_task import read_reasoning_gym
 
     row = next(iter(read_reasoning_gym("reasoning_gym:products:size=1,seed=3")))
     columns = row.columns
@@ -489,7 +489,7 @@ def sums(tmp_path, monkeypatch):
 
 
 async def test_an_episode_of_verifiers_is_recorded_and_rewarded(sums, random_engine, chat_tokenizer):
-    from miles.data.verifiers_task import read_verifiers
+    from miles.tasks.data.verifiers_task import read_verifiers
 
     rows = list(read_verifiers(f"verifiers:{sums}:longest=5,size=4"))
     assert [row.columns["prompt"] for row in rows] == ["0 + 0", "1 + 1", "2 + 2", "3 + 3"]
@@ -511,7 +511,7 @@ async def test_a_prompt_that_is_no_task_of_verifiers_fails(sums, random_engine, 
 
 
 def test_a_taskset_that_is_not_there_is_named(sums):
-    from miles.data.verifiers_task import read_verifiers
+    from miles.tasks.data.verifiers_task import read_verifiers
 
     with pytest.raises(InputError, match="^prompt source verifiers:no_such_set: verifiers refuses it"):
         list(read_verifiers("verifiers:no_such_set"))

@@ -13,16 +13,16 @@ import torch
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.settings import Settings
-from miles.data.tokenizer import load_tokenizer
+from miles.base.input_error import InputError
+from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.input_error import InputError
-from miles.rewards.scoring import RewardError, score
 from miles.rollout.agents.generator import AgentGenerator
 from miles.rollout.agents.program import time_is_up
 from miles.rollout.groups import response_seed
-from miles.sample import Prompt, PromptGroup, SampleStatus
+from miles.tasks.data.tokenizer import load_tokenizer
+from miles.tasks.rewards.scoring import RewardError, score
+from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
 # What all programs share. It knows nothing of miles: OpenAI's API, the environment and standard input.
 CLIENT = """

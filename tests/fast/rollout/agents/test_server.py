@@ -7,7 +7,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from miles.arguments.settings import Settings
+from miles.config.settings import Settings
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.generator import AgentGenerator
 from miles.rollout.agents.server import SessionServer

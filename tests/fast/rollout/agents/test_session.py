@@ -12,7 +12,7 @@ from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
 from miles.rollout.agents.session import Session
-from miles.sample import NO_WEIGHTS, SampleStatus
+from miles.types.sample import NO_WEIGHTS, SampleStatus
 
 USER = {"role": "user", "content": "ab"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

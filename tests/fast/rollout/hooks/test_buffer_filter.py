@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.arguments.rollout import RolloutArguments
-from miles.data.stream import PromptStream
-from miles.rewards.settings import RewardArguments
+from miles.config.rollout import RolloutArguments
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.hooks.buffer_filter import MOST_DROPPED
 from miles.rollout.pipeline import build_collector
-from miles.sample import Prompt
+from miles.tasks.data.stream import PromptStream
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt
 
 BATCH = 2
 FUNCTIONS = """

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from scored_groups import scored_group
 
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.batching.convert import convert
-from miles.batching.reward_post_process import RewardPostProcess
-from miles.metrics import Metric
+from miles.batch.convert import convert
+from miles.batch.reward_post_process import RewardPostProcess
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.objective.settings import LossArguments
-from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.hooks.iteration_hooks import IterationHooks
-from miles.sample import SampleStatus
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
+from miles.types.sample import SampleStatus
 
 FUNCTIONS = """
 import numpy as np

@@ -5,12 +5,12 @@ import pickle
 import numpy as np
 import pytest
 
-from miles.input_error import InputError
+from miles.base.input_error import InputError
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.workers.messages import decode_error, encode, encode_error
 from miles.rollout.workers.packed import pack, unpack
 from miles.rollout.workers.worker import share
-from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 PROMPT = Prompt("2*3=", (1, 2, 3), label="6", metadata={"row": 1}, source="sums.jsonl:1")
 

@@ -9,7 +9,7 @@ import pytest
 from miles.engine.base import SamplingParams
 from miles.rollout.groups import GroupSpec, GroupTools, response_seed
 from miles.rollout.workers.pool import WorkerLost, WorkerPool
-from miles.sample import Prompt, PromptGroup
+from miles.types.sample import Prompt, PromptGroup
 
 SPEC = GroupSpec(SamplingParams(4), 1, partial(response_seed, 0))
 TOOLS = GroupTools(None, None, None, None)

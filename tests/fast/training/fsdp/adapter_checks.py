@@ -31,7 +31,7 @@ from tolerance import RELATIVE_ERROR, log_prob_error
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.lora import LoraArguments
+from miles.config.lora import LoraArguments
 from miles.objective.settings import LossArguments
 from miles.training.adapter_folder import adapter_folder
 from miles.training.fsdp.backend import FsdpBackend

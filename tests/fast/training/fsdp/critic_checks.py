@@ -10,9 +10,9 @@ import torch.distributed as dist
 from cases import FIXED
 from stage import PLAIN, Stage, all_full, make_backend, make_batch, shard_of, weights
 
-from miles.metrics import values
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
+from miles.types.metrics import values
 
 PPO = replace(PLAIN, advantage_estimator="ppo", lambd=0.9, normalize_advantages=True)
 RATES: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)

@@ -13,11 +13,11 @@ from stage import CPU, Stage, all_full, full, make_backend, make_batch, off_poli
 from tolerance import log_prob_error, rounding_error
 from transformers import AutoModelForCausalLM
 
-from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.training import scoring
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
+from miles.types.metrics import values
 
 KL = LossArguments(use_kl_loss=True, kl_loss_coef=0.1)
 ADAM: dict[str, Any] = dict(lr=1e-2)

@@ -17,20 +17,20 @@ from tiny_llama import SHAPE, save_tiny_llama
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.batching.schedule import schedule_step
-from miles.metrics import Metric
+from miles.batch.schedule import schedule_step
+from miles.config.cluster import ClusterArguments
+from miles.config.model import ModelArguments
+from miles.config.optimizer import OptimizerArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
+from miles.types.metrics import Metric
+from miles.types.train_batch import TrainBatch, TrainShard
 
 PLAIN = LossArguments()
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")

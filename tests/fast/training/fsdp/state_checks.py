@@ -34,17 +34,17 @@ from tolerance import FEW_ROUNDINGS, KIND_LOG_PROB_ERROR, RELATIVE_ERROR, adam_e
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.parallel import ParallelArguments
+from miles.config.parallel import ParallelArguments
 from miles.engine.embedded.model_runner import ModelRunner
-from miles.metrics import values
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainShard
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import packing_check
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.runner import FsdpTrainedModel
 from miles.training.trainer import Trainer
-from miles.weights import WeightChunk
+from miles.types.metrics import values
+from miles.types.train_batch import TrainShard
+from miles.types.weights import WeightChunk
 
 
 def _plain(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:

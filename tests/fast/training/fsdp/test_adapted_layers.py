@@ -9,7 +9,7 @@ import torch
 from tiny_kinds import config_of
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, Qwen2MoeConfig
 
-from miles.arguments.lora import LoraArguments
+from miles.config.lora import LoraArguments
 from miles.training.fsdp.adapter import adapted_layers, add_adapter, merged_weights, names_on_disk
 
 SMALL: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""Every type of model in model_families/packing.py equals transformers; other types are compared at start."""
+"""Every type of model in models/packing.py equals transformers; other types are compared at start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tiny_llama import SHAPE
 from tolerance import KIND_LOG_PROB_ERROR, RELATIVE_ERROR
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from miles.arguments.parallel import ParallelArguments
-from miles.model_families.packing import (
+from miles.config.parallel import ParallelArguments
+from miles.models.packing import (
     PACKABLE,
     RECURRENT,
     SPARSE,

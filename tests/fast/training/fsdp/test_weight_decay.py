@@ -3,7 +3,7 @@
 from tiny_kinds import config_of
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.optimizer import OptimizerArguments
+from miles.config.optimizer import OptimizerArguments
 from miles.training.fsdp.optimizer import ShardedOptimizer
 
 

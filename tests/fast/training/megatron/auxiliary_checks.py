@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.batching.schedule import schedule_step
-from miles.train_batch import TrainBatch
+from miles.batch.schedule import schedule_step
+from miles.config.megatron.settings import MegatronArguments
+from miles.types.train_batch import TrainBatch
 
 MTP = dict(mtp_num_layers=HEADS, enable_mtp_training=True, mtp_loss_scaling_factor=0.7)
 ROUTED = dict(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.05)

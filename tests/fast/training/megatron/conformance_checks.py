@@ -18,11 +18,11 @@ from compare import distance, norm_of, off_policy, samples_of, wanted
 from layouts import RankProcess, gradients, make_backend, note, plain_model, shard_of
 from tolerance import RELATIVE_ERROR
 
-from miles.metrics import Metric
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training.trainer import Trainer
+from miles.types.metrics import Metric
+from miles.types.train_batch import TrainBatch, TrainShard
 
 EVERY_MODE = BATCHES["masked"]
 CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}

@@ -17,11 +17,11 @@ from conformance_checks import Contracts, RecordedOptimizer, Result, compare_nor
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import RankProcess, gradients, make_backend, plain_model, shard_of, weights
 
-from miles.metrics import values
 from miles.objective.canary import LossMassError
 from miles.objective.settings import LossArguments
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.trainer import Trainer
+from miles.types.metrics import values
 
 Expectations = dict[str, list[tuple[Case, ExpectedStep]]]
 PPO: dict[str, Any] = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from miles.arguments.parser import parse
-from miles.arguments.validate import validate
+from miles.config.parser import parse
+from miles.config.validate import validate
 
 DYNAMIC_BUDGET = 10  # tokens per rank, under dynamic context parallelism
 COMMAND = (

@@ -21,18 +21,18 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.settings import Settings
-from miles.arguments.training import TrainingArguments
-from miles.batching.schedule import schedule_step
+from miles.batch.schedule import schedule_step
+from miles.config.cluster import ClusterArguments
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.model import ModelArguments
+from miles.config.optimizer import OptimizerArguments
+from miles.config.parallel import ParallelArguments
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.config.training import TrainingArguments
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training.megatron.backend import MegatronBackend
+from miles.types.train_batch import TrainBatch, TrainShard
 
 CPU = torch.device("cpu")
 ONE = MegatronArguments()

@@ -19,7 +19,7 @@ from ranks import started_ranks
 from tiny_llama import SHAPE
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from miles.arguments.training import TrainingArguments
+from miles.config.training import TrainingArguments
 
 EXPERTS = Qwen3MoeConfig(
     **(SHAPE | {"vocab_size": VOCABULARY}),

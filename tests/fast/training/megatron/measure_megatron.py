@@ -20,8 +20,8 @@ from layout_grid import DYNAMIC_BUDGET, KINDS, Kind, Split, refusal, splits
 from layouts import LAYOUTS, Layout, RankProcess
 from layouts import save_models as save_plain_models
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.training import TrainingArguments
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.training import TrainingArguments
 
 # What the columns train, by the names of auxiliary_checks.py.
 TRAINED = {"dense": "policy", "dense, MTP": "mtp"}

@@ -26,16 +26,16 @@ from safetensors.torch import load_file, save_file
 from tolerance import FEW_ROUNDINGS, RELATIVE_ERROR, adam_error, log_prob_error
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.lora import LoraArguments
+from miles.config.lora import LoraArguments
 from miles.engine.embedded.model_runner import ModelRunner
-from miles.metrics import values
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.moe import router
 from miles.training.megatron.moe.router import expert_biases
 from miles.training.trainer import Trainer
+from miles.types.metrics import values
+from miles.types.train_batch import TrainBatch, TrainShard
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, ANYWHERE)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from state_checks import ADAM, CASE, PLAIN, _train, log_probs
 from tolerance import RELATIVE_ERROR, log_prob_error
 
-from miles.arguments.lora import LoraArguments
-from miles.metrics import values
+from miles.config.lora import LoraArguments
 from miles.objective.settings import LossArguments
 from miles.training.adapter_folder import adapter_folder
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.trainer import Trainer
+from miles.types.metrics import values
 
 LORA = LoraArguments(lora_rank=3, lora_alpha=8)
 SOME = replace(LORA, target_modules=("q_proj,v_proj", "down_proj"))

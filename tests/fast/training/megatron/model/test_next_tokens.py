@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles.batching.collate import collate
-from miles.batching.convert import convert
+from miles.batch.collate import collate
+from miles.batch.convert import convert
 from miles.objective.settings import LossArguments
-from miles.parallel.groups import ContextGroup
-from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainBatch
+from miles.types.groups import ContextGroup
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
 
 CPU = torch.device("cpu")
 

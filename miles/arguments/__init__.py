@@ -1,1 +1,0 @@
-"""Declare, parse, validate and explain the flags, without importing torch."""

@@ -1,0 +1,109 @@
+"""Find the objects that a flag chooses from: one file each in a folder, one object per file.
+
+``--advantage-estimator`` chooses from ``objective/estimators/``, ``--policy-loss`` from ``objective/policy_losses/``,
+``--loss-type`` from ``objective/loss_types/``, ``--rm-type`` from ``rewards/built_in/``. To add a choice, add a file;
+nothing else names it. Validation reads these files, so they import torch, numpy and other slow libraries for types
+only, or inside the functions that compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from miles.base.flags import Errors
+
+
+class Choice(ABC):
+    """One choice of a flag. Objects have no state; ``flags`` are those of the run's section.
+
+    Attributes:
+        flag: The field of the section that chooses.
+        name: The value of the flag.
+        summary: A few words for ``--help``.
+        reads: The flags that it reads. A flag that other choices read and this one does not is refused if it is set.
+        instead: What to use in place of a flag that it does not read, if that is not another choice.
+        own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of the section.
+    """
+
+    flag: ClassVar[str]
+    name: str
+    summary: str
+    reads: tuple[str, ...] = ()
+    instead: Mapping[str, str] = {}
+    own_flags: ClassVar[type | None] = None
+
+
+C = TypeVar("C", bound=Choice)
+
+
+class Registry(Mapping[str, C]):
+    """The choices of a flag by name."""
+
+    def __init__(self, package: str, kind: type[C]) -> None:
+        """Import every file of ``package`` and its folders but ``base``, and keep the one ``kind`` object in each.
+
+        Raises:
+            TypeError: If a file has no instance, or more than one.
+            ValueError: If two files have the same name.
+        """
+        self.flag = kind.flag
+        self._choices: dict[str, C] = {}
+        folder = importlib.import_module(package)
+        files = pkgutil.walk_packages(folder.__path__, f"{package}.")
+        names = [file.name for file in files if not file.ispkg and file.name != f"{package}.base"]
+        for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
+            module = importlib.import_module(name)
+            found = [value for value in vars(module).values() if isinstance(value, kind)]
+            if len(found) != 1:
+                raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(found)}")
+            if found[0].name in self._choices:
+                raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {found[0].name} already")
+            self._choices[found[0].name] = found[0]
+
+    def __getitem__(self, name: str) -> C:
+        """Return the choice named ``name``. Raises ``ValueError`` if there is none."""
+        if name not in self._choices:
+            flag = "--" + self.flag.replace("_", "-")
+            raise ValueError(f"{flag} {name}: no such choice; give one of {', '.join(self._choices)}")
+        return self._choices[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._choices
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    @property
+    def own_flags(self) -> tuple[type, ...]:
+        """The dataclasses of flags that the files declare, each once."""
+        return tuple(dict.fromkeys(choice.own_flags for choice in self.values() if choice.own_flags is not None))
+
+    @property
+    def help(self) -> str:
+        """What every choice does, for the help text of the flag."""
+        return "; ".join(f"{name}: {choice.summary}" for name, choice in self.items())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The flags that any of the choices reads, each once."""
+        return tuple(dict.fromkeys(flag for choice in self.values() for flag in choice.reads))
+
+    def readers(self, flag: str) -> list[str]:
+        """Return the names of the choices that read ``flag``."""
+        return [name for name, choice in self.items() if flag in choice.reads]
+
+    def check_read(self, chosen: C, flags: Any, errors: Errors) -> None:
+        """Refuse every flag that is set and that other choices read, but not ``chosen``."""
+        name = "--" + self.flag.replace("_", "-")
+        for flag in self.reads:
+            if flag not in chosen.reads:
+                what_to_do = chosen.instead.get(flag) or f"use {name} {' or '.join(self.readers(flag))}"
+                errors.refuse_ignored(flags, [flag], f"by {name} {chosen.name}", what_to_do)

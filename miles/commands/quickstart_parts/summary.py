@@ -1,0 +1,33 @@
+"""Summarize a run in one line: held-out accuracy before and after, and the seconds of training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def summarize(metrics_file: Path, name: str) -> str:
+    """Return ``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, sum of ``time/step``."""
+    rows = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    accuracies = [row[key] for row in rows if (key := f"eval/{name}/accuracy") in row]
+    if len(accuracies) < 2:
+        raise ValueError(
+            f"{metrics_file}: {len(accuracies)} evaluations of {name}; a summary needs two, before and after"
+        )
+    seconds = sum(row.get("time/step", 0.0) for row in rows)
+    return f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} in {seconds:.0f} s"
+
+
+def main() -> None:
+    """Print ``<label>: <summary>``."""
+    parser = argparse.ArgumentParser(prog="python -m miles.commands.quickstart_parts.summary", description=__doc__)
+    parser.add_argument("metrics_file", type=Path)
+    parser.add_argument("--label", default="quickstart")
+    parser.add_argument("--set", default="heldout", help="name of the evaluation set")
+    options = parser.parse_args()
+    print(f"{options.label}: {summarize(options.metrics_file, options.set)}")
+
+
+if __name__ == "__main__":
+    main()

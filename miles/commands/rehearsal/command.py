@@ -1,0 +1,55 @@
+"""The command: ``--rehearse``, and ``miles rehearse``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+from miles.commands.rehearsal.page import as_page
+from miles.commands.rehearsal.rehearsal import advise, rehearse_settings
+from miles.commands.rehearsal.report import as_json, as_text
+from miles.commands.rehearsal.trace_all import Tracers
+from miles.config.validate import Validated
+
+
+def rehearse(validated: Validated) -> int:
+    """Print what the run of ``validated`` settings will need, and write the files that were asked for.
+
+    Returns:
+        0; 1 if a file cannot be written, and 2 if the model or a flag cannot be rehearsed, with the reason on stderr.
+    """
+    settings = validated.settings
+    for note in validated.notes:
+        print(f"note: {note}")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    began = time.perf_counter()
+    try:
+        with Tracers() as tracers:
+            rehearsal = rehearse_settings(settings, tracers)
+            advice = list(advise(rehearsal, tracers))
+    except ValueError as error:
+        print(f"miles: error: {error}", file=sys.stderr)
+        return 2
+    elapsed = time.perf_counter() - began
+    print(as_text(rehearsal, advice, elapsed))
+    given = settings.rehearsal
+    if given.rehearse_json is not None:
+        figures = as_json(rehearsal, advice, elapsed)
+        if not _is_written(given.rehearse_json, json.dumps(figures, indent=2) + "\n"):
+            return 1
+    if given.rehearse_page is not None and not _is_written(given.rehearse_page, as_page(rehearsal, advice, elapsed)):
+        return 1
+    return 0
+
+
+def _is_written(path: str, text: str) -> bool:
+    """Write a file. If that fails, say why on stderr and return false."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"miles: error: {path}: cannot be written ({error.strerror}); give another path", file=sys.stderr)
+        return False
+    return True

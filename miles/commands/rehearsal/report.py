@@ -1,0 +1,287 @@
+"""Write the figures of a rehearsal as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from miles.base.flags import count
+from miles.base.host.machine import GIB
+from miles.commands.rehearsal.assumptions import prompt_length, response_length
+from miles.commands.rehearsal.contract import contract_data, contract_text
+from miles.commands.rehearsal.generation import copies_sent
+from miles.commands.rehearsal.memory import total, worst_phase
+from miles.commands.rehearsal.record import Kind, Phase, Tally, Usage
+from miles.commands.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
+from miles.commands.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
+from miles.commands.rehearsal.timeline import WAITS, Side, Timeline, timeline_of
+from miles.config.explain import explain_layout
+
+
+def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
+    """Return the report of ``--rehearse``."""
+    parts = [
+        ("Assumed", _assumptions(rehearsal)),
+        ("Memory of the worst rank, GiB", _memory(rehearsal)),
+        ("Peak of each kind of rank, GiB", _ranks(rehearsal)),
+        ("What would help", _advice(rehearsal, advice)),
+        ("One optimizer step of the worst rank", _work(rehearsal)),
+        ("Time", _time(rehearsal)),
+        ("Loss", contract_text(rehearsal.settings)),
+    ]
+    text = "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines)
+    return f"{text}\n\nrehearsed in {elapsed:.0f} s, without weights and without a GPU"
+
+
+def _assumptions(rehearsal: Rehearsal) -> list[str]:
+    settings, size = rehearsal.settings, rehearsal.size
+    experts = f", {_number(size.active)} of them active per token" if size.experts else ""
+    lines = [
+        f"model     {_number(size.parameters)} parameters{experts}",
+        f"ranks     {'; '.join(explain_layout(settings)[:1])}, {settings.training.train_backend}",
+        f"device    {rehearsal.device.name}, {rehearsal.memory / GIB:.1f} GiB, "
+        f"{rehearsal.device.gpus_per_node} in a node",
+        f"samples   {prompt_length(settings)} tokens of prompt, {response_length(settings)} of response, all alike",
+        f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
+    ]
+    if size.experts and rehearsal.imbalanced is None:
+        lines.append("experts   every rank of a stage has all of them, so its work is the same whichever tokens choose")
+    elif size.experts:
+        lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
+    return lines
+
+
+def _number(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _micro_batches(rehearsal: Rehearsal) -> str:
+    number = rehearsal.worst.trace.micro_batches
+    return f"{number} micro-batch{'' if number == 1 else 'es'}"
+
+
+def _memory(rehearsal: Rehearsal) -> list[str]:
+    worst = rehearsal.worst
+    kinds = [kind for kind in Kind if any(usage.get(kind) for usage in worst.phases.values())]
+    width = max(len(phase) for phase in worst.phases)
+    lines = [" " * width + "".join(f"{kind:>14}" for kind in (*kinds, "total"))]
+    for phase, usage in worst.phases.items():
+        figures = [usage.get(kind, 0) for kind in kinds] + [total(usage)]
+        lines.append(f"{phase:<{width}}" + "".join(f"{figure / GIB:>14.2f}" for figure in figures))
+    lines += ["", _verdict(rehearsal)]
+    return lines
+
+
+def _verdict(rehearsal: Rehearsal) -> str:
+    worst, spare = rehearsal.worst, (rehearsal.memory - rehearsal.worst.peak) / GIB
+    where = f"rank {worst.trace.rank} needs {worst.peak / GIB:.1f} GiB in the phase {worst_phase(worst.phases)}"
+    if spare >= 0:
+        return f"FITS: {where}; {spare:.1f} GiB of {rehearsal.memory / GIB:.1f} are left"
+    return f"DOES NOT FIT: {where}; {-spare:.1f} GiB more than {rehearsal.memory / GIB:.1f}"
+
+
+def _ranks(rehearsal: Rehearsal) -> list[str]:
+    if len(rehearsal.ranks) == 1 and rehearsal.imbalanced is None:
+        return []
+    note = "experts of equal load" if rehearsal.size.experts else ""
+    lines = [_rank(rehearsal, rank, note) for rank in rehearsal.ranks]
+    if rehearsal.imbalanced is not None:
+        lines.append(_rank(rehearsal, rehearsal.imbalanced, f"experts of {IMBALANCE:g} times the load"))
+    return lines
+
+
+def _rank(rehearsal: Rehearsal, rank: RankForecast, note: str) -> str:
+    passes = seconds(rank.trace.tallies.get(Phase.TRAIN, Tally()), rehearsal.device, Phase.TRAIN)
+    stage = f"stage {rank.stage + 1} of {rehearsal.stages}" if rehearsal.stages > 1 else "every stage"
+    words = f"rank {rank.trace.rank}, {stage}"
+    peak, phase = rank.peak / GIB, worst_phase(rank.phases)
+    return f"{words:<28}{peak:>8.1f} in {phase}; passes over a step {passes}" + (f"; {note}" if note else "")
+
+
+def _advice(rehearsal: Rehearsal, advice: Sequence[Advice]) -> list[str]:
+    lines = []
+    for found in advice:
+        saved = (rehearsal.worst.peak - found.peak) / GIB
+        fits = "fits" if found.peak <= rehearsal.memory else "does not fit"
+        lines.append(
+            f"{found.change.words:<52}{found.peak / GIB:>7.1f} GiB ({saved:.1f} less, {fits}); step {found.step}"
+        )
+    return lines
+
+
+def _work(rehearsal: Rehearsal) -> list[str]:
+    lines = [f"{'':<22}{'TFLOP':>10}{'GB moved':>12}{'GB sent':>10}{'collectives':>13}   seconds, alone"]
+    for phase, tally in rehearsal.worst.trace.tallies.items():
+        sent = sum(message_bytes(message) * n for message, n in tally.messages.items())
+        times = sum(tally.messages.values())
+        lines.append(
+            f"{phase:<22}{tally.flops / 1e12:>10.2f}{tally.bytes / 1e9:>12.1f}{sent / 1e9:>10.2f}{times:>13.0f}   "
+            f"{seconds(tally, rehearsal.device, phase)}"
+        )
+        lines += [f"  {line}" for line in _collectives(tally, rehearsal)]
+    return lines
+
+
+def _collectives(tally: Tally, rehearsal: Rehearsal) -> Iterator[str]:
+    groups: dict[tuple[str, int, bool], list[float]] = {}
+    for message, times in tally.messages.items():
+        key = message.name, len(message.ranks), crosses_nodes(message.ranks, rehearsal.device)
+        entry = groups.setdefault(key, [0.0, 0.0])
+        entry[0] += times
+        entry[1] += times * message_bytes(message)
+    for (name, ranks, crosses), (number, size) in sorted(groups.items(), key=lambda item: -item[1][1]):
+        where = "over nodes" if crosses else "in a node"
+        yield f"{number:.0f} x {name} of {ranks} ranks {where}: {size / 1e9:.3g} GB"
+
+
+def _time(rehearsal: Rehearsal) -> list[str]:
+    settings, generation = rehearsal.settings, rehearsal.generation
+    steps = count(settings.steps_per_iteration, "step")
+    lines = [
+        f"a step       {rehearsal.step} on {rehearsal.device.name} (data sheet; the long end is "
+        "half the rate of products, no fusion, no overlap)",
+        f"             model FLOP utilization {_mfu(rehearsal, rehearsal.step.high):.0%} to "
+        f"{_mfu(rehearsal, rehearsal.step.low):.0%}",
+        f"training     {rehearsal.training} per iteration of {steps}, scoring included",
+    ]
+    if rehearsal.stages > 1:
+        lines.append(
+            f"pipeline     {rehearsal.bubble:.0%} of the passes are waiting: {rehearsal.stages} stages, "
+            f"{_micro_batches(rehearsal)}"
+        )
+    if generation.engines:
+        lines += _generation(rehearsal)
+    timeline = timeline_of(rehearsal)
+    if timeline is not None:
+        lines += [f"iteration    {timeline.seconds}{_order(timeline)}", *_waits(timeline)]
+    return lines
+
+
+def _generation(rehearsal: Rehearsal) -> list[str]:
+    generation = rehearsal.generation
+    low, high = rehearsal.balanced_tokens_per_second
+    where = count(generation.engines, "engine") + f" of {count(generation.devices, 'device')}"
+    took = f"{generation.duration} per iteration of {generation.tokens} tokens, on {where}"
+    if generation.sequences:
+        took += f", {generation.sequences} sequences at a time on each"
+    else:
+        took = f"impossible on {where}: beside its weights there is no room for the cache of one sequence"
+    if rehearsal.sync is None:
+        sync = "not known: files carry the weights, and the disk's speed is not"
+    else:
+        copies = copies_sent(rehearsal.settings, generation.engines)
+        sync = f"{rehearsal.sync}: all weights go to one host, and leave it {count(copies, 'time')}"
+    return [
+        f"generation   {took}",
+        f"balance      generation takes as long as training at {low:.0f} to {high:.0f} tokens/s of all engines",
+        f"engine       {generation.weight_bytes / GIB:.1f} GiB of weights and {generation.cache_bytes / GIB:.1f} "
+        f"GiB of KV cache on a device ({generation.kv_bytes_per_token / 1024:.1f} KiB per token)",
+        f"weight sync  {sync}",
+    ]
+
+
+def _order(timeline: Timeline) -> str:
+    if not any(lane.side is Side.ROLLOUT for lane in timeline.lanes):
+        return ""
+    return ", generation beside training" if timeline.overlaps else ", generation before training"
+
+
+def _waits(timeline: Timeline) -> Iterator[str]:
+    for lane in timeline.lanes:
+        if lane.name == WAITS:
+            yield f"             the {lane.side} side waits {lane.seconds}"
+
+
+def _mfu(rehearsal: Rehearsal, duration: float) -> float:
+    """Return 6 FLOP per active parameter and token, over what all ranks could compute in ``duration`` seconds."""
+    settings = rehearsal.settings
+    flops = 6 * rehearsal.size.active * rehearsal.worst.trace.step_tokens * settings.dims.token_ranks
+    rate = rehearsal.device.bf16 if settings.training.bf16 else rehearsal.device.fp32
+    return flops / (rate * 1e12 * duration * settings.cluster.world_size) if duration else 0.0
+
+
+def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> dict[str, Any]:
+    """Return every figure: bytes, FLOP and seconds."""
+    settings = rehearsal.settings
+    low, high = rehearsal.balanced_tokens_per_second if rehearsal.training.low else (None, None)
+    return {
+        "device": asdict(rehearsal.device),
+        "memory_bytes": rehearsal.memory,
+        "fits": rehearsal.worst.peak <= rehearsal.memory,
+        "worst_rank": rehearsal.worst.trace.rank,
+        "model": asdict(rehearsal.size),
+        "layout": {
+            "world_size": settings.cluster.world_size,
+            "backend": settings.training.train_backend,
+            "tensor": settings.megatron.tensor_model_parallel_size,
+            "pipeline": rehearsal.stages,
+            "context": settings.parallel.context_parallel_size,
+            "expert": settings.megatron.expert_model_parallel_size,
+            "token_ranks": settings.dims.token_ranks,
+        },
+        "samples": {"prompt_tokens": prompt_length(settings), "response_tokens": response_length(settings)},
+        "ranks": [_rank_json(rank, rehearsal) for rank in rehearsal.ranks],
+        "imbalanced": None if rehearsal.imbalanced is None else _rank_json(rehearsal.imbalanced, rehearsal),
+        "advice": [
+            {"flags": found.change.words, "peak_bytes": found.peak, "step_seconds": _range(found.step)}
+            for found in advice
+        ],
+        "step_seconds": _range(rehearsal.step),
+        "training_seconds": _range(rehearsal.training),
+        "pipeline_bubble": rehearsal.bubble,
+        "generation": {
+            **{k: v for k, v in asdict(rehearsal.generation).items() if k != "duration"},
+            "seconds": _range(rehearsal.generation.duration),
+            "balanced_tokens_per_second": [low, high],
+        },
+        "weight_sync_seconds": None if rehearsal.sync is None else _range(rehearsal.sync),
+        "iteration": _timeline_json(timeline_of(rehearsal)),
+        "loss": contract_data(settings),
+        "rehearsal_seconds": elapsed,
+    }
+
+
+def _timeline_json(timeline: Timeline | None) -> dict[str, Any] | None:
+    """Return the lanes of the picture: ranges, and where each is drawn: starts and lengths at the middle of these."""
+    if timeline is None:
+        return None
+    return {
+        "seconds": _range(timeline.seconds),
+        "generates_while_training": timeline.overlaps,
+        "lanes": [
+            {"side": lane.side, "name": lane.name, "seconds": _range(lane.seconds), "drawn": lane.spans}
+            for lane in timeline.lanes
+        ],
+    }
+
+
+def _rank_json(rank: RankForecast, rehearsal: Rehearsal) -> dict[str, Any]:
+    return {
+        "rank": rank.trace.rank,
+        "stage": rank.stage,
+        "peak_bytes": rank.peak,
+        "peak_phase": worst_phase(rank.phases),
+        "micro_batches": rank.trace.micro_batches,
+        "phases": {phase: _usage_json(usage) for phase, usage in rank.phases.items()},
+        "work": {
+            phase: {
+                "flop": tally.flops,
+                "bytes": tally.bytes,
+                "seconds": _range(seconds(tally, rehearsal.device, phase)),
+                "collectives": [
+                    {"name": m.name, "ranks": len(m.ranks), "count": n, "bytes": m.bytes}
+                    for m, n in tally.messages.items()
+                ],
+            }
+            for phase, tally in rank.trace.tallies.items()
+        },
+    }
+
+
+def _usage_json(usage: Usage) -> dict[str, int]:
+    return {kind: size for kind, size in usage.items() if size}
+
+
+def _range(seconds: Seconds) -> list[float | None]:
+    return [number if number < float("inf") else None for number in (seconds.low, seconds.high)]

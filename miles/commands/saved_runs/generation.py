@@ -1,0 +1,241 @@
+"""Generate with the weights of a saved run, in one process and without Ray: evaluate sets, and answer a prompt.
+
+Prompts, sampling, rewards and the engine are those of the run, so an evaluation repeats what the run itself measured
+after the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from transformers.utils.logging import disable_progress_bar
+
+from miles.base.input_error import InputError
+from miles.base.secret_values import HIDDEN
+from miles.config.components import engine_spec
+from miles.config.evaluation import fill_evaluation
+from miles.config.settings import Settings
+from miles.config.spelling import group_words
+from miles.engine.base import Engine, start_engine
+from miles.engine.host import LocalHost
+from miles.rollout.chosen_generator import group_generator
+from miles.rollout.evaluate import EvalSet, evaluate
+from miles.rollout.groups import GroupTools, response_seed, sampling_params
+from miles.rollout.intervals import Estimate, mean_over_prompts
+from miles.rollout.metrics import pass_at_k, powers_of_two
+from miles.rollout.supply import load_held_out
+from miles.tasks.data.notes import Notes
+from miles.tasks.data.row import Row
+from miles.tasks.data.tokenizer import PromptRenderer, load_tokenizer
+from miles.tasks.rewards.passing import passes
+from miles.tasks.rewards.registry import get_reward_function
+from miles.types.sample import Prompt, PromptGroup, Sample
+
+
+def settings_for(settings: Settings, model: Path, logs: Path, engine: str | None) -> Settings:
+    """Return the run's settings for generating here: one engine that starts with ``model``.
+
+    Args:
+        settings: Those of the run.
+        model: A Hugging Face folder.
+        logs: Where servers write their logs.
+        engine: The engine; None is the run's.
+    """
+    name = engine or settings.rollout.rollout_engine
+    device = _device(settings.cluster.device)
+    devices = settings.sglang.rollout_num_gpus_per_engine if device == "cuda" else 1
+    passed_on = settings.server_flags if name == settings.rollout.rollout_engine else type(settings.server_flags)()
+    return replace(
+        settings,
+        model=replace(settings.model, hf_checkpoint=str(model)),
+        rollout=replace(settings.rollout, rollout_engine=name, load_debug_rollout_data=None),
+        cluster=replace(
+            settings.cluster,
+            device=device,
+            colocate=False,
+            rollout_num_gpus=devices if engine_spec(name).has_servers else None,
+        ),
+        sglang=replace(
+            settings.sglang,
+            rollout_num_gpus_per_engine=devices,
+            rollout_external=False,
+            rollout_external_engine_addrs=None,
+            use_fault_tolerance=False,
+        ),
+        tracking=replace(settings.tracking, output_dir=str(logs)),
+        server_flags=replace(passed_on, server=_without_secrets(passed_on.server), router=()),
+    )
+
+
+def _without_secrets(words: Sequence[str]) -> tuple[str, ...]:
+    """Leave out the flags that run.json holds without their secret values: keys, which are drawn again."""
+    kept = ((flag, *values) for flag, values in group_words(words) if HIDDEN not in values)
+    return tuple(word for group in kept for word in group)
+
+
+def _device(given: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    if given != "auto":
+        return given
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@asynccontextmanager
+async def _engine(settings: Settings) -> AsyncIterator[Engine]:
+    disable_progress_bar()  # of loading weights
+    engine = await start_engine(settings, LocalHost(settings.cluster.device))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """What an evaluation of one set has found.
+
+    Attributes:
+        name: The set.
+        prompts: How many it has.
+        samples_per_prompt: Answers to each.
+        estimates: ``accuracy`` (the mean reward) and, with several answers, ``pass@k``: means over prompts.
+        means: Plain means: response_length, truncated_fraction, …
+        samples: All scored answers.
+    """
+
+    name: str
+    prompts: int
+    samples_per_prompt: int
+    estimates: dict[str, Estimate]
+    means: dict[str, float]
+    samples: list[Sample]
+
+
+async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_prompt: int | None) -> list[SetResult]:
+    """Evaluate held-out sets.
+
+    Args:
+        settings: From ``settings_for``.
+        sets: NAME SOURCE pairs; empty: the sets of the run.
+        samples_per_prompt: Answers per prompt; None is the run's number.
+
+    Raises:
+        InputError: There is no set, or one cannot be read; no reward function.
+    """
+    evaluation = settings.evaluation
+    if sets:
+        evaluation = replace(evaluation, eval_prompt_data=tuple(sets), eval_config=None)
+    if not evaluation.has_sets:
+        raise InputError("--sets is required: the run evaluated no set; give NAME SOURCE pairs")
+    if samples_per_prompt is not None:
+        evaluation = replace(evaluation, n_samples_per_eval_prompt=samples_per_prompt)
+    evaluation = fill_evaluation(evaluation, settings.rollout, settings.data)
+    reward = settings.reward
+    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
+    loaded = load_held_out(replace(settings, evaluation=evaluation), tokenizer)
+    if samples_per_prompt is not None:  # also if --eval-config says another number
+        loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
+    reward_function = get_reward_function(reward)
+    async with _engine(settings) as engine, group_generator(settings) as generate:
+        tools = GroupTools(
+            engine,
+            tokenizer,
+            generate,
+            reward_function,
+            reward.reward_error_value,
+            reward.drops_errors,
+        )
+        return [await _evaluate(eval_set, tools, settings.data.rollout_seed) for eval_set in loaded]
+
+
+async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResult:
+    metrics, samples = await evaluate([eval_set], tools, seed)
+    values = {name.removeprefix(f"eval/{eval_set.name}/"): metric.value for name, metric in metrics.items()}
+    by_prompt = [list(group) for _, group in groupby(samples, lambda sample: sample.group_index)]
+    by_prompt += [[]] * (len(eval_set.prompts) - len(by_prompt))  # every answer was dropped
+    rewards = [[float(s.reward) for s in group if s.reward is not None] for group in by_prompt]
+    passed = [_passes(group, eval_set.samples_per_prompt) for group in by_prompt]
+    means = {name: value for name, value in values.items() if name != "accuracy" and not name.startswith("pass@")}
+    per_prompt = eval_set.samples_per_prompt
+    return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(rewards, passed), means, samples)
+
+
+def _passes(samples: Sequence[Sample], wanted: int) -> list[bool]:
+    """Return whether each answer to a prompt passes; those of ``wanted`` trajectories that were dropped do not."""
+    dropped = wanted - len({sample.trajectory_id for sample in samples})
+    return [*map(passes, samples), *[False] * dropped]
+
+
+def estimates(
+    rewards_by_prompt: Sequence[Sequence[float]], passes_by_prompt: Sequence[Sequence[bool]]
+) -> dict[str, Estimate]:
+    """Return accuracy, the mean reward, and pass@k for powers of two, each with its interval over prompts.
+
+    Answers without a reward (``--reward-error drop``) are in the passes alone, as failures.
+
+    >>> found = estimates([[1.0, 1.0], [0.0, 0.0]], [[True, True], [False, False]])
+    >>> {name: str(estimate) for name, estimate in found.items()}
+    {'accuracy': '0.500 [0.095, 0.905]', 'pass@1': '0.500 [0.095, 0.905]', 'pass@2': '0.500 [0.095, 0.905]'}
+
+    Raises:
+        InputError: No answer has a reward.
+    """
+    answered = [rewards for rewards in rewards_by_prompt if rewards]
+    if not answered:
+        raise InputError("the reward function failed on every answer (--reward-error drop); correct it")
+    found = {"accuracy": mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])}
+    most = max(map(len, passes_by_prompt))
+    for k in powers_of_two(most) if most > 1 else ():
+        found[f"pass@{k}"] = mean_over_prompts(
+            [pass_at_k(len(passed), sum(passed), k) for passed in passes_by_prompt if len(passed) >= k]
+        )
+    return found
+
+
+async def answer(
+    settings: Settings, text: str, n: int, seed: int, temperature: float | None, max_new_tokens: int | None
+) -> list[Sample]:
+    """Return ``n`` answers to a prompt, unscored. The prompt is rendered as the run renders its own.
+
+    Args:
+        settings: From ``settings_for``.
+        text: The prompt, one user message if the run uses a chat template.
+        n: How many answers.
+        seed: The seed of the sampling, with engines that honour seeds.
+        temperature: None is the run's.
+        max_new_tokens: None is the run's.
+
+    Raises:
+        InputError: The prompt is empty or the template refuses it.
+    """
+    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
+    renderer = PromptRenderer(settings.data, tokenizer)
+    rendered = renderer.render(Row("the prompt", {}), text, Notes())
+    ids = rendered.token_ids
+    if ids is None:
+        ids = tokenizer(rendered.text, add_special_tokens=not renderer.uses_template)["input_ids"]
+    sampling = sampling_params(settings.rollout)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    if max_new_tokens is not None:
+        sampling = replace(sampling, max_new_tokens=max_new_tokens)
+    sampling.check()
+    drawn = PromptGroup(0, Prompt(rendered.text, tuple(ids), source="the prompt", input=text))
+    async with _engine(settings) as engine, group_generator(settings) as generate:
+        limit = settings.rollout.rollout_max_context_len
+        group = await generate(
+            drawn,
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n,
+            seed_of=lambda _, k: response_seed(seed, "sample", k),
+            max_context_len=limit,
+        )
+    return group.samples

@@ -1,0 +1,333 @@
+"""The file of a sweep, YAML or TOML: common flags, variants or a grid, seeds, and what to compare.
+
+Scalars are taken as they are written, as ``--config`` takes them; only true, false and null have a meaning of their
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from miles.base.flags import LARGEST, LONGEST_VALUE, FlagError, flag_name
+from miles.base.one_line import one_line
+from miles.config.files.config_file import FLAG
+from miles.config.spelling import group_words
+
+LARGEST_FILE = 200_000  # characters
+MOST_RUNS = 10_000
+LONGEST_NAME = 150  # characters of a variant, which names a folder
+SEED_OFFSET = "seed_offset"
+TABLE_JSON, TABLE_CSV, PAGE = "table.json", "table.csv", "sweep.html"  # beside the folders of the variants
+KEYS = ("config", "flags", "grid", "variants", "seeds", "baseline", "metrics", "last", "output")
+OF_THE_SWEEP = ("seed", "rollout_seed", "output_dir")  # fields that the sweep sets for each run
+
+_NAME = re.compile(r"\w[\w.,=+-]*")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings that are run with every seed.
+
+    Attributes:
+        name: Its name, and that of the folder of its runs.
+        flags: The flags in which it differs, by field: text, True, False, None, or a list or a dict of these. False and
+            None take a common flag back.
+        seed_offset: A number added to each seed. The same settings under other seeds show the noise of a comparison.
+    """
+
+    name: str
+    flags: Mapping[str, Any]
+    seed_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A sweep as its file describes it.
+
+    Attributes:
+        path: The file.
+        words: The words of a command line that all runs begin with.
+        flags: Common flags by field, which win over ``words``.
+        variants: The settings that are compared.
+        seeds: One run of each variant per seed.
+        baseline: The name of the variant that the others are compared with.
+        metrics: The metrics of the table; None: the usual ones.
+        last: How many of the last values of a metric are averaged.
+        output: The folder of all runs.
+    """
+
+    path: Path
+    words: tuple[str, ...]
+    flags: Mapping[str, Any]
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    baseline: str
+    metrics: tuple[str, ...] | None
+    last: int
+    output: Path
+
+
+def read_definition(path: Path) -> Definition:
+    """Read the file of a sweep.
+
+    Raises:
+        FlagError: With one message per fault; each names the key, its value, the rule and what to do.
+    """
+    values = _Values(path, _parsed(path))
+    values.check_keys()
+    variants = values.variants()
+    definition = Definition(
+        path=path,
+        words=values.words(),
+        flags=values.common(),
+        variants=variants,
+        seeds=values.seeds(),
+        baseline=values.baseline(variants),
+        metrics=values.metrics(),
+        last=values.number("last", 10),
+        output=values.output(),
+    )
+    runs = len(definition.variants) * len(definition.seeds)
+    if runs > MOST_RUNS:
+        values.refuse(f"the sweep has {runs} runs, more than {MOST_RUNS}; give fewer values or seeds")
+    if values.faults:
+        raise FlagError(*values.faults)
+    return definition
+
+
+class _Values:
+    """The values of a file, and what is wrong with them."""
+
+    def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.faults: list[str] = []
+        self._path = path
+
+    def refuse(self, message: str) -> None:
+        self.faults.append(f"{self._path}: {message}")
+
+    def check_keys(self) -> None:
+        for key in self.given.keys() - {*KEYS}:
+            self.refuse(f"{one_line(str(key), LONGEST_VALUE)}: no such key; give one of {', '.join(KEYS)}")
+
+    def words(self) -> tuple[str, ...]:
+        config, flags = self.given.get("config"), self.given.get("flags")
+        words = []
+        if config is not None:
+            for name in config if isinstance(config, list) else [config]:
+                words += [f"{FLAG}={name}"]
+        if isinstance(flags, str):
+            try:
+                given = shlex.split(flags, comments=True)
+            except ValueError as error:
+                self.refuse(f"flags: cannot be read as a command line ({error}); check its quotes")
+                return tuple(words)
+            for flag, _ in group_words(given):
+                self._check_field("flags", flag.removeprefix("--").replace("-", "_"))
+            words += given
+        return tuple(words)
+
+    def common(self) -> dict[str, Any]:
+        flags = self.given.get("flags")
+        return {} if flags is None or isinstance(flags, str) else self._fields("flags", flags)
+
+    def variants(self) -> tuple[Variant, ...]:
+        grid, listed = self.given.get("grid"), self.given.get("variants")
+        if grid is not None and listed is not None:
+            self.refuse("grid and variants: a sweep has one of the two; write the combinations as variants")
+        elif grid is not None:
+            return self._combined(grid)
+        elif listed is not None:
+            return self._listed(listed)
+        return (Variant(name="run", flags={}),)
+
+    def _listed(self, listed: Any) -> tuple[Variant, ...]:
+        if not isinstance(listed, Mapping) or not listed:
+            self.refuse("variants: must map names to flags; write NAME: {flag: value}, or NAME: {} without changes")
+            return ()
+        found = []
+        for name, flags in listed.items():
+            where = f"variants: {one_line(str(name), LONGEST_VALUE)}"
+            if not _NAME.fullmatch(str(name)) or len(str(name)) > LONGEST_NAME:
+                rule = f"must be letters, digits and . , = + - _, at most {LONGEST_NAME}, as it names a folder"
+                self.refuse(f"{where}: {rule}; give another name")
+            elif name in (TABLE_JSON, TABLE_CSV, PAGE):
+                self.refuse(f"{where}: is the name of a file that the sweep writes; give another name")
+            fields = self._fields(where, {} if flags is None else flags)
+            offset = self._whole(f"{where}: {SEED_OFFSET}", fields.pop(SEED_OFFSET, "0"), 0)
+            found.append(Variant(str(name), fields, offset or 0))
+        self._refuse_equal(found)
+        return tuple(found)
+
+    def _combined(self, grid: Any) -> tuple[Variant, ...]:
+        fields = self._fields("grid", grid)
+        for name, values in fields.items():
+            if not isinstance(values, list) or not values:
+                self.refuse(f"grid: {name}: must be a list of values; write {name}: [VALUE, VALUE]")
+                return ()
+        found = []
+        for values in itertools.product(*fields.values()):
+            flags = dict(zip(fields, values, strict=True))
+            name = ",".join(f"{field}={_in_a_name(value)}" for field, value in flags.items()) or "run"
+            if len(name) > LONGEST_NAME:
+                rule = f"the name has more than {LONGEST_NAME} characters"
+                self.refuse(f"grid: {one_line(name, LONGEST_VALUE)}: {rule}; name the combinations under variants")
+                return ()
+            found.append(Variant(name, flags))
+        self._refuse_equal(found)
+        return tuple(found)
+
+    def _refuse_equal(self, variants: list[Variant]) -> None:
+        names: dict[str, int] = {}
+        for variant in variants:
+            names[variant.name] = names.get(variant.name, 0) + 1
+        for name, number in names.items():
+            if number > 1:
+                self.refuse(f"grid: {number} combinations have the name {name}; name them under variants")
+
+    def seeds(self) -> tuple[int, ...]:
+        given = self.given.get("seeds", "1")
+        if isinstance(given, list):
+            seeds = [self._whole("seeds", value, 0) for value in given]
+            if len({*seeds}) < len(seeds):
+                self.refuse(f"seeds: {given}: one is given twice; give different ones")
+            if not seeds:
+                self.refuse("seeds: the list is empty; give one seed or more, or their number")
+            return tuple(seed for seed in seeds if seed is not None)
+        number = self._whole("seeds", given, 1)
+        if number is not None and number > MOST_RUNS:
+            self.refuse(f"seeds: {number}: is more than {MOST_RUNS}; a list gives the seeds themselves: [{number}]")
+            return ()
+        return tuple(range(1, (number or 0) + 1))
+
+    def baseline(self, variants: tuple[Variant, ...]) -> str:
+        names = [variant.name for variant in variants]
+        given = self.given.get("baseline")
+        if given is None:
+            return names[0] if names else ""
+        if str(given) not in names and names:
+            shown = one_line(str(given), LONGEST_VALUE)
+            self.refuse(f"baseline: {shown}: no such variant; give one of {one_line(', '.join(names), 1000)}")
+        return str(given)
+
+    def metrics(self) -> tuple[str, ...] | None:
+        given = self.given.get("metrics")
+        if given is None:
+            return None
+        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+            self.refuse("metrics: must be a list of names of metrics; write metrics: [rollout/reward]")
+            return None
+        return tuple(dict.fromkeys(given))
+
+    def output(self) -> Path:
+        given = self.given.get("output")
+        if given is not None and (not isinstance(given, str) or not given.strip()):
+            self.refuse(f"output: {one_line(str(given), LONGEST_VALUE)}: must be a folder; write output: DIR")
+        return Path("outputs", self._path.stem) if given is None else Path(str(given))
+
+    def number(self, key: str, default: int) -> int:
+        value = self._whole(key, self.given.get(key, str(default)), 1)
+        return default if value is None else value
+
+    def _fields(self, where: str, given: Any) -> dict[str, Any]:
+        """Return flags by field name."""
+        if not isinstance(given, Mapping):
+            self.refuse(f"{where}: must map flags to values; write flag: value")
+            return {}
+        fields: dict[str, Any] = {}
+        for key, value in given.items():
+            name = str(key).removeprefix("--").replace("-", "_")
+            if name in fields:
+                self.refuse(f"{where}: {name}: is set twice; keep one of the two")
+            self._check_field(where, name)
+            fields[name] = value
+        return fields
+
+    def _check_field(self, where: str, name: str) -> None:
+        if name in OF_THE_SWEEP:
+            instead = "output or --out" if name == "output_dir" else "seeds"
+            self.refuse(f"{where}: {flag_name(name)}: the sweep sets it for each run; drop it, and use {instead}")
+        elif name == "config" and where != "flags":
+            self.refuse(f"{where}: config: is no flag of a variant; write the key config beside {where.split(':')[0]}")
+        elif name == "config" and not isinstance(self.given["flags"], str):
+            self.refuse("flags: config: is not a setting of a run; write the key config beside flags")
+
+    def _whole(self, where: str, value: Any, least: int) -> int | None:
+        text = str(value)
+        if isinstance(value, bool) or not re.fullmatch(r"\d{1,19}", text) or not least <= int(text) <= LARGEST:
+            shown = one_line(text, LONGEST_VALUE)
+            self.refuse(f"{where}: {shown}: must be a whole number of at least {least}; give {least} or more")
+            return None
+        return int(text)
+
+
+def _in_a_name(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_in_a_name, value))
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return re.sub(r"[^\w.+-]+", "-", str(value)) or "-"
+
+
+class _Loader(yaml.SafeLoader):
+    """Read every scalar as text, but true, false and null; refuse a key that is set twice."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping whose keys differ."""
+        names = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in names:
+                raise yaml.MarkedYAMLError(problem=f"{name} is set twice", problem_mark=key.start_mark)
+            names.add(name)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), ["t", "f"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise FlagError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    except ValueError:
+        raise FlagError(f"{path}: is not UTF-8 text; check the path") from None
+    if len(text) > LARGEST_FILE:
+        raise FlagError(f"{path}: has more than {LARGEST_FILE} characters; check the path")
+    try:
+        if path.suffix == ".toml":
+            values: Any = _as_written(tomllib.loads(text, parse_float=str))
+        else:
+            values = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise FlagError(f"{path}{line}: {one_line(str(error.problem), LONGEST_VALUE)}; correct the line") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FlagError(f"{path}: cannot be read ({one_line(str(error), LONGEST_VALUE)}); correct the file") from None
+    if not isinstance(values, dict):
+        raise FlagError(f"{path}: holds no sweep; write seeds, and flags or config (docs/report.md has an example)")
+    return values
+
+
+def _as_written(value: Any) -> Any:
+    """Return the numbers of TOML as text."""
+    if isinstance(value, dict):
+        return {key: _as_written(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_written(item) for item in value]
+    return value if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""Everything that knows other launchers: their flags, spellings, functions, files and calling conventions."""

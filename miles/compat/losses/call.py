@@ -1,0 +1,199 @@
+"""Give a loss with four arguments what it reads, and keep the loss contract with what it returns.
+
+Related launchers call ``loss(args, batch, logits, sum_of_sample_mean)`` for a micro-batch, and divide what it returns
+by the step's count: its trajectories N, or per token its tokens T. So does this file. ``sum_of_sample_mean`` is the
+default reducer times that count, so a loss that reduces with it is the same for every split of the step.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miles.base.input_error import InputError
+from miles.compat.losses.logits import ResponseLogits
+from miles.objective.aggregation import get_sum_of_sample_mean, is_per_token, is_plain_mean
+from miles.objective.hook_calls import token_columns
+from miles.objective.hooks import REDUCER, WHOLE_LOSS
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.settings import LossArguments
+    from miles.types.train_batch import MicroBatch
+
+_NAMES = {"log_probs": "old_log_probs"}  # theirs -> ours, if they differ
+_COLUMNS = ("advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
+
+
+class Batch(dict[str, Any]):
+    """The samples of a micro-batch by column: lists with one entry per sample, as related launchers name them."""
+
+    def __missing__(self, name: str) -> Any:
+        raise InputError(f"the loss reads batch[{name!r}], which is not here; a batch has {', '.join(sorted(self))}")
+
+
+def four_argument_loss(
+    path: str,
+    args: Any,
+    loss: LossArguments,
+    whole: MicroBatch,
+    tokens: Sequence[torch.Tensor],
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Call the function at ``path``; returns this micro-batch's share of the step's loss, and of each metric.
+
+    Args:
+        path: The function.
+        args: The flags by their names.
+        loss: The flags of the objective.
+        whole: The micro-batch with whole responses.
+        tokens: Prompt and response of each sample.
+        log_probs: Log-probs of the current policy, fp32 [R], with a graph; 0 for masked tokens.
+        entropy: Its entropy, the same.
+
+    Raises:
+        ValueError: If it returns anything but a scalar tensor, or that and numbers by name.
+        InputError: If it reads what is not here.
+    """
+    import torch
+
+    function = WHOLE_LOSS.load(path)
+    count = max(whole.num_loss_tokens, 1) if is_per_token(loss) else whole.num_trajectories
+    mean = get_sum_of_sample_mean(whole, is_per_token(loss))
+
+    def sum_of_sample_mean(values: torch.Tensor) -> torch.Tensor:
+        return mean(values) * count
+
+    logits = ResponseLogits(log_probs, entropy, tuple(tokens), whole.response_lengths)
+    try:
+        found = function(args, _batch(whole, tokens, log_probs), logits, sum_of_sample_mean)
+    except InputError as error:
+        raise InputError(f"{WHOLE_LOSS.flag} {path}: {error}") from error
+    total, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    WHOLE_LOSS.check_tensor(path, total, ())
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"{WHOLE_LOSS.flag} {path}: returned metrics of type {type(metrics).__name__}; return a dict")
+    shares = {}
+    for name, value in metrics.items():
+        if isinstance(value, numbers.Real):
+            value = torch.tensor(float(value), device=log_probs.device)
+        WHOLE_LOSS.check_tensor(path, value, (), f", metric {name}")
+        shares[str(name)] = value.detach().float() / count
+    return total.float() / count, shares
+
+
+def _batch(whole: MicroBatch, tokens: Sequence[torch.Tensor], log_probs: torch.Tensor) -> Batch:
+    lengths, columns = list(whole.response_lengths), token_columns(whole, log_probs)
+    mask_sums = whole.trajectory_token_counts.detach()
+    found = Batch(
+        unconcat_tokens=list(tokens),
+        tokens=list(tokens),
+        total_lengths=list(whole.total_lengths),
+        response_lengths=lengths,
+        loss_masks=list(whole.loss_mask.split(lengths)),
+        rollout_mask_sums=mask_sums,
+    )
+    for name in _COLUMNS:
+        column = columns[_NAMES.get(name, name)]
+        if column is not None:
+            found[name] = list(column.split(lengths))
+    for name, column in (("values", whole.values), ("returns", whole.returns)):
+        if column is not None:
+            found[name] = list(column.split(lengths))
+    return found
+
+
+def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
+    """Return prompt and response of each sample, int64; collective in the micro-batch's context group."""
+    import torch
+
+    from miles.types.context_parallel import padded_length
+
+    if not micro.response_lengths:
+        return []
+    flat = micro.context.gather(micro.input_ids)[micro.token_index.to(micro.input_ids.device)]
+    parts = flat.split([padded_length(length, micro.context.size) for length in micro.read_lengths])
+    read = [part[:length] for part, length in zip(parts, micro.read_lengths, strict=True)]
+    if micro.read_lengths == micro.total_lengths:
+        return read
+    assert micro.context.size == 1, "ranks that share samples read all tokens"
+    targets = micro.targets.split(micro.response_lengths)
+    unread = [total - length for total, length in zip(micro.total_lengths, micro.read_lengths, strict=True)]
+    return [torch.cat([part, target[len(target) - n :]]) for part, target, n in zip(read, targets, unread, strict=True)]
+
+
+def check_whole_loss(loss: LossArguments, args: Any) -> None:
+    """Call a loss with four arguments on a sample of two tokens, before a run starts.
+
+    Only a call shows which columns it reads.
+
+    Args:
+        loss: The flags of the objective.
+        args: All flags by their names.
+
+    Raises:
+        InputError: If it reads what is not here, or if a flag is set that it would ignore.
+        ValueError: If it cannot be imported, or returns something else than a loss.
+    """
+    path = WHOLE_LOSS.path(loss)
+    if path is None or WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 1:
+        return
+    ignored = {
+        "--loss-aggregation": None if is_plain_mean(loss) else loss.loss_aggregation,
+        REDUCER.flag: loss.custom_pg_loss_reducer_function_path,
+    }
+    for flag, value in ignored.items():
+        if value is not None:
+            raise InputError(
+                f"{flag} {value}: would be ignored by {WHOLE_LOSS.flag} {path}, whose sum_of_sample_mean is the mean "
+                f"of samples, or of tokens under token_mean; drop it, or write the loss with one {WHOLE_LOSS.inputs}, "
+                "whose reduce follows it"
+            )
+    try_four_arguments(path, args, loss)
+
+
+def try_four_arguments(
+    path: str, args: Any, loss: LossArguments, device: torch.device | str = "cpu"
+) -> tuple[str, ...]:
+    """Call the function at ``path`` on a sample of two tokens; returns the names of its metrics.
+
+    A rank without samples reports the same metrics as others, and these names are known only to the function.
+    """
+    import torch
+
+    from miles.types.groups import ALONE
+    from miles.types.train_batch import MicroBatch
+
+    ones, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    has_critic = loss.has_critic
+    whole = MicroBatch(
+        input_ids=tokens,
+        position_ids=torch.arange(2, device=device),
+        token_index=torch.arange(2),
+        logit_index=index,
+        targets=index,
+        sample_index=index,
+        response_index=index,
+        loss_mask=ones,
+        advantages=ones,
+        rollout_log_probs=-ones,
+        old_log_probs=-ones,
+        ref_log_probs=-ones if loss.needs_reference else None,
+        sample_denoms=ones,
+        trajectory_token_counts=ones,
+        response_lengths=(1,),
+        total_lengths=(2,),
+        read_lengths=(2,),
+        num_trajectories=1,
+        num_loss_tokens=1,
+        context=ALONE,
+        values=ones if has_critic else None,
+        returns=ones if has_critic else None,
+    )
+    log_probs = (-ones).requires_grad_()
+    found = four_argument_loss(path, args, loss, whole, [tokens], log_probs, ones.clone().requires_grad_())
+    return tuple(found[1])

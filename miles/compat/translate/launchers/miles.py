@@ -1,0 +1,22 @@
+"""miles: a shell script around ``train.py``."""
+
+from __future__ import annotations
+
+from miles.compat.translate.launchers.command_lines import CommandLine
+from miles.compat.translate.settings import Document
+
+
+class Miles(CommandLine):
+    """The command line of the launcher of the same name."""
+
+    name = "miles"
+    version = "radixark/miles 0b3ae66"
+    source = "radixark/miles 0b3ae66, miles/backends/training_utils/loss/objective.py"
+
+    def recognizes(self, document: Document) -> bool:
+        """By ``train.py``, without slime's name in the command."""
+        runs_train = any(word.endswith(("train.py", "train_async.py")) for word in document.words)
+        return runs_train and not any("slime" in word for word in document.words)
+
+
+MILES = Miles()

@@ -1,0 +1,25 @@
+"""slime: a shell script around ``train.py``."""
+
+from __future__ import annotations
+
+from miles.compat.translate.launchers.command_lines import CommandLine
+from miles.compat.translate.settings import Document
+
+
+class Slime(CommandLine):
+    """slime's command line."""
+
+    name = "slime"
+    version = "THUDM/slime 00c2d6d"
+    source = "THUDM/slime 00c2d6d, slime/backends/megatron_utils/loss.py"
+
+    def recognizes(self, document: Document) -> bool:
+        """By ``train.py`` and its own name in the command."""
+        return _runs_train(document) and any("slime" in word for word in document.words)
+
+
+def _runs_train(document: Document) -> bool:
+    return any(word.endswith(("train.py", "train_async.py")) for word in document.words)
+
+
+SLIME = Slime()

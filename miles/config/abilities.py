@@ -1,0 +1,28 @@
+"""Ask which flags the chosen backend and engine read, also before their names have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from miles.config.components import ENGINES, TRAIN_BACKENDS, EngineSpec, TrainBackendSpec
+from miles.config.settings import Settings
+
+Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
+
+
+def reads_megatron_flags(settings: Settings) -> bool:
+    """Return whether the training backend reads the flags of Megatron."""
+    backend = TRAIN_BACKENDS.get(settings.training.train_backend)
+    return backend is not None and backend.reads_megatron_flags
+
+
+def has_servers(settings: Settings) -> bool:
+    """Return whether the engine generates in SGLang's servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and engine.has_servers
+
+
+def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:
+    """Return the first backend or engine that has ``ability``, or lacks it."""
+    return next(name for name, row in rows.items() if getattr(row, ability) is wanted)

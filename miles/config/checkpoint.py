@@ -1,0 +1,275 @@
+"""Choose what is saved, when, and what a run starts from."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+from miles.base.flags import Errors, flag
+from miles.base.remote_folder import fault_of_url, is_url, protocol_of
+from miles.base.secret_values import HIDDEN, public
+from miles.config.cluster import ClusterArguments
+from miles.config.evaluation import EvaluationArguments
+
+# Switches that a run does not need to continue from its own checkpoints: with them it would begin from one of another.
+NOT_OF_ITS_OWN = ("finetune", "no_load_optim", "no_load_rng")
+_CHECKPOINT = re.compile(r"(.+)/(iter_\d{7})/*")  # the URL of one checkpoint
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """checkpoint: saving, resuming and exporting."""
+
+    save: Optional[str] = flag(
+        None,
+        "folder of the checkpoints; a URL such as s3://bucket/run names one in remote storage",
+        metavar="DIR",
+        is_written=True,
+    )
+    save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
+    save_keep_last: Optional[int] = flag(None, "keep only the newest N checkpoints in --save", metavar="N")
+    save_retain_interval: Optional[int] = flag(
+        None,
+        "keep the checkpoints after every K-th iteration, and the newest; with --save-keep-last both sets are kept",
+        metavar="K",
+    )
+    save_best: Optional[str] = flag(
+        None,
+        "also save a checkpoint after an iteration that is the best so far by this metric, such as "
+        "eval/heldout/accuracy or train/kl_loss:min, and keep it until a better one is complete",
+        metavar="METRIC[:max|min]",
+    )
+    async_save: bool = flag(
+        False, "copy a checkpoint into memory and write it during training; needs memory for one more copy"
+    )
+    start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
+    load: Optional[str] = flag(
+        None,
+        "folder of checkpoints, or its URL, whose newest complete one is resumed; the run starts fresh if it is empty",
+        metavar="DIR",
+    )
+    no_load_fallback: bool = flag(False, "stop if the newest checkpoint in --load is damaged, and take no earlier one")
+    no_load_optim: bool = flag(
+        False, "do not load the optimizer's state; the learning rate's schedule starts again", args=["--no-load-optim"]
+    )
+    no_load_rng: bool = flag(False, "do not load the random state", args=["--no-load-rng"])
+    finetune: bool = flag(False, "load only the weights, and start at iteration 0")
+    save_hf: Optional[str] = flag(
+        None,
+        "folder or URL of a Hugging Face export, written with each checkpoint of --save and at the end of the run; "
+        "{iteration} (or {rollout_id}) in the name is replaced by the number of iterations done",
+        metavar="DIR",
+        is_written=True,
+    )
+    storage_options: Optional[str] = flag(
+        None,
+        "JSON object of arguments of fsspec's file system for the URLs of --save, --load and --save-hf; default: what "
+        "its package reads from the environment",
+        metavar="JSON",
+        has_lines=True,
+    )
+    remote_cache: Optional[str] = flag(
+        None,
+        "local folder of checkpoints on their way to and from remote storage; default: remote/ in --output-dir",
+        metavar="DIR",
+        is_written=True,
+    )
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The flags that name a folder in remote storage, with their values."""
+        given = {"save": self.save, "load": self.load, "save_hf": self.save_hf}
+        return {name: text for name, text in given.items() if text is not None and is_url(text)}
+
+    @property
+    def file_system_options(self) -> dict[str, Any]:
+        """``--storage-options`` as keywords, without secrets that a file of settings has left out."""
+        given: dict[str, Any] = {} if self.storage_options is None else json.loads(self.storage_options)
+        return {name: value for name, value in given.items() if HIDDEN not in json.dumps(value)}
+
+    def local(self, folder: str) -> Path:
+        """Return the path of a folder of these flags on this machine: of a URL, the local copy."""
+        if not is_url(folder):
+            return Path(folder)
+        assert self.remote_cache is not None, "validate() fills remote_cache"
+        root, checkpoint = split_checkpoint(str(public("", folder)))  # run.json has it without secrets
+        words = re.sub(r"[^\w.-]+", "-", root.partition("://")[2])[-60:].strip("-.")
+        local = Path(self.remote_cache) / f"{words}-{hashlib.sha256(root.encode()).hexdigest()[:8]}"
+        return local if checkpoint is None else local / checkpoint
+
+    def inside(self, folder: str, name: str) -> str:
+        """Return what names the folder or checkpoint ``name`` inside a folder of these flags."""
+        return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
+
+
+def checkpoint_name(iterations_done: int) -> str:
+    """Return the name that the checkpoint after so many iterations has in ``--save``."""
+    return f"iter_{iterations_done:07d}"
+
+
+def first_iteration(checkpoint: CheckpointArguments) -> int | None:
+    """Return the iteration at which the run starts; None if only remote storage knows it, or nobody can read it."""
+    folder = checkpoint.load
+    if folder is None or checkpoint.finetune:
+        return 0
+    if is_url(folder):
+        return None
+    try:
+        return _newest_checkpoint(folder) or 0
+    except OSError:  # the launcher refuses to run (base/reading.py)
+        return None
+
+
+def _newest_checkpoint(folder: str) -> int | None:
+    """Return after how many iterations the newest complete checkpoint in a local folder was saved; None without one."""
+    complete = [done for path, done in _checkpoints(folder) if os.path.isfile(path / "manifest.json")]
+    return max(complete, default=None)
+
+
+def _checkpoints(folder: str) -> Iterator[tuple[Path, int]]:
+    """Yield the checkpoints in a local folder by their names, complete or not, with their iterations.
+
+    Raises ``OSError`` if the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a name that no folder can have
+        names = []
+    for path in (Path(folder), *(Path(folder) / name for name in names)):  # --load may name one of them
+        if (match := re.fullmatch(r"iter_(\d{7})", path.name)) is not None:
+            yield path, int(match[1])
+
+
+def split_checkpoint(url: str) -> tuple[str, str | None]:
+    """Return the URL of a folder of checkpoints, and the name of the checkpoint if ``url`` names one in it.
+
+    >>> split_checkpoint("s3://b/run/iter_0000004"), split_checkpoint("s3://b/run/")
+    (('s3://b/run', 'iter_0000004'), ('s3://b/run', None))
+    """
+    found = _CHECKPOINT.fullmatch(url)
+    return (url.rstrip("/"), None) if found is None else (found[1].rstrip("/"), found[2])
+
+
+def check_checkpoint(
+    checkpoint: CheckpointArguments, evaluation: EvaluationArguments, cluster: ClusterArguments, errors: Errors
+) -> None:
+    """Check that flags of saving have a folder to save to, and those of loading one to load from."""
+    errors.at_least(checkpoint, 1, "save_interval", "save_keep_last", "save_retain_interval")
+    for name in ("save", "load", "save_hf", "remote_cache"):
+        errors.folder_to_write(name, getattr(checkpoint, name))
+    if checkpoint.save is None:
+        unused = ["save_interval", "save_keep_last", "save_retain_interval", "save_best", "async_save", "start_over"]
+        errors.refuse_ignored(checkpoint, unused, "without --save", "add --save DIR")
+        if errors.none_about("max_restarts"):
+            why = "without --save: there would be no checkpoint to restart from"
+            errors.refuse_ignored(cluster, ["max_restarts"], why, "add --save DIR and --save-interval")
+    if checkpoint.load is None:
+        unused = ["finetune", "no_load_fallback", "no_load_optim", "no_load_rng"]
+        errors.refuse_ignored(checkpoint, unused, "without --load", "add --load DIR")
+    _check_best(checkpoint, evaluation, errors)
+    _check_urls(checkpoint, errors)
+
+
+def _check_urls(checkpoint: CheckpointArguments, errors: Errors) -> None:
+    """Check that URLs can be reached by the installed packages, and that their flags have some."""
+    urls = checkpoint.urls
+    for name, url in urls.items():
+        fault = fault_of_url(url, written=name != "load")
+        if fault is None and name == "save" and protocol_of(url) == "hf" and not url.startswith("hf://buckets/"):
+            fault = (
+                "is a repository, which would keep every checkpoint in its history",
+                "give hf://buckets/OWNER/NAME, or push the model there with --save-hf",
+            )
+        if fault is not None:
+            errors.refuse(name, url, *fault)
+    if not urls:
+        unused = ["storage_options", "remote_cache"]
+        what_to_do = "give a URL to --save, --load or --save-hf"
+        errors.refuse_ignored(checkpoint, unused, "without a folder in remote storage", what_to_do)
+    errors.json_object("storage_options", checkpoint.storage_options)
+    protocols = sorted({protocol_of(url) for url in urls.values()})
+    if checkpoint.storage_options is not None and len(protocols) > 1:
+        rule = f"would be passed to {' and '.join(protocols)} alike"
+        errors.refuse("storage_options", None, rule, "set the credentials in the environment instead")
+
+
+def fill_remote_cache(checkpoint: CheckpointArguments, output_dir: str) -> CheckpointArguments:
+    """Fill in ``--remote-cache`` if a flag names a folder in remote storage."""
+    if checkpoint.remote_cache is not None or not checkpoint.urls:
+        return checkpoint
+    return replace(checkpoint, remote_cache=str(default_remote_cache(output_dir)))
+
+
+def default_remote_cache(output_dir: str) -> Path:
+    """Return the folder that ``--remote-cache`` names by default."""
+    return Path(output_dir) / "remote"
+
+
+def _check_best(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
+    """Check the metric of ``--save-best`` as far as the flags say which metrics there will be."""
+    given = checkpoint.save_best
+    if given is None:
+        return
+    name, colon, mode = given.partition(":")
+    if colon and mode not in ("max", "min"):
+        errors.refuse("save_best", given, f"{mode!r} is neither max nor min", f"give {name}:max or {name}:min")
+    elif not re.fullmatch(r"(eval|rollout|train)/.+", name):
+        rule = "is no metric of metrics.jsonl: these begin with eval/, rollout/ or train/"
+        errors.refuse("save_best", given, rule, "give one such as eval/NAME/accuracy or rollout/reward")
+    elif name.startswith("eval/") and not evaluation.has_sets:
+        rule = "needs an evaluation set, and the run has none"
+        errors.refuse("save_best", given, rule, "add --eval-prompt-data NAME FILE and --eval-interval")
+
+
+def read_best(given: str) -> tuple[str, Literal["max", "min"]]:
+    """Return the metric that ``--save-best`` names, and whether its largest or its smallest value is the best."""
+    name, _, mode = given.partition(":")
+    return name, "min" if mode == "min" else "max"
+
+
+def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
+    """List what is loaded and saved, and when."""
+    lines = []
+    if checkpoint.load is not None and not is_url(checkpoint.load):
+        lines.append(f"{checkpoint.load}: {_loaded(checkpoint, checkpoint.load)}")
+    if checkpoint.save is not None:
+        when = f"every {checkpoint.save_interval} iterations and" if checkpoint.save_interval else "only"
+        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last iteration{_kept(checkpoint)}")
+        if checkpoint.save_best is not None:
+            metric, mode = read_best(checkpoint.save_best)
+            size = "largest" if mode == "max" else "smallest"
+            lines.append(f"{checkpoint.save}: the best checkpoint too, that of the {size} {metric}")
+        if checkpoint.async_save:
+            lines.append("checkpoints are copied into memory, and written during training")
+        if is_url(checkpoint.save):
+            lines.append(f"{checkpoint.local(checkpoint.save)}: checkpoints before they are uploaded, and the newest")
+    if checkpoint.save_hf is not None:
+        when = "with each checkpoint and at the end" if checkpoint.save is not None else "at the end"
+        lines.append(f"{checkpoint.save_hf}: Hugging Face export {when}")
+    return lines
+
+
+def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
+    try:
+        newest = _newest_checkpoint(folder)
+    except OSError as error:
+        return f"cannot be read ({error.strerror}), so the run is refused"
+    if newest is None and any(_checkpoints(folder)):
+        return "no checkpoint is complete by its manifest; the run checks its files, and stops if none can be loaded"
+    if newest is None:
+        return "holds no checkpoint, so the run starts at iteration 0"
+    start, link = (0, "with the weights of") if checkpoint.finetune else (newest, "from")
+    return f"the run starts at iteration {start}, {link} {checkpoint_name(newest)}"
+
+
+def _kept(checkpoint: CheckpointArguments) -> str:
+    """Say which checkpoints stay, if not all do."""
+    last, interval = checkpoint.save_keep_last, checkpoint.save_retain_interval
+    if last is None and interval is None:
+        return ""
+    retained = "" if interval is None else f" and those after a multiple of {interval} iterations"
+    return f"; the newest {last or 1}{retained} are kept"

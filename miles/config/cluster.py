@@ -1,0 +1,177 @@
+"""Set up the processes of a run: nodes, devices, Ray, and who shares a GPU with whom."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from miles.base.flags import Errors, count, flag, flag_name
+from miles.config.components import ENGINES, names_with
+
+MOST_DEVICES = 100_000  # of trainer or engines: the groups of ranks are listed, to check them
+OFFLOAD_FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
+
+
+@dataclass(frozen=True)
+class ClusterArguments:
+    """cluster: processes, devices and Ray."""
+
+    ray_address: Optional[str] = flag(
+        None, "address of a running Ray cluster; default: RAY_ADDRESS in the environment, or else start a local Ray"
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "device of the trainer and the engine; auto is cuda if this host, or the joined Ray cluster, has a GPU"
+    )
+    actor_num_nodes: int = flag(1, "nodes of the trainer")
+    actor_num_gpus_per_node: int = flag(
+        8, "trainer ranks per node: GPUs; on CPU, processes (default there: one for two cores)"
+    )
+    rollout_num_gpus: Optional[int] = flag(
+        None, "devices of the rollout engines, without --colocate; default: those of one engine"
+    )
+    colocate: bool = flag(False, "let the trainer and the engines share their devices")
+    offload_train: bool = flag(
+        False, "with --colocate on GPUs: keep the trainer in host memory while engines generate (the default there)"
+    )
+    offload_rollout: bool = flag(
+        False, "with --colocate on GPUs: release the engines' memory while the trainer works (the default there)"
+    )
+    no_offload_train: bool = flag(False, "with --colocate: keep the trainer on the GPU")
+    no_offload_rollout: bool = flag(False, "with --colocate: let the engines keep their memory")
+    distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation fails")
+    worker_timeout: float = flag(
+        300.0,
+        "seconds without a response after which a worker process counts as lost; so does an engine without "
+        "--use-fault-tolerance",
+    )
+    wait_timeout: float = flag(
+        21600.0,
+        "seconds that one call of a worker may take (an iteration's samples, its training, a checkpoint) before the "
+        "stacks of all processes are written and the run ends; 0 is no limit",
+    )
+    stop_timeout: float = flag(
+        120.0, "seconds after Ctrl-C or another signal that stops the run in which an iteration is finished and saved"
+    )
+    max_restarts: int = flag(
+        0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"
+    )
+    train_env_vars: Optional[str] = flag(
+        None, "JSON object of environment variables for the trainer processes", has_lines=True
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def trainer_environment(self) -> dict[str, str]:
+        """The environment variables of ``--train-env-vars``. Valid after validation."""
+        variables: dict[str, str] = {} if self.train_env_vars is None else json.loads(self.train_env_vars)
+        return variables
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Say what releases its GPU memory while the other side works, on GPUs that both share.
+
+    Attributes:
+        train: Weights and optimizer are in host memory while samples are generated.
+        rollout: The engines' memory is released while the trainer works.
+    """
+
+    train: bool
+    rollout: bool
+
+
+def is_cluster_address(address: str) -> bool:
+    """Return whether a run can join a Ray cluster at this address: auto, or HOST:PORT."""
+    return address == "auto" or re.fullmatch(r"[^\s/]+:\d{1,5}", address, re.ASCII) is not None
+
+
+def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
+    """Check counts, time limits and the environment of the trainer."""
+    errors.at_least(
+        cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
+    )
+    errors.within(cluster, 1, MOST_DEVICES, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node") and cluster.world_size > MOST_DEVICES:
+        rule = f"makes {cluster.world_size} trainer ranks with --actor-num-nodes {cluster.actor_num_nodes}"
+        what_to_do = f"give sizes of at most {MOST_DEVICES} ranks"
+        errors.refuse("actor_num_gpus_per_node", cluster.actor_num_gpus_per_node, rule, what_to_do)
+    errors.at_least(cluster, 0, "max_restarts", "wait_timeout")
+    if cluster.colocate and errors.none_about("rollout_num_gpus"):
+        why = "with --colocate: the engines have the trainer's devices"
+        errors.refuse_ignored(cluster, ["rollout_num_gpus"], why, "drop --colocate")
+    if cluster.ray_address is not None and cluster.ray_address.startswith(("http://", "https://")):
+        rule = "is the address of Ray's dashboard, which takes jobs (given here, or as RAY_ADDRESS)"
+        what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
+        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
+    elif cluster.ray_address is not None and cluster.ray_address.startswith("ray://"):
+        rule = "is an address of Ray Client, which runs nothing on this machine (given here, or as RAY_ADDRESS)"
+        what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
+        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
+    elif cluster.ray_address == "local":
+        rule = "starts a Ray that nothing would end with the run (given here, or as RAY_ADDRESS)"
+        what_to_do = "drop it: a run without an address starts a local Ray of its own"
+        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
+    elif cluster.ray_address is not None and not is_cluster_address(cluster.ray_address):
+        rule = "is no address of a Ray cluster (given here, or as RAY_ADDRESS)"
+        errors.refuse("ray_address", cluster.ray_address, rule, "give HOST:PORT, or auto for the one of this host")
+    errors.above(cluster, 0, "worker_timeout", "stop_timeout")
+    for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
+        if not isinstance(value, str):
+            rule = f"the value of {name} is not a string, and environment variables are strings"
+            errors.refuse("train_env_vars", cluster.train_env_vars, rule, f'write "{name}": "…", with quotes')
+        elif not name or "=" in name or "\0" in name + value:
+            rule = "a name is empty or has =, or a name or value has a zero byte, which no environment variable has"
+            errors.refuse("train_env_vars", cluster.train_env_vars, rule, 'write {"NAME": "value"}')
+
+
+def check_offload(cluster: ClusterArguments, num_engines: int, errors: Errors) -> None:
+    """Check that offload flags have an effect, and do not contradict each other.
+
+    Args:
+        cluster: The section with the flags.
+        num_engines: SGLang servers that the run starts.
+        errors: Collects what is wrong.
+    """
+    if not cluster.colocate:
+        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, "without --colocate", "add that switch")
+        return
+    if num_engines == 0:
+        why = "without SGLang servers that this run starts"
+        what_to_do = f"use --rollout-engine {names_with(ENGINES, 'has_servers')} without --rollout-external"
+        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, why, what_to_do)
+        return
+    for side in ("train", "rollout"):
+        if getattr(cluster, f"offload_{side}") and getattr(cluster, f"no_offload_{side}"):
+            rule = f"contradicts {flag_name(f'no_offload_{side}')}"
+            errors.refuse(f"offload_{side}", True, rule, "give one of them")
+    if cluster.device == "cpu":
+        check_offload_on_cpu(cluster, errors)
+
+
+def check_offload_on_cpu(cluster: ClusterArguments, errors: Errors) -> None:
+    """Refuse an offload that is asked for in a run on CPU."""
+    for side in ("offload_train", "offload_rollout"):
+        if getattr(cluster, side):
+            rule = "frees GPU memory, and this run is on CPU"
+            errors.refuse(side, True, rule, f"drop {flag_name(side)}")
+
+
+def explain_cluster(cluster: ClusterArguments, engines: str, train_backend: str | None) -> str:
+    """Describe the processes of the run in one line.
+
+    Args:
+        cluster: The section.
+        engines: The engines in words; empty if nothing is generated.
+        train_backend: The value of ``--train-backend``; None in a run without a trainer.
+    """
+    ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
+    rollout = f"1 rollout actor with {engines}" if engines else "1 rollout actor, without an engine"
+    if train_backend is None:
+        return f"{ray}: {rollout}, no trainer; device: {cluster.device}"
+    trainer = f"{count(cluster.world_size, 'trainer rank')} on {count(cluster.actor_num_nodes, 'node')}"
+    shared = ", on shared devices" if cluster.colocate else ""
+    return f"{ray}: {rollout}, {trainer} with {train_backend}{shared}; device: {cluster.device}"

@@ -1,0 +1,55 @@
+"""Read the flags of the small commands: no value is too large or too long, or garbles a message."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from miles.base.flags import (
+    LONGEST_MESSAGE,
+    LONGEST_SHOWN_PATH,
+    PATH_METAVARS,
+    fault_of_path,
+    fault_of_size,
+    fault_of_text,
+)
+from miles.base.one_line import one_line
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parse as argparse does, and refuse numbers that are too large and paths that no file system takes."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, then check the values; a fault ends the process with status 2."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            for value in _values(getattr(found, action.dest, None)):
+                fault = _fault(action, value)
+                if fault is not None:
+                    name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
+                    shown = f"{value:g}" if isinstance(value, float) else str(value)
+                    self.error(f"{name} {one_line(shown, LONGEST_SHOWN_PATH)}: {fault}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message, each of its lines short and without control characters, and exit with status 2."""
+        super().error("\n".join(one_line(line, LONGEST_MESSAGE) for line in message.split("\n")))
+
+
+def _values(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+def _fault(action: argparse.Action, value: Any) -> str | None:
+    """Return the rule that a value breaks, and what to do; None if it breaks none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        rule = fault_of_size(action.dest, value)
+        return None if rule is None else f"{rule}; give a number nearer to 0"
+    if not isinstance(value, Path) and not (isinstance(value, str) and action.metavar in PATH_METAVARS):
+        return None
+    if (rule := fault_of_text(str(value), has_lines=False)) is not None:
+        return f"{rule}; correct the path"
+    rule = fault_of_path(str(value))
+    return None if rule is None else f"{rule}; give a shorter one"

@@ -1,0 +1,78 @@
+"""Configure the Megatron backend: how ranks share the model, and the losses inside the model."""
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from miles.base.flags import flag
+
+
+@dataclass(frozen=True)
+class MegatronArguments:
+    """megatron: layout of --train-backend megatron, which also accepts fields of megatron-core's configuration."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each weight matrix")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages: ranks that each hold some of the layers")
+    decoder_first_pipeline_num_layers: Optional[int] = flag(
+        None, "layers of the first pipeline stage; the stages without a number share the rest equally"
+    )
+    decoder_last_pipeline_num_layers: Optional[int] = flag(None, "layers of the last pipeline stage")
+    num_layers_per_virtual_pipeline_stage: Optional[int] = flag(
+        None,
+        "interleave the pipeline: every rank holds several parts of so many layers, and waits less for the others",
+    )
+    expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts")
+    expert_tensor_parallel_size: Optional[int] = flag(
+        None, "ranks that share the matrices of each expert; default: --tensor-model-parallel-size"
+    )
+    sequence_parallel: bool = flag(False, "divide the activations of the norms over the tensor-parallel ranks as well")
+    use_distributed_optimizer: bool = flag(False, "divide the optimizer's state over the data-parallel ranks")
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "on a GPU, keep the optimizer's state in host memory and update there; implies --use-distributed-optimizer",
+    )
+    optimizer_offload_fraction: float = flag(1.0, "part of the state that --optimizer-cpu-offload keeps in host memory")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "with --optimizer-cpu-offload, copy gradients and weights while other weights are updated"
+    )
+    megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
+        "raw",
+        "what converts weights between Megatron and Hugging Face: miles (raw), or Megatron-Bridge, if it is installed "
+        "(bridge)",
+    )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss",
+        "balance the load of the experts over each micro-batch (aux_loss), in each sample (seq_aux_loss), or not at "
+        "all (none)",
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "weight of the routers' load-balancing loss")
+    moe_z_loss_coeff: float = flag(0.0, "weight of the routers' z-loss, which keeps their logits small")
+    mtp_num_layers: Optional[int] = flag(
+        None, "heads that predict later tokens (multi-token prediction), with --enable-mtp-training"
+    )
+    enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
+
+    def chunks(self, layers: int) -> int:
+        """Return the parts that every rank has of a model of ``layers``, which the sizes divide: 1 without a flag."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        return 1 if each is None else layers // (self.pipeline_model_parallel_size * each)
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether the optimizer's state is divided over the data-parallel ranks, as an offloaded one is too."""
+        return self.use_distributed_optimizer or self.optimizer_cpu_offload
+
+    @property
+    def mtp_heads(self) -> int:
+        """Heads of multi-token prediction that are trained."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the routers have a loss of their own."""
+        return bool(self.moe_aux_loss_coeff or self.moe_z_loss_coeff)
+
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether every sample has a gradient, even if its advantage is 0."""
+        return self.has_router_loss or self.mtp_heads > 0

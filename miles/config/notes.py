@@ -1,0 +1,186 @@
+"""Describe a command's flags to the user: those without effect, defaults that may surprise, and errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.base.flags import changed, flag_name
+from miles.base.secret_values import public_words
+from miles.config.abilities import reads_megatron_flags
+from miles.config.megatron.fields import DESTINATION
+from miles.config.settings import Settings
+
+# Headings of the groups, in the order in which they are shown.
+NO_EFFECT = "no effect"
+SAME = "already so"
+SPEED = "speed only"
+MEMORY = "memory only"
+REPORTING = "reporting only"
+FILES = "files only"
+OTHER_PART = "belongs to another backend or engine"
+READ_AS = "read as"
+
+HEADINGS = {
+    NO_EFFECT: "no effect, here and in the launchers that these flags come from",
+    SAME: "the run does this anyway",
+    SPEED: "speed only: results are the same",
+    MEMORY: "memory only: results are the same, and more memory may be needed",
+    REPORTING: "reporting only",
+    FILES: "files only: saved files do not change the run",
+    OTHER_PART: "settings of a backend or an engine that this run does not use",
+    READ_AS: "read as",
+}
+_CHANGES_NOTHING = {*HEADINGS} - {READ_AS}
+
+# Headings of errors whose flags belong to no section of ours.
+UNKNOWN = "no such flag"
+OTHERS = "flags of other launchers"
+
+EXPERT_BIAS = DESTINATION + "moe_router_enable_expert_bias"
+EXPERT_BIAS_RATE = DESTINATION + "moe_router_bias_update_rate"
+
+# Defaults of related launchers for FSDP; here both backends have the same.
+ON_FSDP = {"weight_decay": "0", "adam_beta2": "0.95", "lr_decay_style": "constant"}
+
+
+@dataclass(frozen=True)
+class Note:
+    """Describe one flag that was accepted and has no effect of its own.
+
+    Attributes:
+        heading: One of ``HEADINGS``.
+        written: The flag, with its value.
+        why: Why it changes nothing; under ``READ_AS``, what it was read as.
+    """
+
+    heading: str
+    written: str
+    why: str
+
+    @property
+    def is_refused_if_strict(self) -> bool:
+        """Whether ``--strict-flags`` refuses it. A value that was only read differently has its effect."""
+        return self.heading in _CHANGES_NOTHING
+
+    @property
+    def refusal(self) -> str:
+        """The error under ``--strict-flags``."""
+        flag = self.written.split()[0]
+        return f"{self.written}: has no effect ({self.why}); drop {flag}, or drop --strict-flags"
+
+
+def written(flag: str, value: Any) -> str:
+    """Spell a flag with its value, without secrets; a switch has none."""
+    if value is None or isinstance(value, bool):
+        return flag
+    words = value if isinstance(value, list | tuple) else [value]
+    return " ".join(public_words([flag, *map(str, words)]))
+
+
+def note_on(heading: str, field: str, value: Any, why: str) -> Note:
+    """Return the note on a field of one of our sections."""
+    return Note(heading, written(flag_name(field), value), why)
+
+
+def overruled(section: Any, names: Iterable[str], given: Collection[str], by: str) -> list[Note]:
+    """Return a note on each of the named fields that the command gives, or that is set: ``by`` takes precedence."""
+    names = list(names)
+    values = {name: getattr(section, name) for name in names if name in given or name in changed(section, names)}
+    return [note_on(NO_EFFECT, name, value, f"{by} takes precedence") for name, value in values.items()]
+
+
+def grouped(notes: Iterable[Note]) -> list[str]:
+    """Return the notes as lines: one per heading, and below it one per reason, with all of its flags."""
+    notes = list(notes)
+    lines = []
+    for heading, title in HEADINGS.items():
+        reasons = dict[str, list[str]]()
+        for note in notes:
+            if note.heading == heading:
+                reasons.setdefault(note.why, []).append(note.written)
+        if reasons:
+            lines.append(f"{title}:")
+            lines += [f"  {', '.join(flags)}: {why}" for why, flags in reasons.items()]
+    return lines
+
+
+def strict_errors(notes: Sequence[Note]) -> list[str]:
+    """Return the errors that ``--strict-flags`` makes of the notes."""
+    return [note.refusal for note in notes if note.is_refused_if_strict]
+
+
+def report(messages: Sequence[str], groups: Mapping[str, str]) -> str:
+    """Return the text that reports errors.
+
+    Args:
+        messages: The errors; each begins with its flag.
+        groups: The group of each flag; the groups are shown in this order.
+    """
+    if len(messages) == 1:
+        return f"train.py: error: {messages[0]}"
+    lines = [f"train.py: {len(messages)} errors in the flags:"]
+    found = dict[str, list[str]]()
+    for message in messages:
+        found.setdefault(_group(message, groups), []).append(message)
+    order = [*dict.fromkeys(groups.values()), *found]
+    for group in sorted(found, key=order.index):
+        lines += [f"  {group}:", *(f"    {message}" for message in found[group])]
+    return "\n".join(lines)
+
+
+def _group(message: str, groups: Mapping[str, str]) -> str:
+    flag = re.match(r"--[\w-]+", message)
+    if flag is None or ": no such flag;" in message:
+        return UNKNOWN
+    name = flag[0]
+    if name in groups:
+        return groups[name]
+    return "sglang" if name.startswith(("--sglang-", "--router-")) else "megatron"
+
+
+def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16: bool) -> Iterator[str]:
+    """Yield notes on a valid run.
+
+    Args:
+        settings: The settings.
+        given: The fields that the command sets; those of Megatron's configuration under ``DESTINATION`` + name.
+        on_cpu: Whether the run is on CPU.
+        has_bf16: Whether the CPU has bf16 arithmetic.
+    """
+    if settings.training.bf16 and on_cpu and not has_bf16:
+        yield "bf16 is emulated: this CPU has no bf16 arithmetic; --fp32 may be faster, and takes more memory"
+    if settings.megatron.optimizer_cpu_offload and on_cpu:
+        yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
+    yield from _on_initial_weights(settings, given)
+    if EXPERT_BIAS in given and EXPERT_BIAS_RATE not in given:
+        yield (
+            "--moe-router-enable-expert-bias: biases of experts stay those of the checkpoint; Megatron updates them at "
+            "--moe-router-bias-update-rate 0.001 if it is not given"
+        )
+    relied_on = [name for name in ON_FSDP if name not in given]
+    if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
+        here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
+        there = ", ".join(ON_FSDP[name] for name in relied_on)
+        yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
+
+
+def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[str]:
+    """Yield a note on a reference that is another model than the policy's first weights, which it would be elsewhere.
+
+    Related launchers do so with Megatron, their default. With FSDP theirs starts as here.
+    """
+    reference, model, load = settings.model.ref_load, settings.model.hf_checkpoint, settings.checkpoint.load
+    if reference is None or model is None or not settings.loss.needs_reference or Path(reference) == Path(model):
+        return
+    names_fsdp = "train_backend" in given and not reads_megatron_flags(settings)
+    resumes = load is not None and any(Path(load).glob("*/manifest.json"))
+    if not names_fsdp and not resumes:
+        yield (
+            f"--ref-load {reference}: the reference of the KL only; the policy starts from --hf-checkpoint {model}. "
+            "Related launchers start it from --ref-load too if --load has no checkpoint; for that give --hf-checkpoint "
+            f"{reference}"
+        )

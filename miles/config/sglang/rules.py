@@ -1,0 +1,248 @@
+"""Check the engine that generates: its devices and addresses, who shares it, and the flags that are passed on to it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from miles.base.flags import Errors, changed, flag_name
+from miles.config.cluster import ClusterArguments
+from miles.config.components import ENGINES, engine_spec, names_with
+from miles.config.model import local_config
+from miles.config.settings import Settings
+from miles.config.sglang.server_flags import (
+    ADMIN_KEY,
+    SERVER,
+    SERVER_KEY,
+    ServerFlags,
+    check_server_flags,
+    known_server_flags,
+    value_of,
+)
+from miles.config.sglang.server_sizes import check_server_sizes
+from miles.config.sglang.server_values import check_server_values
+from miles.config.sglang.settings import SglangArguments
+from miles.models.packing import why_not_generated
+
+MOST_WORKERS = 1000  # rollout processes, which are all on one host
+NOT_QUANTIZED = "SGLang quantizes weights when it starts, and not those that the trainer sends"
+NOT_ALONE = "a server would read prompts or generate, and each engine here does both"
+
+
+def check_engine(settings: Settings, errors: Errors) -> None:
+    """Check the flags of servers if the chosen engine has servers, or that none are given."""
+    if engine_spec(settings.rollout.rollout_engine).has_servers:
+        _check_servers(settings, errors)
+    else:
+        _check_no_servers(settings, errors)
+
+
+def _check_no_servers(settings: Settings, errors: Errors) -> None:
+    name, cluster, sglang = settings.rollout.rollout_engine, settings.cluster, settings.sglang
+    passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
+    why, what_to_do = f"by --rollout-engine {name}", f"use --rollout-engine {others}"
+    read = {"use_fault_tolerance"}
+    if sglang.writes_deltas:
+        read |= {"update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir"}
+    own = [field.name for field in fields(SglangArguments) if field.name not in read]
+    errors.refuse_ignored(sglang, own, why, what_to_do)
+    for written in (*passed_on.server_as_written, *passed_on.router_as_written):
+        errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
+    if cluster.rollout_num_gpus not in (None, 1) and not cluster.colocate and errors.none_about("rollout_num_gpus"):
+        rule = f"the embedded {name} engine runs on one device"
+        errors.refuse("rollout_num_gpus", cluster.rollout_num_gpus, rule, f"give 1, or {what_to_do}")
+    if settings.generates and errors.none_about("hf_checkpoint"):
+        with errors.catching():
+            config = local_config(settings.model, "hf_checkpoint")
+            if config is not None and (fault := why_not_generated(config)):
+                errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *fault)
+
+
+def _check_servers(settings: Settings, errors: Errors) -> None:
+    sglang, passed_on = settings.sglang, settings.server_flags
+    errors.at_least(sglang, 1, "rollout_num_gpus_per_engine", "num_gpus_per_node", "sglang_server_concurrency")
+    errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
+    check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
+    _check_external(settings.cluster, sglang, passed_on, errors)
+    check_server_values(passed_on, errors)
+    if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
+        check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
+    if settings.rollout.replays_support and not settings.is_given_samples:
+        _check_support(settings, errors)
+    _check_stop_texts(settings, errors)
+    _check_kind_of_server(settings, errors)
+    if can_count_engines(errors):
+        if not sglang.rollout_external:
+            _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
+            _check_nodes(settings.cluster, sglang, errors)
+        num_servers = settings.num_engines + len(sglang.external_addresses)
+        for written in passed_on.router_as_written if num_servers < 2 else ():
+            errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
+    _check_weight_files(sglang, errors)
+    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
+        rule = "would end the requests in flight, which --fully-async continues with the new weights"
+        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
+
+
+def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
+    """Refuse servers that cannot take the trainer's weights, or cannot answer a request alone."""
+    words = settings.server_flags.server
+    quantization, mode = value_of(words, "--quantization"), value_of(words, "--disaggregation-mode")
+    loads_again = value_of(words, "--load-format") == "flash_rl" or settings.rollout.debug_rollout_only
+    if quantization not in (None, "None") and not loads_again:
+        errors.refuse("sglang_quantization", quantization, NOT_QUANTIZED, "drop it")
+    if mode not in (None, "null"):
+        errors.refuse("sglang_disaggregation_mode", mode, NOT_ALONE, "drop it")
+
+
+def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
+    mode = sglang.update_weight_transfer_mode
+    why = f"with --update-weight-transfer-mode {mode}"
+    if not sglang.writes_weights:
+        errors.refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
+    if not sglang.writes_deltas:
+        what_to_do = "use --update-weight-transfer-mode disk-delta"
+        errors.refuse_ignored(sglang, ["update_weight_copy_dir"], why, what_to_do)
+    elif sglang.rollout_external:
+        rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
+        errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
+
+
+ABORT = "abort"  # of --pause-generation-mode
+LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
+_SUPPORT_TOKENS = 4096  # its default
+
+
+def _check_support(settings: Settings, errors: Errors) -> None:
+    """Check that the servers say which tokens they draw from: SGLang does for a top-k up to a limit only."""
+    rollout, known = settings.rollout, known_server_flags()
+    names = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
+    otherwise = "use --rollout-engine torch, or add --no-support-replay (docs/off-policy.md)"
+    if not settings.sglang.rollout_external and known and LARGEST_SUPPORT not in known:
+        rule = "the installed SGLang does not say which tokens this keeps, so the trainer cannot repeat it"
+        errors.refuse(names[0], getattr(rollout, names[0]), rule, f"install SGLang 0.5.23, {otherwise}")
+        return
+    given = value_of(settings.server_flags.server, LARGEST_SUPPORT)
+    limit = int(given) if given is not None and given.isdecimal() else _SUPPORT_TOKENS
+    if rollout.rollout_top_k == -1 or rollout.rollout_top_k > limit:
+        name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
+        name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
+        rule = (
+            "SGLang says which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k of at "
+            f"most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
+        )
+        what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
+
+
+def _check_stop_texts(settings: Settings, errors: Errors) -> None:
+    texts = settings.rollout.stop_texts
+    ids = "give the ids of tokens with --rollout-stop-token-ids"
+    if texts and settings.sglang.rollout_external:
+        rule = "engines that are already running may have no tokenizer (--skip-tokenizer-init), and then see no text"
+        errors.refuse("rollout_stop", texts, rule, f"{ids}, or drop --rollout-external")
+    limits = engine_spec(settings.rollout.rollout_engine).stop_text_limits
+    if limits is None:
+        return
+    if len(texts) > limits.number:
+        errors.refuse("rollout_stop", texts, f"SGLang takes at most {limits.number} texts", f"give fewer, or {ids}")
+    for text in texts:
+        if (why := limits.why_not(text)) is not None:
+            errors.refuse("rollout_stop", text, f"SGLang {why}", "give a part of the text that occurs nowhere else")
+
+
+def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
+    """Return the cluster section with ``rollout_num_gpus``, the devices of one engine if servers are not counted."""
+    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    starts = engine_spec(settings.rollout.rollout_engine).has_servers and not settings.sglang.rollout_external
+    if not starts or cluster.colocate or cluster.rollout_num_gpus is not None or size < 1:
+        return cluster
+    return replace(cluster, rollout_num_gpus=size)
+
+
+def fill_pause_mode(sglang: SglangArguments) -> tuple[SglangArguments, list[str]]:
+    """Return the section with a mode that engines have, and a note if another was read as that."""
+    if sglang.pause_generation_mode != ABORT:
+        return sglang, []
+    why = "without --fully-async no request is in flight when weights change"
+    return replace(sglang, pause_generation_mode="retract"), [
+        f"--pause-generation-mode abort is read as retract: {why}"
+    ]
+
+
+def can_count_engines(errors: Errors) -> bool:
+    """Return whether the numbers of devices are valid, so that engines can be counted."""
+    devices = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine")
+    return errors.none_about(*devices)
+
+
+def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_on: ServerFlags, errors: Errors) -> None:
+    if not sglang.rollout_external:
+        unused = ["rollout_external_engine_addrs"]
+        errors.refuse_ignored(sglang, unused, "without --rollout-external", "add that switch")
+        return
+    if not sglang.external_addresses:
+        what_to_do = "add HOST:PORT of each engine"
+        errors.add(f"--rollout-external needs --rollout-external-engine-addrs: the engines; {what_to_do}")
+    for address in sglang.external_addresses:
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        if not host or not port.isdigit():
+            rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
+            errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
+    errors.refuse_ignored(cluster, ["rollout_num_gpus"], "with --rollout-external", "start the engines here")
+    keys = [SERVER + flag.removeprefix("--") for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
+    for written in (flag for flag in passed_on.server_as_written if flag not in keys):
+        errors.add(
+            f"{written}: would be ignored with --rollout-external, whose engines are already running; give it to them "
+            f"when they start, or drop {written}"
+        )
+
+
+def _check_devices(cluster: ClusterArguments, devices: int, size: int, errors: Errors) -> None:
+    if devices % size:
+        given = "the trainer's devices (--colocate)" if cluster.colocate else f"--rollout-num-gpus {devices}"
+        rule = f"{given} are {devices}, which cannot be divided into engines of {size} devices"
+        multiple = "" if cluster.colocate else f", or --rollout-num-gpus {devices - devices % size + size}"
+        errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {devices}{multiple}")
+
+
+def _check_nodes(cluster: ClusterArguments, sglang: SglangArguments, errors: Errors) -> None:
+    """Check that an engine lies within a node, or has all devices of several nodes."""
+    size, per_node = sglang.rollout_num_gpus_per_engine, sglang.per_node(cluster)
+    if not errors.none_about("rollout_num_gpus_per_engine", "num_gpus_per_node"):
+        return
+    flag = "actor_num_gpus_per_node" if cluster.colocate else "num_gpus_per_node"
+    shared = cluster.colocate and per_node % size
+    if size % per_node and (size > per_node or shared):
+        rule = f"an engine lies within a node or has whole nodes, and a node has {flag_name(flag)} {per_node}"
+        what_to_do = f"give a divisor or a multiple of {per_node}"
+        if not cluster.colocate:
+            what_to_do += ", or the size of your nodes as --num-gpus-per-node"
+        errors.refuse("rollout_num_gpus_per_engine", size, rule, what_to_do)
+    elif size > per_node and sglang.update_weight_transfer_mode == "ipc":
+        rule = f"an engine of {size} devices spans nodes of {per_node}, and no memory is shared between nodes"
+        errors.refuse("update_weight_transfer_mode", "ipc", rule, "use --update-weight-transfer-mode broadcast")
+
+
+def check_rollout_workers(settings: Settings, errors: Errors) -> None:
+    """Check ``--num-rollout-workers``: the engine can be shared, and every process gets a share of each limit."""
+    name, rollout, sglang = "num_rollout_workers", settings.rollout, settings.sglang
+    errors.at_least(rollout, 1, name)
+    errors.within(rollout, 1, MOST_WORKERS, name)
+    workers = rollout.num_rollout_workers
+    if workers <= 1:
+        return
+    if not engine_spec(rollout.rollout_engine).shares_servers:
+        rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
+        errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
+        return
+    if not settings.generates:
+        errors.refuse_ignored(rollout, [name], "by a run that generates nothing", "generate samples")
+        return
+    if rollout.agent_command is not None and 1 <= rollout.agent_concurrency < workers:
+        rule = f"leaves some of them without a program: --agent-concurrency {rollout.agent_concurrency} is for all"
+        errors.refuse(name, workers, rule, f"give --agent-concurrency {workers} or more, or fewer workers")
+    if can_count_engines(errors) and errors.none_about("sglang_server_concurrency", "rollout_external"):
+        requests = sglang.sglang_server_concurrency * (settings.num_engines + len(sglang.external_addresses))
+        if 0 < requests < workers:
+            rule = f"leaves some of them without a request: all servers together take {requests} at a time"
+            errors.refuse(name, workers, rule, f"give at most {requests}, or a larger --sglang-server-concurrency")

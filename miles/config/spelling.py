@@ -1,0 +1,225 @@
+"""Bring the words of a command into the spelling that the parser reads, and find what is written twice."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from miles.base.flags import LONGEST_VALUE
+from miles.base.one_line import one_line
+from miles.base.secret_values import public_words
+from miles.config.notes import READ_AS, Note, written
+from miles.config.sglang.server_flags import ROUTER, ROUTER_ALIAS
+from miles.config.values import whole_numbers
+
+Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
+
+# (flag, value elsewhere) -> (value here, why it means the same)
+OTHER_VALUES = {
+    ("--update-weight-transfer-mode", "p2p"): ("broadcast", "weights reach the engines by a broadcast"),
+    ("--opd-type", "megatron"): ("trainer", "the trainer holds the teacher, whichever backend it is"),
+    ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
+}
+
+_DR_GRPO = (
+    "give --advantage-estimator grpo --disable-grpo-std-normalization, and --loss-aggregation constant with "
+    "--loss-aggregation-divisor"
+)
+# flag and value elsewhere -> what to do, for values that are none here and have no counterpart of the same flag
+INSTEAD_OF_VALUES = {
+    "--advantage-estimator on_policy_distillation": (
+        "give --use-opd, which works beside any estimator, and --rm-type zero if nothing else is rewarded"
+    ),
+    "--advantage-estimator dr_grpo": _DR_GRPO,
+    "--loss-type grpo": "give --advantage-estimator grpo and --loss-aggregation sample_mean",
+    "--loss-type dr_grpo": _DR_GRPO,
+    "--loss-type dapo": "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
+}
+
+_SWITCH = "is a switch and takes no value; give it alone, or leave it out"
+
+# argparse's messages -> flag, value, rule and what to do
+_REPHRASED = (
+    (r"^argument ", ""),
+    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
+    (
+        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
+        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
+    ),
+    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
+    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {_SWITCH}"),
+    (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
+)
+
+
+def cut_spaced_words(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """Cut words that hold a flag and its value (``'--lr 1e-6'``) in two, as launch scripts contain such words."""
+    cut = list[str]()
+    for word in words:
+        flag, space, value = word.partition(" ")
+        cut += [flag, value.strip()] if space and flag in known else [word]
+    return cut
+
+
+def group_words(words: Iterable[str]) -> list[Group]:
+    """Collect each flag with its words; words before the first flag belong to the flag ``""``."""
+    groups = list[tuple[str, list[str]]]()
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(word)
+        else:
+            groups.append(("", [word]))
+    return [(flag, tuple(values)) for flag, values in groups]
+
+
+def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
+    """Return the words without those of ``flags``: each flag, and its values."""
+    kept, is_kept = list[str](), True
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            is_kept = word.partition("=")[0] not in flags
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
+def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[str]:
+    """Return messages in which a flag of the router has the name that ``words`` have: ``--sglang-router-NAME``."""
+    written = [flag for flag in flags_in(words) if flag.startswith(ROUTER_ALIAS)]
+    found = list(messages)
+    for flag in written:
+        name = ROUTER + flag.removeprefix(ROUTER_ALIAS)
+        found = [re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message) for message in found]
+    return found
+
+
+def flags_in(words: Iterable[str]) -> list[str]:
+    """Return the flags among ``words``, without values, in order."""
+    return [flag for flag, _ in group_words(words) if flag]
+
+
+def read_other_values(words: Sequence[str]) -> tuple[list[str], list[Note]]:
+    """Replace values that have another name here; return the words, and a note for each replaced value."""
+    read, notes = list(words), list[Note]()
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if not equals and index + 1 < len(words):
+            value = words[index + 1]
+        if (flag, value) in OTHER_VALUES:
+            here, why = OTHER_VALUES[flag, value]
+            read[index + (not equals)] = f"{flag}={here}" if equals else here
+            notes.append(Note(READ_AS, written(flag, value), f"{flag} {here}: {why}"))
+    return read, notes
+
+
+def cut_lists(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Write lists of whole numbers (``[1,2]``, ``1,2``) as separate words, for flags that take several numbers."""
+    cut, taker = list[str](), None
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            taker = actions.get(flag)
+            if not (equals and _takes_numbers(taker)):
+                cut.append(word)
+                continue
+            cut.append(flag)
+            word = value
+        cut += _numbers(word) if _takes_numbers(taker) else [word]
+    return cut
+
+
+def _takes_numbers(action: argparse.Action | None) -> bool:
+    return action is not None and action.nargs == "+" and action.type is int
+
+
+def _numbers(word: str) -> list[str]:
+    if not any(mark in word for mark in ",[("):
+        return [word]
+    try:
+        return [str(number) for number in whole_numbers(word)]
+    except ValueError:
+        return [word]  # the parser reports it
+
+
+def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Return errors about the words beyond the values that each flag takes. A flag that does not exist takes all."""
+    stray, messages = list[tuple[str, str]](), list[str]()
+    for flag, values in group_words(words):
+        if flag and flag not in actions:
+            continue
+        most = _most_values(actions.get(flag))
+        extra = [word for word in values[most:] if not word.startswith("-")]
+        if flag == _ONE_SOURCE and extra:
+            has_names = len(values) % 2 == 0 and all(name.isidentifier() for name in values[::2])
+            pairs = values if has_names else [word for source in values for word in ("NAME", source)]
+            messages.append(
+                f"{written(flag, values)}: takes one source; for several give --prompt-mix {' '.join(pairs)}"
+            )
+        elif flag and most == 0 and len(extra) == 1 and not _SETTING.match(extra[0]):
+            messages.append(f"{written(flag, extra)}: {_SWITCH}")
+        else:
+            stray += [(word, flag) for word in extra]
+    settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]
+    others = [pair for pair in stray if pair not in settings]
+    if settings:
+        alone = len(settings) == 1
+        rule = "belongs to no flag, and looks like a setting" if alone else "belong to no flag, and look like settings"
+        what_to_do = "write the command to a file, and miles translate FILE prints the flags to give instead"
+        messages.append(f"{_quoted(settings)} {rule} of another trainer; {what_to_do}")
+    if others:
+        belong = "belongs" if len(others) == 1 else "belong"
+        messages.append(f"{_quoted(others)} {belong} to no flag; every setting is written --flag value")
+    return messages
+
+
+_ONE_SOURCE = "--prompt-data"
+_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_][\w/]*(\.\w+)+=")  # of Hydra: data.train_batch_size=8
+
+
+def _most_values(action: argparse.Action | None) -> int:
+    """Return how many values a flag takes at most."""
+    if action is None:
+        return 0
+    match action.nargs:
+        case None | "?":
+            return 1
+        case int(number):
+            return number
+        case _:
+            return sys.maxsize
+
+
+def _quoted(stray: Sequence[tuple[str, str]]) -> str:
+    shown = [
+        repr(one_line(word, LONGEST_VALUE)) + (f" after {flag}" if flag else "")
+        for word, (_, flag) in zip(public_words([word for word, _ in stray]), stray, strict=True)
+    ]
+    return f"the word{'s' if len(stray) > 1 else ''} {', '.join(shown)}"
+
+
+def rephrased(message: str) -> str:
+    """Return a message of argparse as flag, value, rule and what to do."""
+    message = re.sub(rf"'([^']{{{LONGEST_VALUE}}})[^']*'", r"'\1…'", message)
+    for pattern, sentence in _REPHRASED:
+        message = re.sub(pattern, sentence, message)
+    return message
+
+
+def given_twice(words: Sequence[str]) -> list[Note]:
+    """Return a note for each flag that is given several times with different values; the last one counts."""
+    found = dict[str, list[tuple[str, ...]]]()
+    for flag, values in group_words(words):
+        if flag:
+            found.setdefault(flag, []).append(values)
+    return [
+        Note(READ_AS, written(flag, earlier), f"{written(flag, several[-1])}: given twice, and the last value counts")
+        for flag, several in found.items()
+        if len(set(several)) > 1
+        for earlier in dict.fromkeys(several[:-1])
+    ]

@@ -1,0 +1,264 @@
+"""Check all flags before Ray or torch start anything, and report every error at once.
+
+The stages build on each other: a rule that needs a value is checked only if that value has no error of its own, so one
+mistake is reported once. The rules are in the files of their sections.
+
+1. Values: each is among the choices of its flag; text is not empty.
+2. Sections: ranges, and flags that need each other, one section at a time.
+3. Ranks and engines: sizes divide the devices and the model.
+4. Steps and loss: the trajectories of an iteration are divided into steps; flags that are alternative names are
+   replaced, and what other flags imply is filled in, so that later code reads one final value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+
+from miles.base.flags import Errors, fault_of_text
+from miles.compat.launch.paths import check_function_paths
+from miles.config.checkpoint import check_checkpoint, fill_remote_cache
+from miles.config.cluster import check_cluster, check_offload
+from miles.config.components import train_backend_spec
+from miles.config.evaluation import check_evaluation, fill_evaluation
+from miles.config.lora import check_lora, notes_on_lora, readings_of_lora
+from miles.config.megatron.rules import check_megatron
+from miles.config.megatron.settings import MegatronArguments
+from miles.config.model import check_model
+from miles.config.notes import Note, overruled
+from miles.config.optimizer import check_optimizer, notes_on_warmup
+from miles.config.parallel import check_parallel, pad_recurrent_models
+from miles.config.profiling import check_profiling
+from miles.config.rehearsal import check_rehearsal
+from miles.config.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
+from miles.config.rules.agents import check_agents
+from miles.config.rules.debug_modes import check_debug_modes
+from miles.config.rules.deterministic import check_deterministic
+from miles.config.rules.export_folder import check_export_folder
+from miles.config.rules.labels import check_labels
+from miles.config.rules.loss import check_loss, name_policy_loss
+from miles.config.rules.model_context import check_model_context, notes_on_model_context
+from miles.config.rules.replay import check_replay
+from miles.config.rules.vocabulary import check_stop_token_ids, check_tokens_of_scorers
+from miles.config.settings import Settings
+from miles.config.sglang.rules import (
+    can_count_engines,
+    check_engine,
+    check_rollout_workers,
+    fill_pause_mode,
+    fill_rollout_num_gpus,
+)
+from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.server_values import check_server_texts
+from miles.config.tracking import check_tracking
+from miles.config.training import check_training, fill_global_batch_size, notes_on_training
+from miles.objective.aggregation import MODE_FLAGS, reconcile_aggregation
+from miles.tasks.data.settings import check_data
+from miles.tasks.rewards.passing import deciding_part
+from miles.tasks.rewards.settings import check_reward
+from miles.types.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Hold settings in which every flag has an effect and no alternative name is left.
+
+    Attributes:
+        settings: The settings.
+        readings: What was read as something else, or follows from other flags.
+        surprises: Notes on what is allowed and may surprise.
+        accepted: Flags that were accepted and have no effect of their own.
+        choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
+    """
+
+    settings: Settings
+    readings: tuple[str, ...] = ()
+    surprises: tuple[str, ...] = ()
+    accepted: tuple[Note, ...] = ()
+    choice: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know before the run: the readings, and what may surprise."""
+        return (*self.readings, *self.surprises)
+
+
+def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
+    """Check the settings, and replace alternative names. Validated settings are valid, and stay as they are.
+
+    Args:
+        settings: The settings.
+        given: The fields that a command sets (``Command.given``). Their values are not replaced, even if they equal
+            the defaults.
+
+    Raises:
+        FlagError: With one message per error, each naming the flag, its value, the rule and what to do.
+    """
+    errors = Errors()
+    _check_choices(settings, errors)
+    errors.raise_if_any()  # rules branch on choices
+    _check_sections(settings, errors)
+    settings = replace(settings, cluster=fill_rollout_num_gpus(settings))
+    _check_devices(settings, errors)
+    parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
+    reducer = "--custom-pg-loss-reducer-function-path"
+    has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
+    accepted = overruled(settings.loss, MODE_FLAGS, given, by=reducer) if has_reducer else []
+    settings, notes = _reconcile(replace(settings, parallel=parallel), given, errors)
+    errors.raise_if_any()
+    readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
+    return Validated(settings, readings, tuple(_surprises(settings)), tuple(accepted))
+
+
+def _check_choices(settings: Settings, errors: Errors) -> None:
+    for section in fields(settings):
+        values = getattr(settings, section.name)
+        if isinstance(values, ServerFlags):
+            check_server_texts(values, errors)
+        elif is_dataclass(values):
+            errors.choices(values)
+            errors.texts(values)
+            errors.sizes(values)
+    for name, value in settings.megatron_overrides:
+        if isinstance(value, str) and (rule := fault_of_text(value, has_lines=False)) is not None:
+            errors.refuse(name, value, rule, "correct the value")
+
+
+def _check_sections(settings: Settings, errors: Errors) -> None:
+    rollout, cluster = settings.rollout, settings.cluster
+    check_model(settings.model, errors)
+    check_lora(settings.lora, settings.training.train_backend, settings.loss, settings.model, errors)
+    evaluation = settings.evaluation
+    has_eval_sets = evaluation.eval_prompt_data is not None or evaluation.eval_config is not None
+    check_data(settings.data, rollout.loads_samples, settings.reads_conversations, has_eval_sets, errors)
+    check_rollout(rollout, settings.data.rollout_max_prompt_len, not settings.reads_conversations, errors)
+    if settings.reads_conversations and (settings.generates or settings.loss.loss_agg_mode is not None):
+        errors.require("rollout_max_response_len", rollout.rollout_max_response_len, "maximum tokens of one response")
+    if settings.data.data_source_path is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
+        rule = "cannot be counted in the rows of --data-source-path, which has no end"
+        errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
+    if settings.data.data_source_path is not None:
+        why = "with --data-source-path, which decides by itself what it draws"
+        errors.refuse_ignored(rollout, ["max_prompt_pass_rate"], why, "give --prompt-data")
+    check_debug_modes(settings, errors)
+    check_function_paths(settings, errors)
+    check_cluster(cluster, errors)
+    check_async(rollout, cluster, errors)
+    check_agents(settings, errors)
+    check_reward(settings.reward, settings.generates, errors)
+    if errors.none_about("rm_type"):
+        check_labels(settings, errors)
+    _check_pass_rate(settings, errors)
+    check_optimizer(settings.optimizer, errors)
+    check_training(settings.training, errors)
+    check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
+    check_evaluation(settings.evaluation, errors)
+    check_model_context(settings, errors)
+    check_stop_token_ids(settings, errors)
+    check_tokens_of_scorers(settings, errors)
+    check_tracking(settings.tracking, errors)
+    check_export_folder(settings, errors)
+    check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, rollout.rollout_max_context_len, errors)
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
+        check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)
+
+
+def _check_pass_rate(settings: Settings, errors: Errors) -> None:
+    """Refuse to leave prompts out if the rewards do not say whether an answer is right."""
+    rate = settings.rollout.max_prompt_pass_rate
+    if rate is not None and errors.none_about("rm_type") and _is_undecided(settings):
+        rule = f"no reward of --rm-type {settings.reward.rm_type} says whether an answer is right"
+        what_to_do = "add one that reads the prompt's row, such as math:1"
+        errors.refuse("max_prompt_pass_rate", rate, rule, what_to_do)
+
+
+def _is_undecided(settings: Settings) -> bool:
+    """Return whether the reward is a sum in which no part decides whether an answer passes."""
+    return settings.reward.is_sum and deciding_part(settings.reward.weights) is None
+
+
+def _check_devices(settings: Settings, errors: Errors) -> None:
+    dims = _dims(settings, errors)
+    check_megatron(settings, errors)
+    max_response_len = settings.rollout.rollout_max_response_len
+    check_parallel(settings.parallel, settings.training, dims, max_response_len, errors)
+    check_engine(settings, errors)
+    check_rollout_workers(settings, errors)
+    check_deterministic(settings, errors)
+    check_replay(settings, errors)
+    if can_count_engines(errors):
+        check_offload(settings.cluster, settings.num_engines, errors)
+
+
+def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
+    """Divide the ranks by the sizes that the backend reads; None if that is not possible."""
+    if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
+        settings = replace(settings, megatron=MegatronArguments())
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
+        with errors.catching():
+            return settings.dims
+    return None
+
+
+def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
+    """Check the loss, and replace what is implied or has another name by what it means; notes say what."""
+    check_loss(settings, errors)
+    rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
+    if errors.none_about("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
+        training, batch_notes = fill_global_batch_size(training, rollout, errors)
+    loss, loss_notes = reconcile_aggregation(
+        settings.loss,
+        rollout.rollout_max_response_len,
+        training.global_batch_size,
+        rollout.n_samples_per_prompt,
+        errors,
+        is_given="loss_aggregation" in given,
+    )
+    if not errors.messages:
+        loss, policy_loss_notes = name_policy_loss(loss)
+        loss_notes = [*policy_loss_notes, *loss_notes]
+    sglang, pause_notes = fill_pause_mode(settings.sglang)
+    filled = replace(
+        settings,
+        sglang=sglang,
+        training=training,
+        loss=loss,
+        rollout=fill_over_sampling(rollout),
+        evaluation=fill_evaluation(settings.evaluation, rollout, settings.data),
+        checkpoint=fill_remote_cache(settings.checkpoint, settings.tracking.output_dir),
+    )
+    return filled, [*loss_notes, *batch_notes, *pause_notes]
+
+
+def _notes_on_warmup(settings: Settings) -> Iterator[str]:
+    if settings.rollout.num_rollout is None or not settings.trains:
+        return
+    steps, optimizer = settings.rollout.num_rollout * settings.steps_per_iteration, settings.optimizer
+    if settings.loss.type.trains_policy:
+        yield from notes_on_warmup(optimizer.warmup_field, optimizer, settings.policy_steps(steps))
+    if settings.loss.has_critic:
+        yield from notes_on_warmup("critic_lr_warmup_iters", settings.critic_optimizer, steps)
+
+
+def _surprises(settings: Settings) -> Iterator[str]:
+    """Yield what is allowed, and may surprise."""
+    yield from notes_on_rollout(settings.rollout, settings.loss)
+    tensor, per_node = settings.megatron.tensor_model_parallel_size, settings.cluster.actor_num_gpus_per_node
+    if settings.cluster.actor_num_nodes > 1 and per_node % tensor:
+        yield (
+            f"--tensor-model-parallel-size {tensor} does not divide --actor-num-gpus-per-node {per_node}: some ranks "
+            "that share each matrix are on two nodes, and wait for the network between them"
+        )
+    yield from notes_on_model_context(settings)
+    longest = settings.rollout.rollout_max_response_len
+    if longest is not None:
+        yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
+    yield from _notes_on_warmup(settings)
+    if settings.training.fp32_lm_head and settings.sglang.rollout_external:
+        yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
+    if settings.reward.log_passrate and _is_undecided(settings):
+        yield (
+            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} says whether an answer is right, so an "
+            "answer passes if the sum is 1 or more"
+        )
+    yield from notes_on_lora(settings.lora, settings.model)

@@ -1,8 +1,0 @@
-"""Import what a run in one process uses, so that forks of this process have it at once."""
-
-from __future__ import annotations
-
-import miles.engine.embedded.torch_engine
-import miles.one_process.sides
-import miles.training.fsdp.backend
-import miles.training.trainer  # noqa: F401

@@ -1,1 +1,0 @@
-"""Rank arithmetic, and context parallelism: layout, process groups, dynamic sizes."""

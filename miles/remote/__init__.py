@@ -1,1 +1,0 @@
-"""Folders in remote storage."""

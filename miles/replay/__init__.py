@@ -1,1 +1,0 @@
-"""The choices of an engine during generation, in a compact form that the trainer can repeat."""

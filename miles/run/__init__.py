@@ -1,0 +1,1 @@
+"""A run: the loop, Ray, placement, checkpoints, restarts. Nothing else imports Ray."""

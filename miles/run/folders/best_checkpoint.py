@@ -1,0 +1,156 @@
+"""The best checkpoint of a run by a metric (``--save-best``): ``best.json`` in the folder of ``--save`` names it.
+
+It is a checkpoint beside the others, and stays until a better one is complete. The file is replaced after that, so it
+never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
+(training/checkpoint_pruning.py) if they are given; without them it goes unless it was due anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from miles.config.checkpoint import checkpoint_name, read_best
+from miles.config.settings import Settings
+from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, write_through
+from miles.training.checkpoint_folder import at, remove, whole_of
+from miles.training.checkpoint_pruning import prune
+from miles.types.metrics import Metric
+
+FILE_NAME = "best.json"
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The best checkpoint so far.
+
+    Attributes:
+        metric: The metric that it is the best by.
+        mode: Whether the largest or the smallest value is the best.
+        value: Its value.
+        iterations: The iterations before the checkpoint.
+        due: Whether a checkpoint was due anyway.
+    """
+
+    metric: str
+    mode: Literal["max", "min"]
+    value: float
+    iterations: int
+    due: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return checkpoint_name(self.iterations)
+
+    def is_by_metric_of(self, other: BestCheckpoint) -> bool:
+        """Return whether both are the best by the same metric, so that their values can be compared."""
+        return (self.metric, self.mode) == (other.metric, other.mode)
+
+    def save(self, root: Path) -> None:
+        """Write the file in the folder of checkpoints ``root``, in one step."""
+        staged = root / f".{FILE_NAME}"
+        write_through(staged, json.dumps(asdict(self)).encode())
+        os.replace(staged, root / FILE_NAME)
+        sync(root)
+
+
+def best_in(root: Path) -> BestCheckpoint | None:
+    """Return what the file in ``root`` says; None without one, or if its checkpoint is not there any more."""
+    if not (root / FILE_NAME).is_file():
+        return None
+    try:
+        found = _read(read_json_object(root, FILE_NAME))
+    except DamagedFile:
+        return None
+    return found if found is not None and (root / found.name).is_dir() else None
+
+
+def _read(found: dict[str, Any]) -> BestCheckpoint | None:
+    kinds: dict[str, Any] = {"metric": str, "mode": str, "value": (int, float), "iterations": int, "due": bool}
+    if found.keys() != kinds.keys() or not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+        return None
+    return BestCheckpoint(**found) if found["mode"] in ("max", "min") else None
+
+
+class BestSoFar:
+    """Says whether an iteration is the best by the metric of ``--save-best``.
+
+    Args:
+        given: The value of the flag.
+        root: The folder of ``--save``.
+        done: The iterations that the run has done; a best checkpoint of a later iteration is ignored.
+    """
+
+    def __init__(self, given: str, root: Path, done: int) -> None:
+        self.metric, self.mode = read_best(given)
+        self.seen = False  # whether an iteration had the metric
+        known = best_in(root)
+        fits = known is not None and (known.metric, known.mode) == (self.metric, self.mode) and known.iterations <= done
+        self.best = known if fits else None
+
+    def improved_by(self, metrics: Mapping[str, Metric], iterations: int, due: bool) -> BestCheckpoint | None:
+        """Return the checkpoint to save after ``iterations`` if they are the best so far, else None.
+
+        Args:
+            metrics: Those of the last iteration.
+            iterations: The iterations that are done.
+            due: Whether a checkpoint is due then anyway.
+        """
+        if self.metric not in metrics:
+            return None
+        self.seen = True
+        value = metrics[self.metric].value
+        sign = 1.0 if self.mode == "max" else -1.0
+        if not math.isfinite(value) or (self.best is not None and sign * value <= sign * self.best.value):
+            return None
+        self.best = BestCheckpoint(self.metric, self.mode, value, iterations, due)
+        return self.best
+
+
+def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | None) -> None:
+    """Record a new best checkpoint, and remove those that the flags do not keep.
+
+    One that was the best by another metric stays: nothing better by that metric is saved. One that cannot be removed
+    does not stop the run.
+
+    Args:
+        saved: The checkpoint that the run has just published.
+        settings: The run.
+        best: The record of ``saved`` as the best so far, if it is.
+
+    Raises:
+        OSError: The record of the best checkpoint cannot be written.
+    """
+    given, model, root = settings.checkpoint, settings.model, saved.parent
+    prunes = given.save_keep_last is not None or given.save_retain_interval is not None
+    before = best_in(root) if given.save_best is not None else None
+    if before is not None and best is not None and before.name == best.name:
+        before = None  # recorded by an earlier call, after which an upload failed
+    if best is not None:
+        best.save(root)
+    frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]
+    try:
+        in_use = [whole_of(folder) for path in frozen if (folder := at(path)) is not None]
+        kept = best_in(root)
+        if kept is not None:
+            in_use.append(root / kept.name)
+        if best is not None and before is not None and not before.is_by_metric_of(best):
+            in_use.append(root / before.name)
+            until = " until --save-keep-last and --save-retain-interval remove it" if prunes else ""
+            print(
+                f"note: --save-best {given.save_best}: {FILE_NAME} now names {best.name}; {before.name}, the best by "
+                f"{before.metric}:{before.mode}, stays{until}"
+            )
+        elif best is not None and before is not None and not before.due and not prunes:
+            superseded = root / before.name
+            if superseded.resolve() not in (path.resolve() for path in in_use):
+                remove(superseded)
+        prune(saved, given.save_keep_last, given.save_retain_interval, in_use)
+    except OSError as error:
+        print(f"note: --save {given.save}: an older checkpoint stays, as it cannot be removed ({error})")

@@ -1,0 +1,226 @@
+"""One attempt of a run: start its two sides and its tracker, and run the loop from the newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles.config.checkpoint import default_remote_cache
+from miles.config.files.run_config import FILE_NAME, run_config
+
+if TYPE_CHECKING:
+    from miles.commands.rehearsal.beside_run import ForeseenMemory
+    from miles.config.checkpoint import CheckpointArguments
+    from miles.config.cluster import Offload
+    from miles.config.settings import Settings
+    from miles.observe.tracking.notifications import Notifier
+    from miles.observe.tracking.sinks import Sink
+    from miles.observe.tracking.tracker import Tracker
+    from miles.run.failure_files.folder import FailureFiles
+    from miles.run.folders.uploads import Uploads
+    from miles.run.iteration_profiler import IterationProfiler
+    from miles.run.restarts import Continuation, Restarts
+    from miles.run.session import Placement
+    from miles.run.sides import RolloutSide, TrainerSide
+    from miles.run.stop_requests import StopRequests
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all attempts of a run share.
+
+    Attributes:
+        stop: Requests to stop it.
+        files: Keeps what explains a failure.
+        notifier: Tells ``--notify-url`` how it goes.
+        restarts: How many restarts are left.
+        given: The flags of checkpoints as the user gave them, for run.yaml.
+        continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
+            that is not the launcher's alone.
+        uploads: Takes what is saved and exported to URLs; None without one.
+        before_writing: Raises ``ValueError`` if the run's folders are another launcher's by now.
+        branch: The checkpoint in ``--load`` from which it branches off as a new run; None for other runs.
+    """
+
+    stop: StopRequests
+    files: FailureFiles
+    notifier: Notifier
+    restarts: Restarts
+    given: CheckpointArguments
+    continuation: Callable[[Settings], Continuation] | None
+    uploads: Uploads | None = None
+    before_writing: Callable[[], None] = lambda: None
+    branch: str | None = None
+
+
+def train(settings: Settings, placement: Placement, context: RunContext) -> None:
+    """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one.
+
+    Args:
+        settings: The run, or an attempt of it that resumes.
+        placement: The devices.
+        context: What its attempts share.
+    """
+    from miles.observe.report.sink import ReportSink
+    from miles.observe.tracking.phase_progress import Loading
+    from miles.observe.tracking.sinks import PrometheusSink
+    from miles.run.iteration_profiler import IterationProfiler
+    from miles.run.liveness import Workers
+    from miles.run.rollout_actor import RolloutDriver
+    from miles.run.train_actor import TrainDriver
+
+    offload = settings.offload(placement.device)
+    cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
+    workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
+    files.workers = workers
+    with (
+        Loading(settings.tracking.log_format) as loading,
+        ReportSink(settings.tracking) as report,
+        nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
+        ExitStack() as sides,
+        foreseen_memory(settings, placement.device) as foreseen,
+    ):
+        trainer = None
+        if settings.trains:
+            # First, so that the trainer's processes work while the rollout worker starts its engines.
+            trainer = sides.enter_context(TrainDriver(settings, placement, workers, context.uploads))
+            if builds_beside_engines(settings, placement.device):
+                assert settings.rollout.num_rollout is not None
+                trainer.start_building(settings.rollout.num_rollout * settings.steps_per_iteration)
+        rollout = sides.enter_context(RolloutDriver(settings, placement, workers))
+        loading.show("the trainer's models")
+        if offload.rollout:
+            rollout.release_memory()  # the trainer is built in the memory that this frees
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        if trainer is not None:
+            trainer.build(total_steps)
+        loading.close()
+        served: list[Sink] = [report] if prometheus is None else [report, prometheus]
+        with _tracker(settings, context, served, total_steps) as tracker:
+            tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
+            profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
+            profiler.on_phase = tracker.phase
+            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload, foreseen)
+
+
+def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
+    """Return what rehearses the trainer's memory beside a run on GPUs; None for other runs."""
+    if device != "cuda" or not settings.trains:
+        return nullcontext()
+    from miles.commands.rehearsal.beside_run import ForeseenMemory
+
+    return ForeseenMemory(settings)
+
+
+def builds_beside_engines(settings: Settings, device: str) -> bool:
+    """Return whether the trainer builds its models while the rollout worker starts its engines.
+
+    Not on GPUs that both share: an engine divides the memory that it finds free. Nor with ``--num-epoch``: the number
+    of steps is not known until the rollout worker has read the prompts.
+    """
+    return settings.rollout.num_rollout is not None and not (device == "cuda" and settings.cluster.colocate)
+
+
+def train_in_one_process(settings: Settings, context: RunContext) -> None:
+    """Run the loop with both sides in this process; ``check_one_process`` has allowed it."""
+    from miles.observe.report.sink import ReportSink
+    from miles.run.one_process.sides import both_sides
+
+    with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        with _tracker(settings, context, [report], total_steps) as tracker:
+            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"), None)
+
+
+def _run_loop(
+    settings: Settings,
+    context: RunContext,
+    rollout: RolloutSide,
+    trainer: TrainerSide | None,
+    tracker: Tracker,
+    profiler: IterationProfiler | None,
+    offload: Offload,
+    foreseen: ForeseenMemory | None,
+) -> None:
+    """Run the iterations, with a trainer or without."""
+    from miles.observe.tracking.phase_timer import PhaseTimer
+    from miles.run.folders.saved_settings import settings_to_save
+    from miles.run.generation_loop import GenerationLoop
+    from miles.run.loop import TrainingLoop, nothing_foreseen
+    from miles.run.run_checkpoints import RunCheckpoints
+    from miles.run.sides import Sides
+
+    steps, stop = settings.steps_per_iteration, context.stop
+    timer, profiled = (
+        (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
+    )
+    if trainer is None:
+        GenerationLoop(
+            rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
+        ).run()
+        return
+    sides = Sides(rollout, trainer, offload, timer)
+    TrainingLoop(
+        sides,
+        RunCheckpoints(
+            sides,
+            settings.checkpoint,
+            tracker.run,
+            steps,
+            tracker.wandb_run,
+            before_writing=context.before_writing,
+            settings=settings_to_save(settings),
+            branch=context.branch,
+        ),
+        tracker,
+        evaluation=settings.evaluation,
+        steps_per_iteration=steps,
+        is_synchronous=settings.rollout.async_steps == 0,
+        stop=stop,
+        profiled=profiled,
+        before_writing=context.before_writing,
+        foreseen=nothing_foreseen if foreseen is None else foreseen.beside,
+    ).run()
+
+
+def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
+    """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
+    from miles.objective.explain import objective_formula, objective_in_words
+    from miles.observe.report.sink import HealthWatch
+    from miles.observe.tracking.identity import RunIdentity
+    from miles.observe.tracking.provenance import provenance
+    from miles.observe.tracking.run_header import RunHeader
+    from miles.observe.tracking.tracker import Tracker
+    from miles.run.run_checkpoints import saved_wandb_run
+
+    found, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
+    header = RunHeader.from_sections(
+        "miles",
+        settings,
+        objective_in_words(*objective),
+        objective_formula(*objective),
+        total_steps,
+        found,
+    )
+    header = replace(header, run=RunIdentity.new().to_state())
+    config = _config(replace(settings, checkpoint=context.given), found)
+    sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
+    wandb_run = None if context.branch == settings.checkpoint.load else saved_wandb_run(settings.checkpoint)
+    return Tracker(settings.tracking, header, sinks, config, wandb_run)
+
+
+def _config(settings: Settings, found: dict[str, Any]) -> str:
+    """Return the text of run.yaml."""
+    from miles.observe.tracking.provenance import in_words
+
+    path = Path(settings.tracking.output_dir) / FILE_NAME
+    checkpoint = settings.checkpoint
+    resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
+    if checkpoint.remote_cache == str(default_remote_cache(settings.tracking.output_dir)):
+        settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
+    more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
+    repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
+    return run_config(settings, [*in_words(found), repeat])

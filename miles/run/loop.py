@@ -1,0 +1,148 @@
+"""The main loop of a run: generate, train, sync weights, evaluate, log, save; repeat.
+
+One iteration reads top to bottom in ``TrainingLoop.run_iteration``::
+
+    generate(i) ─> train(i) ─> sync_weights(i+1) ─> evaluate? ─> log ─> save?
+        │              │              │
+     samples       optimizer      the engine generates iteration i+1
+     and rewards   steps          with these weights
+
+With ``--async-steps K`` the rollout side runs K iterations ahead: ``generate(i)`` returns what it has already made, or
+waits for it, and iterations i+1 to i+K are generated while iteration i trains (rollout/ordering.py has the rule)::
+
+    engine   │ generate 0 │ generate 1 │ generate 2 │ ...        (K = 1)
+    trainer  │            │ train 0    │ train 1    │ ...
+
+Due after an iteration, and always after the last one: evaluation every ``--eval-interval``, a checkpoint every
+``--save-interval`` (with ``--save-hf`` and an export). ``--save-best`` also saves after each iteration that is the best
+so far. A checkpoint follows the log: a run that resumes from it has every row of the steps before it. If no prompts are
+left (``--max-prompt-pass-rate``), the run ends early.
+
+A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
+versioned by the number of iterations they were trained on. Sides that share GPUs take turns (run/sides.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
+
+from miles.run.run_checkpoints import RunCheckpoints
+from miles.run.sides import Sides
+from miles.tasks.data.stream import note_of_no_prompts
+from miles.types.metrics import Metric
+
+if TYPE_CHECKING:  # the loop itself needs no Ray
+    from miles.config.evaluation import EvaluationArguments
+    from miles.observe.tracking.tracker import Tracker
+    from miles.run.stop_requests import StopRequests
+
+
+def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return nothing: no rehearsal runs beside the run."""
+    return {}
+
+
+@dataclass
+class TrainingLoop:
+    """Runs the iterations of a training run and what is due between them."""
+
+    sides: Sides  # the rollout side and the trainer
+    checkpoints: RunCheckpoints
+    tracker: Tracker
+    _: KW_ONLY
+    evaluation: EvaluationArguments
+    steps_per_iteration: int
+    is_synchronous: bool  # nothing is generated during a step
+    stop: StopRequests
+    profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
+    # What was foreseen of the metrics that an iteration has measured, to be logged beside them.
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
+
+    def run(self) -> None:
+        """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
+        done, last = self.resume(), self.sides.rollout.num_iterations
+        self.sides.sync_weights(version=done)
+        if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
+            self.log(0, [self.evaluate()])
+        while done < last:
+            with self.profiled(done):
+                has_prompts = self.run_iteration(done)
+            if not has_prompts:
+                self.end_early(done)
+                break
+            done += 1
+            if self.stop.is_requested:
+                self.checkpoints.save_before_stop(done)
+                self.stop.end_run()
+        self.checkpoints.end(done)
+
+    def resume(self) -> int:
+        """Restore both sides from ``--load`` and return the number of iterations already done."""
+        if done := self.checkpoints.resume():
+            self.tracker.resume(done * self.steps_per_iteration + 1, self.checkpoints.continued)
+        return done
+
+    def run_iteration(self, iteration: int) -> bool:
+        """Generate, train, sync weights, and do what is due afterwards; return false if no prompts were left for it."""
+        done = iteration + 1
+        try:
+            with self.sides.timer.phase("generate"):
+                generated = self.sides.rollout.generate(iteration)
+        except KeyboardInterrupt:  # a signal abandons the samples
+            self.checkpoints.save_before_stop(iteration)
+            raise
+        if generated is None:
+            return False
+        with self.stop.finish_first():
+            self.sides.give_gpus_to_trainer()
+            with self.sides.timer.phase("train"):
+                trained = self.sides.trainer.train(generated.shards_by_rank, iteration)
+            self.sides.sync_weights(version=done)
+            row = trained.steps[-1]  # has what is measured once per iteration
+            row |= generated.summary.metrics | self.sides.rollout.weight_metrics
+            row |= self.foreseen(row)
+            if self.is_due(self.evaluation.eval_interval, done) and self.evaluation.has_sets:
+                row |= self.evaluate()
+            self.log(iteration * self.steps_per_iteration + 1, trained.steps)
+            samples = generated.summary.samples.completed(trained.tokens)
+            self.tracker.log_samples(done * self.steps_per_iteration, samples)
+            self.checkpoints.save_if_due(done, row, self.is_due(self.checkpoints.arguments.save_interval, done))
+        return True
+
+    def end_early(self, done: int) -> None:
+        """End a run whose prompts are all left out after ``done`` iterations: do what is due after the last one."""
+        print(note_of_no_prompts(done, self.sides.rollout.num_iterations))
+        with self.stop.finish_first():
+            row: dict[str, Metric] = {}
+            if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
+                row = self.evaluate()
+                self.before_writing()
+                self.tracker.log(done * self.steps_per_iteration, row)
+            self.checkpoints.save_if_due(done, row, due=True)
+            self.tracker.end_early(done * self.steps_per_iteration)
+
+    def is_due(self, interval: int | None, done: int) -> bool:
+        """Return whether something is due after ``done`` iterations: every ``interval``, and after the last one."""
+        return is_due_after(done, interval, self.sides.rollout.num_iterations)
+
+    def evaluate(self) -> dict[str, Metric]:
+        """Return the metrics of the held-out sets under the engine's weights."""
+        with self.sides.timer.phase("eval"):
+            return self.sides.rollout.evaluate()
+
+    def log(self, first_step: int, rows: list[dict[str, Metric]]) -> None:
+        """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
+        self.before_writing()
+        # Overlapping generation runs during the whole step.
+        self.sides.timer.add_to(rows[-1], generated_during="generate" if self.is_synchronous else "step")
+        for step, row in enumerate(rows, start=first_step):
+            self.tracker.log(step, row)
+
+
+def is_due_after(done: int, interval: int | None, num_iterations: int) -> bool:
+    """Return whether an action that is due every ``interval`` iterations, and after the last, is due after ``done``."""
+    return done == num_iterations or (interval is not None and done % interval == 0)

@@ -1,0 +1,8 @@
+"""Import what a run in one process uses, so that forks of this process have it at once."""
+
+from __future__ import annotations
+
+import miles.engine.embedded.torch_engine
+import miles.run.one_process.sides
+import miles.training.fsdp.backend
+import miles.training.trainer  # noqa: F401

@@ -1,0 +1,80 @@
+"""The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
+
+All weights are one object per chunk. A delta (miles/engine/weight_sync/disk_delta.py) is in files; the object that is passed
+on says where, and whom to ask for all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from miles.engine.weight_sync.delta_files import DeltaOffer
+from miles.engine.weight_sync.offered import OfferedWeights, whole_update
+from miles.types.metrics import Metric
+from miles.types.weights import PackedChunk, WeightChunk, pack, unpack
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of an update, as they are passed between processes.
+
+    Attributes:
+        packed: References to the chunks of all weights; none if there is a delta. Ray passes on the references in a
+            list, and not what they refer to.
+        offer: The delta; None without one.
+        trainer: The trainer's rank 0, an actor that has all weights of a delta until the export after the next.
+    """
+
+    packed: list[ray.ObjectRef[Any]]
+    offer: DeltaOffer | None = None
+    trainer: Any = None
+
+    def opened(self) -> StoredWeights | OfferedWeights:
+        """Return what an engine takes."""
+        if self.offer is None:
+            return StoredWeights(self.packed)
+        result = self.offer.result
+
+        def fetch() -> StoredWeights:
+            # Not ``ray.get``, for the reason below.
+            packed: list[ray.ObjectRef[Any]] = self.trainer.whole_weights.remote(result).future().result()
+            return StoredWeights(packed)
+
+        return OfferedWeights(self.offer, fetch)
+
+
+def store(chunks: Iterable[WeightChunk]) -> list[ray.ObjectRef[Any]]:
+    """Put the chunks into the object store, one at a time, and return references to them."""
+    return store_packed(pack(chunk) for chunk in chunks)
+
+
+def store_packed(chunks: Iterable[PackedChunk]) -> list[ray.ObjectRef[Any]]:
+    """Put packed chunks into the object store, and return references to them."""
+    return [ray.put(chunk) for chunk in chunks]
+
+
+class StoredWeights:
+    """Iterate over stored chunks. Each pass has one in memory at a time.
+
+    A pass blocks: it belongs into a thread of the engine's, not into the event loop.
+    """
+
+    def __init__(self, packed: list[ray.ObjectRef[Any]]) -> None:
+        self._packed = packed
+        self._bytes = 0  # of the last pass
+
+    def metrics(self, load_seconds: float) -> dict[str, Metric]:
+        """Return the bytes that each engine got, and the seconds."""
+        return whole_update(self._bytes, load_seconds)
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        self._bytes = 0
+        for reference in self._packed:
+            # Not ``ray.get``, which warns in an asyncio actor, in whichever thread it is called.
+            chunk: PackedChunk = reference.future().result()
+            self._bytes += sum(data.nbytes for _, _, data in chunk.entries.values())
+            yield unpack(chunk)

@@ -1,0 +1,474 @@
+"""The processes of the trainer: ``TrainDriver`` starts one ``TrainActor`` per rank, and has every rank do the same.
+
+The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on. The launcher
+imports this module too, so torch and its dependents are imported in the functions that use them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles.base.flags import count
+from miles.base.host.disk_faults import naming_disk
+from miles.base.host.machine import GIB, resident_bytes
+from miles.base.process_trace import ProcessTrace
+from miles.base.recorder import Recorder, read_clock
+from miles.base.remote_folder import is_url
+from miles.base.secret_values import is_secret
+from miles.base.spans import span
+from miles.base.stacks import answer_requests, own_stacks
+from miles.config.cluster import ClusterArguments
+from miles.config.components import import_code, train_backend_spec
+from miles.config.flags_view import flags_view
+from miles.config.host_share import sharers_at_start, sharers_of_trainer
+from miles.config.settings import Settings
+from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.run.background_save import BackgroundSave
+from miles.run.cpu_tuning import importing, use_threads
+from miles.run.folders.best_checkpoint import BestCheckpoint, remove_superseded
+from miles.run.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
+from miles.run.session import Placement
+from miles.run.stored_weights import Weights, store, store_packed
+from miles.training import checkpoint_folder
+from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
+from miles.training.determinism import be_deterministic
+from miles.types.metrics import Metric
+from miles.types.train_batch import TokenColumns, TrainShard
+
+if TYPE_CHECKING:
+    from miles.run.folders.uploads import Uploads
+    from miles.training.backend import TrainBackend
+    from miles.training.trainer import Trainer
+
+
+MEMORY = "perf/trainer_memory_gib"
+LAST_SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the run fails
+_INTACT = "earlier checkpoints are intact"
+_FAILURES = (OSError, ray.exceptions.RayTaskError)  # of a write by the ranks, and by this process
+
+
+@dataclass(frozen=True)
+class TrainedIteration:
+    """The results of an iteration's steps on one rank.
+
+    Attributes:
+        steps: The metrics of each step.
+        tokens: Columns of the recorded samples on this rank, by step in the iteration and position in the step.
+    """
+
+    steps: list[dict[str, Metric]]
+    tokens: dict[tuple[int, int], TokenColumns]
+
+
+class TrainDriver:
+    """All trainer ranks, as the loop sees them. ``build`` comes before everything else but ``start_building``."""
+
+    def __init__(
+        self, settings: Settings, placement: Placement, workers: Workers, uploads: Uploads | None = None
+    ) -> None:
+        """Start the processes of the ranks, and return before they have imported what they need.
+
+        Args:
+            settings: The run.
+            placement: The devices of the ranks.
+            workers: Watches their processes.
+            uploads: Takes what is saved and exported to URLs.
+        """
+        env, _ = _environment(settings.cluster)
+        self.settings = settings
+        self._uploads = uploads
+        self._workers = workers
+        self._saving: BackgroundSave | None = None
+        self._building: list[ray.ObjectRef[Any]] = []
+        self.actors: list[Any] = [
+            with_heartbeat(TrainActor)
+            .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
+            .remote(rank, settings, placement.device)
+            for rank in range(settings.cluster.world_size)
+        ]
+        for rank, actor in enumerate(self.actors):
+            workers.add(f"trainer rank {rank}", actor, preparing=actor.import_code.remote())
+
+    def start_building(self, total_steps: int) -> None:
+        """Have the ranks build their models, and return before they have; ``build`` waits for that."""
+        address = self.actors[0].serve_store.remote()
+        self._building = [actor.connect.remote(address, total_steps) for actor in self.actors]
+
+    def build(self, total_steps: int) -> None:
+        """Connect the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""
+        if not self._building:
+            self.start_building(total_steps)
+        self._workers.results(self._building)
+
+    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
+        """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens.
+
+        Raises ``WriteFailed`` if the checkpoint that was being written has failed.
+        """
+        if self._saving is not None and self._saving.has_failed:
+            self.settle_save()
+        trains_policy = self.settings.trains_policy(iteration)
+        refreshes = self.settings.refreshes_reference(iteration)
+        calls = [
+            actor.train.remote(
+                shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes, iteration
+            )
+            for rank, actor in enumerate(self.actors)
+        ]
+        by_rank: list[TrainedIteration] = self._workers.results(calls)
+        steps = by_rank[0].steps
+        fullest = max(rank.steps[-1][MEMORY].value for rank in by_rank)
+        steps[-1][MEMORY] = Metric(fullest)
+        return TrainedIteration(steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()})
+
+    def export_weights(self) -> Weights:
+        """Return references to the packed chunks of the full weights, or what has changed since the last export."""
+        exported: Weights = self._on_all("export_weights")[0]
+        return replace(exported, trainer=self.actors[0])
+
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory, and free the GPUs' memory."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._on_all("onload")
+
+    @property
+    def profiled(self) -> list[Any]:
+        """The actors that ``--profile`` records."""
+        cluster = self.settings.cluster
+        return [self.actors[rank] for rank in self.settings.profiling.ranks(cluster.world_size)]
+
+    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None:
+        """Write a checkpoint after ``iterations_done`` iterations; it appears in ``--save`` whole or not at all.
+
+        With ``--async-save`` this returns when the checkpoint is copied into memory, and ``settle_save`` waits for its
+        files. A save that is in progress is waited for first.
+
+        Args:
+            iterations_done: Names the checkpoint.
+            state: The launcher's own, plain JSON.
+            best: Its record for ``--save-best``, if it is the best so far.
+
+        Raises:
+            WriteFailed: This checkpoint, or the one before it, cannot be written; names the disk if that is the cause.
+        """
+        self.settle_save()
+        given = self.settings.checkpoint
+        assert given.save is not None
+        root = given.local(given.save).absolute()
+        uploads = self._uploads if is_url(given.save) else None
+        if uploads is not None:
+            uploads.make_room(checkpoint_folder.checkpoint_path(root, iterations_done))
+        staged = checkpoint_folder.staging_path(root, iterations_done)
+        what = f"--save {given.save}: the checkpoint after {iterations_done} iterations"
+        naming = partial(naming_disk, staged, staged, what, _INTACT, _FAILURES)
+
+        def publish(by_rank: list[dict[str, FileRecord]]) -> None:
+            records = {name: record for of_rank in by_rank for name, record in of_rank.items()}
+            saved = checkpoint_folder.publish(root, iterations_done, records)
+            if uploads is None:
+                remove_superseded(saved, self.settings, best)
+            else:
+                uploads.add_checkpoint(saved, best)
+
+        with naming():
+            folder = checkpoint_folder.staging(root, iterations_done)
+            if not given.async_save:
+                publish(self._on_all("save", folder, state))
+                return
+            self._on_all("stage", folder, state)
+        self._saving = BackgroundSave([actor.written.remote() for actor in self.actors], publish, naming)
+
+    def save_progress(self) -> str | None:
+        """Say how much of a checkpoint is on the disk while it is written, or how many uploads are left; else None."""
+        given = self.settings.checkpoint.save
+        written = (
+            None if given is None else checkpoint_folder.bytes_being_written(self.settings.checkpoint.local(given))
+        )
+        if written is not None:
+            return f"{written / 1e9:.2f} GB"
+        left = 0 if self._uploads is None else self._uploads.left
+        return f"{count(left, 'upload')} left" if left else None
+
+    def settle_save(self) -> None:
+        """Wait for a checkpoint that is being written. Raises ``WriteFailed`` as ``save`` does."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with suppress(OSError, ray.exceptions.RayTaskError):  # ``end`` names the disk
+                self._workers.results(saving.calls)
+            saving.end()
+
+    def upload_export(self, folder: Path, url: str) -> None:
+        """Upload an export during the run, then remove it from this machine."""
+        assert self._uploads is not None, "a run with a URL uploads"
+        self._uploads.add_export(folder, url)
+
+    def settle_uploads(self) -> None:
+        """Wait until checkpoints and exports are uploaded. Raises ``WriteFailed`` if one cannot be."""
+        if self._uploads is not None:
+            self._uploads.settle()
+
+    def resume(self) -> dict[str, Any] | None:
+        """Restore every rank from ``--load``, a checkpoint or a folder of them; returns the launcher's state.
+
+        None, and the run starts at its first iteration, if there is no checkpoint, or under ``--finetune``, which takes
+        the weights only.
+        """
+        given = self.settings.checkpoint
+        folder = checkpoint_folder.at(given.local(given.load)) if given.load is not None else None
+        if folder is None:
+            if given.load is not None and given.finetune:
+                raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
+            return None
+        state = self._on_all("load", folder.absolute())[0]
+        return None if given.finetune else state
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the Hugging Face export into ``folder``. Raises ``WriteFailed`` as ``save`` does."""
+        folder, what = folder.absolute(), f"--save-hf {self.settings.checkpoint.save_hf}: the export"
+        with naming_disk(folder, folder, what, _INTACT, _FAILURES):
+            self._on_all("export_hf", folder)
+
+    def stop(self) -> None:
+        """End every rank, whatever it is doing."""
+        for actor in self.actors:
+            self._workers.end(actor)
+
+    def __enter__(self) -> TrainDriver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._saving is not None and kind is not None and issubclass(kind, Exception):
+            self._saving.wait(LAST_SAVE_SECONDS)  # useful whatever failed; a signal does not wait
+        self.stop()
+
+    def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
+        return self._workers.results([getattr(actor, verb).remote(*arguments) for actor in self.actors])
+
+
+class TrainActor:
+    """One trainer rank in a Ray actor."""
+
+    backend: TrainBackend  # from ``connect`` on, as ``trainer``
+    trainer: Trainer
+    _written: Future[dict[str, FileRecord]]  # from ``stage`` on
+
+    def __init__(self, rank: int, settings: Settings, device: str) -> None:
+        with importing():
+            import torch
+            from transformers.utils.logging import disable_progress_bar
+
+        answer_requests()
+        _, secrets = _environment(settings.cluster)
+        os.environ.update(secrets)
+        self.rank = rank
+        self.settings = settings
+        self.device = torch.device(device)
+        self.recorder = Recorder(f"trainer rank {rank}")
+        self.deltas = DeltaWriter(settings.weights_folder) if settings.sends_deltas else None
+        if settings.training.deterministic_mode:
+            be_deterministic()
+        disable_progress_bar()
+
+    def import_code(self) -> None:
+        """Import what ``connect`` needs, while the rollout worker starts. ``connect`` reports what fails."""
+        with importing():
+            import miles.training.trainer  # noqa: F401
+
+            import_code(train_backend_spec(self.settings.training.train_backend), self.device)
+
+    def serve_store(self) -> tuple[str, int]:
+        """Open the rendezvous on a free port of this node's address; returns both. Rank 0 only."""
+        from miles.engine.weight_sync.tcp_store import serve_store
+
+        host = ray.util.get_node_ip_address()
+        self.store = serve_store(host, self._timeout)
+        return host, self.store.port
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(minutes=self.settings.cluster.distributed_timeout_minutes)
+
+    def connect(self, address: tuple[str, int], total_steps: int) -> None:
+        """Join the process group, and build the backend and the trainer."""
+        import torch
+        import torch.distributed as dist
+
+        from miles.engine.weight_sync.tcp_store import TCPStore
+
+        # Here, in the thread that computes: some libraries keep the number for each thread.
+        use_threads(self.device.type, sharers_at_start(self.settings))
+        timeout = self._timeout
+        if self.rank != 0:
+            self.store = TCPStore(*address, is_master=False, timeout=timeout)
+        if self.device.type == "cuda":  # before NCCL, which works on the current device
+            number = 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0])
+            self.device = torch.device("cuda", number)
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            {"cpu": "gloo", "cuda": "nccl"}[self.device.type],
+            store=self.store,
+            rank=self.rank,
+            world_size=self.settings.cluster.world_size,
+            timeout=timeout,
+        )
+        self.build(total_steps)
+        use_threads(self.device.type, sharers_of_trainer(self.settings))
+
+    def build(self, total_steps: int) -> None:
+        """Build the backend and the trainer, in the process group that there is."""
+        from miles.training.backend import build_backend
+        from miles.training.trainer import Trainer
+
+        self.backend = build_backend(self.settings, self.device, total_steps)
+        passes = self.settings.training.ppo_epochs
+        args, ranks = flags_view(self.settings), self.settings.dims.token_ranks
+        self.trainer = Trainer(self.backend, self.settings.loss, ranks, passes, args)
+
+    def train(
+        self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool, iteration: int
+    ) -> TrainedIteration:
+        """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference.
+
+        The metrics of the last step have the memory of this rank, in GiB: on a GPU the peak of what torch has allocated
+        there meanwhile, on CPU what the process holds afterwards.
+        """
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with span("train"):
+            steps = self.trainer.train(shards, trains_policy, iteration)
+        if refreshes_reference:
+            started = time.perf_counter()
+            with span("update the reference"):
+                self.backend.refresh_reference()
+            steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
+        used = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
+        steps[-1][MEMORY] = Metric(used / GIB)
+        return TrainedIteration(steps, self.trainer.recorder.read())
+
+    def export_weights(self) -> Weights:
+        """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.
+
+        With ``--update-weight-transfer-mode disk-delta`` it writes what has changed, and returns that, if it can.
+        """
+        with span("export weights"):
+            chunks = self.backend.export_weights()
+            if self.rank == 0 and self.deltas is not None:
+                offer = self.deltas.update(chunks)
+                return Weights(store_packed(self.deltas.newest()) if offer is None else [], offer)
+            if self.rank == 0:
+                return Weights(store(chunks))
+            for _ in chunks:  # take part in the gathering
+                continue
+        return Weights([])
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def whole_weights(self, identity: str) -> list[ray.ObjectRef[Any]]:
+        """Return references to all weights of one of the last two exports, for those who cannot follow its delta."""
+        assert self.deltas is not None, "only deltas are refused"
+        return store_packed(self.deltas.whole(identity))
+
+    def start_profile(self) -> None:
+        """Record what this process does from now on."""
+        self.recorder.start()
+
+    def stop_profile(self) -> list[ProcessTrace]:
+        """Return what was recorded."""
+        recorded = self.recorder.stop()
+        return [] if recorded is None else [recorded]
+
+    def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
+
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory."""
+        self.backend.offload()
+
+    def onload(self) -> None:
+        """Move them back."""
+        self.backend.onload()
+
+    def save(self, folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
+        """Write this rank's part of a checkpoint; returns size and hash of its files."""
+        self.backend.save(folder, self._state_with(state))
+        return hash_files_of_rank(folder, self.rank)
+
+    def stage(self, folder: Path, state: dict[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint into memory, and have a thread write it; ``written`` waits for that."""
+        from miles.training.checkpoint_io import StagedFiles
+
+        staged = StagedFiles()
+        self.backend.save(folder, self._state_with(state), staged)
+
+        def write() -> dict[str, FileRecord]:
+            staged.write()
+            return hash_files_of_rank(folder, self.rank)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
+        self._written = pool.submit(write)
+        pool.shutdown(wait=False)
+
+    def _state_with(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the launcher's state with what this rank keeps beside its backend."""
+        return state | {"coefficients": self.trainer.coefficients.state()}
+
+    @ray.method(concurrency_group=SAVING)
+    def written(self) -> dict[str, FileRecord]:
+        """Wait until the staged files are on the disk; returns their sizes and hashes. Raises ``OSError``."""
+        return self._written.result()
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read a checkpoint as the flags say; returns the launcher's state."""
+        given = self.settings.checkpoint
+        with_optimizer = not (given.no_load_optim or given.finetune)
+        with_random_state = not (given.no_load_rng or given.finetune)
+        state = self.backend.load(folder, with_optimizer, with_random_state, reference=not given.finetune)
+        if not given.finetune:
+            self.trainer.restore_coefficients(state.get("coefficients", {}))  # absent in earlier checkpoints
+        return state
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the Hugging Face export."""
+        self.backend.export_hf(folder)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self, seconds: float) -> int:
+        """Return after ``seconds``: a heartbeat (``liveness.Workers``)."""
+        time.sleep(seconds)
+        return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    def describe(self) -> str:
+        """Return the stacks of this process, for the report of a hang."""
+        return own_stacks()
+
+    @ray.method(concurrency_group=REPORT)
+    def end_process(self) -> None:
+        """End this process at once."""
+        os._exit(0)
+
+
+def _environment(cluster: ClusterArguments) -> tuple[dict[str, str], dict[str, str]]:
+    """Return ``--train-env-vars`` as variables that Ray sets, and as secrets, which Ray would write to its logs."""
+    given = cluster.trainer_environment
+    secrets = {name: value for name, value in given.items() if is_secret(name)}
+    return {name: value for name, value in given.items() if name not in secrets}, secrets

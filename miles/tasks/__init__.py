@@ -1,0 +1,1 @@
+"""What is learned: prompts, rewards, environments and their tools."""

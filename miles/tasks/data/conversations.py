@@ -1,0 +1,200 @@
+"""Load conversations for fine-tuning, and find the tokens of the roles that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from miles.base.input_error import InputError
+from miles.tasks.data.end_tokens import end_of_turn, next_added_token
+from miles.tasks.data.notes import Notes
+from miles.tasks.data.row import Row
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.data.sources import read_rows
+from miles.tasks.data.tokenizer import PromptRenderer
+from miles.types.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Render = Callable[[Sequence[dict[str, Any]], bool], str]  # of messages, and whether the assistant's turn is opened
+_MARK = "contentofthismessage"  # takes the place of a content, to see what the template writes behind it
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as a model is trained on it.
+
+    Attributes:
+        prompt: The tokens before the first trained one.
+        response_ids: The tokens from there to the last trained one.
+        loss_mask: 1 for each of them that is trained on, 0 for those of other roles and of the template.
+        text: Their text.
+    """
+
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    text: str
+
+
+def load_conversations(
+    source: str,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_len: int | None = None,
+    max_context_len: int | None = None,
+) -> list[Conversation]:
+    """Read the conversations of ``source``, render them through the chat template, and mark what is trained on.
+
+    The column ``--input-key`` is a list of messages, as of a chat. Messages of ``--sft-roles`` are trained on: their
+    content, and the tokens with which the template ends their turn, or the next role's token. A conversation that has
+    more tokens than a limit is dropped, and their number is logged.
+
+    Args:
+        source: One of ``arguments.data.SOURCES``.
+        data: Names of the columns, and the roles.
+        tokenizer: The model's tokenizer, with a chat template.
+        max_response_len: The most tokens from the first trained one on.
+        max_context_len: The most tokens of a conversation.
+
+    Raises:
+        InputError: For a malformed row, a template that changes the messages it renders, and a set without a
+            row to train on.
+    """
+    if not tokenizer.is_fast:
+        raise InputError(
+            "--loss-type sft_loss: the tokenizer of --hf-checkpoint cannot say which text a token stands for, as it is "
+            "no fast one; give a folder with a tokenizer.json"
+        )
+    renderer = PromptRenderer(replace(data, apply_chat_template=True), tokenizer)
+    notes, conversations, dropped = Notes(), list[Conversation](), 0
+    rows = list(read_rows(source))
+    for row in rows:
+        conversation = _read(row, renderer, data, tokenizer, notes)
+        length = len(conversation.prompt.token_ids) + len(conversation.response_ids)
+        is_long = (
+            (max_context_len is not None and length > max_context_len)
+            or (max_response_len is not None and len(conversation.response_ids) > max_response_len)
+            or (
+                data.rollout_max_prompt_len is not None
+                and len(conversation.prompt.token_ids) > data.rollout_max_prompt_len
+            )
+        )
+        if is_long:
+            dropped += 1
+            notes.add(_TOO_LONG, row.where)
+        else:
+            conversations.append(conversation)
+    if not conversations:
+        why = f"all {dropped} conversations are longer than a limit" if dropped else "it is empty"
+        raise InputError(f"prompt source {source}: {why}; give a longer limit, or one with at least one row")
+    notes.log(source, len(rows))
+    return conversations
+
+
+_TOO_LONG = (
+    "dropped, as it is longer than --rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
+)
+
+_NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
+_NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
+
+
+def _read(
+    row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: PreTrainedTokenizerBase, notes: Notes
+) -> Conversation:
+    messages = row.column(data.input_key, "--input-key")
+    if not isinstance(messages, list):
+        row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
+    text = renderer.render_conversation(row, messages)
+    rendered: dict[tuple[int, str | None, bool], str] = {}
+
+    def render(part: Sequence[dict[str, Any]], opens_turn: bool) -> str:
+        key = len(part), part[-1].get("content"), opens_turn  # all parts begin as the conversation does
+        if key not in rendered:
+            rendered[key] = renderer.render_conversation(row, part, opens_turn)
+        return rendered[key]
+
+    spans, has_ends = list[tuple[int, int]](), True
+    for number, message in enumerate(messages):
+        if message["role"] in data.sft_roles:
+            start, end = _span(row, render, messages, number, text)
+            if not renderer.ends_turn(text[start:end], message):
+                ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
+                if number + 1 == len(messages) and message["role"] == "assistant":
+                    ending = end_of_turn(tokenizer)
+                    text = text[:end] + ending
+                has_ends &= bool(ending)
+                end += len(ending)
+            spans.append((start, end))
+    if not has_ends:
+        notes.add(_NO_END, row.where)
+    if not spans:
+        row.refuse(f"no message has a role of --sft-roles {' '.join(data.sft_roles)}; correct or remove the row")
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    # A token that begins inside a span is trained on; one without characters belongs to nothing.
+    mask = [int(a < b and any(start <= a < end for start, end in spans)) for a, b in offsets]
+    if 1 not in mask:
+        row.refuse("the tokens of its trained messages are empty; correct or remove the row")
+    first, last = mask.index(1), len(mask) - mask[::-1].index(1)
+    if first == 0:
+        row.refuse("the first token is trained on, and nothing predicts it; put a message before it")
+    metadata = row.columns.get(data.metadata_key)
+    if metadata is not None and not isinstance(metadata, dict):
+        notes.add(_NO_OBJECT, row.where)
+    prompt = Prompt(
+        text[: offsets[first][0]],
+        tuple(token_ids[:first]),
+        metadata=metadata if isinstance(metadata, dict) else {},
+        source=row.where,
+    )
+    ids, trained = token_ids[first:last], mask[first:last]
+    return Conversation(prompt, tuple(ids), tuple(trained), text[offsets[first][0] : offsets[last - 1][1]])
+
+
+def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:
+    """Return the span of the message at ``number`` in ``text``: its content and the end of its turn.
+
+    The messages before it, rendered alone, end at its first character; with it, they end at its last one. A template
+    may write earlier turns in another way than the last one (without the reasoning, say). Such a message is searched
+    for together with the end of its turn, because a short content may be part of a header too.
+    """
+    message = messages[number]
+    before = render(messages[:number], message["role"] == "assistant") if number else ""
+    through = render(messages[: number + 1], False)
+    if text.startswith(through) and through.startswith(before):
+        return len(before), len(through.rstrip())
+    content = (message.get("content") or "").strip()
+    whole = content + _end_of_turn(render, messages, number)
+    start = text.find(whole, _place(render, messages, number, text))
+    if start < 0 or not content:
+        row.refuse(
+            f"the chat template does not write message {number + 1} as it is, so its tokens are not known; shorten the "
+            "conversation so that it is the last message, or correct the template"
+        )
+    return start, start + len(whole)
+
+
+def _end_of_turn(render: Render, messages: Sequence[dict[str, Any]], number: int) -> str:
+    """Return what the template writes behind the content of a last message, without white space at its end."""
+    marked = {**messages[number], "content": _MARK}
+    return render((*messages[:number], marked), False).rpartition(_MARK)[2].rstrip()
+
+
+def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> int:
+    """Return a position in ``text`` behind the turns of the messages before ``number``."""
+    position = 0
+    for earlier, message in enumerate(messages[:number]):
+        content = (message.get("content") or "").strip()
+        try:
+            whole = content + _end_of_turn(render, messages, earlier)
+        except InputError:  # some templates refuse a conversation without a user, as far as the system's message
+            whole = content
+        place = text.find(whole, position) if content else -1
+        position = place + len(whole) if place >= 0 else position
+    return position

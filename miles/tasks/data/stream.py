@@ -1,0 +1,261 @@
+"""The endless order in which prompts are drawn, and a position in it to resume from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from miles.types.sample import Prompt, PromptGroup
+
+FINGERPRINTED = 4096
+_logger = logging.getLogger(__name__)
+
+
+class NoPromptsLeft(ValueError):
+    """All prompts of a set are left out (``--max-prompt-pass-rate``), so too few groups are left to draw.
+
+    Attributes:
+        left: How many groups can still be drawn.
+    """
+
+    def __init__(self, message: str = "", left: int = 0) -> None:
+        super().__init__(message)
+        self.left = left
+
+
+def note_of_no_prompts(done: int, num_iterations: int) -> str:
+    """Return the note of a run that ends for this reason after ``done`` iterations."""
+    return (
+        f"note: every prompt has reached --max-prompt-pass-rate, so the run ends after {done} of {num_iterations} "
+        "iterations; give harder prompts or a higher rate to continue"
+    )
+
+
+def check_order(state: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+    """Check that a position in a set was saved in a run of the same order.
+
+    Args:
+        state: The position.
+        order: The values that determine the order of this run: some of ``num_prompts``, ``shuffle`` and ``seed``.
+
+    Raises:
+        ValueError: The order was another one.
+    """
+    flags = {"num_prompts": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
+    for key, value in order.items():
+        if state[key] != value:
+            raise ValueError(
+                f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
+                f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, or "
+                "start a new run from its weights with --finetune"
+            )
+
+
+class TrainingStream(ABC):
+    """Draws the prompts that a run trains on, and resumes from a saved position."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The pass over the prompts that the last drawn one belongs to."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each prompt set by name; empty for prompts that are not in named sets."""
+        return {}
+
+    def start(self, iteration: int) -> None:
+        """Note that the prompts of ``iteration`` are drawn from now on. Does nothing by default."""
+        return None
+
+    def record(self, iteration: int, groups: Iterable[PromptGroup]) -> None:
+        """Note the groups that were scored for ``iteration``. Does nothing by default."""
+        return None
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again, if the prompts are known."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def draw(self, n: int) -> list[PromptGroup]:
+        """Return the next ``n`` prompts as groups without samples."""
+
+    @abstractmethod
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``."""
+
+
+class PromptStream(TrainingStream):
+    """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
+
+    The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three
+    numbers, and a group can be drawn again from its index. Every prompt is drawn once a pass, unless ``leave_out`` has
+    named it; then its index is not used.
+
+    >>> stream = PromptStream([Prompt("a", (1,)), Prompt("b", (2,))], shuffle=False, seed=0)
+    >>> [(g.group_index, g.prompt.text) for g in stream.draw(3)], stream.epoch
+    ([(0, 'a'), (1, 'b'), (2, 'a')], 1)
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], shuffle: bool, seed: int) -> None:
+        """Start at the first prompt; raise ``ValueError`` if there are none."""
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt")
+        self._prompts = prompts
+        self._shuffle = shuffle
+        self._seed = seed
+        self._unfinished: list[int] = []  # group indices to draw again, before new ones
+        self._mastered: set[int] = set()  # positions in ``prompts`` that are not drawn in new draws
+        self._move_to(epoch=0, position=0, next_group_index=0)
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the last drawn prompt belongs to, counted from 0."""
+        return self._epoch
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt is left to draw."""
+        return len(self._mastered) < len(self._prompts)
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again, in this pass or a later one."""
+        epoch, position = divmod(group_index, len(self._prompts))
+        self.leave_out_prompt(self._order_of(epoch)[position])
+
+    def leave_out_prompt(self, position: int) -> None:
+        """Do not draw the prompt at ``position`` of the set again."""
+        self._mastered.add(position)
+
+    def draw(self, n: int) -> list[PromptGroup]:
+        """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run.
+
+        Raises:
+            NoPromptsLeft: All prompts are left out, and fewer than ``n`` groups are to be drawn again. None is drawn.
+        """
+        if len(self._unfinished) < n and not self.has_prompts:
+            raise NoPromptsLeft(
+                f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it; give harder prompts, or a "
+                "higher rate",
+                left=len(self._unfinished),
+            )
+        again = [self._group(index) for index in self._unfinished[:n]]
+        del self._unfinished[:n]
+        return again + [self._draw_one() for _ in range(n - len(again))]
+
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """Return the position, in plain values that JSON can hold.
+
+        Args:
+            unfinished: Indices of groups that were drawn and are neither trained on nor dropped yet. A stream restored
+                from this state draws them again first, so that no prompt is lost.
+        """
+        return {
+            **self._order_key(),
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_group_index": self._next_group_index,
+            "unfinished": sorted({*self._unfinished, *unfinished}),
+            "mastered": sorted(self._mastered),
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``: the next draw is the one that would have followed when it was taken.
+
+        Other prompts, as many as before, are a note: rows may have been corrected.
+
+        Raises ``ValueError`` for a state of another order: another number of prompts, shuffling or seed, or of
+        the user's own source.
+        """
+        if "sets" in state:
+            raise ValueError(
+                "--prompt-data: the checkpoint's position is one in the sets of --prompt-mix or --curriculum-path, so "
+                "it cannot continue from there; give --prompt-mix and --curriculum-path as in the run that was saved, "
+                "or start a new run from its weights with --finetune"
+            )
+        if "source" in state:
+            raise ValueError(
+                "--prompt-data: the checkpoint's position is one in the rows of --data-source-path, so it cannot "
+                "continue from there; give --data-source-path as in the run that was saved, or start a new run from "
+                "its weights with --finetune"
+            )
+        check_order(state, self._order_key())
+        if state.get("fingerprint", self._fingerprint) != self._fingerprint:  # absent in earlier checkpoints
+            name = self._prompts[0].prompt_set
+            _logger.warning(
+                "%s: the rows are not those of the run that was saved, though they are as many (%d); this run "
+                "continues at the same place in them; if this was not meant, give the rows of that run, or start a new "
+                "run from its weights with --finetune",
+                f"the prompt set {name}" if name else "--prompt-data",
+                len(self._prompts),
+            )
+        self._move_to(state["epoch"], state["position"], state["next_group_index"])
+        self._unfinished = list(state.get("unfinished", ()))  # absent in earlier checkpoints, which have none
+        self._mastered = set(state.get("mastered", ()))
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """A hash of up to ``FINGERPRINTED`` rows, spread evenly: it takes milliseconds, and misses an edit of few rows.
+
+        It has what the file holds, so that another chat template or tokenizer does not change it.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self._prompts[:: -(-len(self._prompts) // FINGERPRINTED)]:
+            row = [prompt.text if prompt.input is None else prompt.input, prompt.label]
+            digest.update(json.dumps(row, skipkeys=True, default=lambda other: type(other).__name__).encode())
+        return digest.hexdigest()
+
+    def _order_key(self) -> dict[str, Any]:
+        return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}
+
+    def _move_to(self, epoch: int, position: int, next_group_index: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._next_group_index = next_group_index
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return _order_of_pass(len(self._prompts), self._shuffle, self._seed, epoch)
+
+    def _group(self, group_index: int) -> PromptGroup:
+        """Return the group of an earlier draw; draws are numbered without gaps from the start of the run."""
+        epoch, position = divmod(group_index, len(self._prompts))
+        return PromptGroup(group_index, self._prompts[self._order_of(epoch)[position]])
+
+    def _draw_one(self) -> PromptGroup:
+        position = self.draw_position()
+        return PromptGroup(self._next_group_index - 1, self._prompts[position])
+
+    def draw_position(self) -> int:
+        """Draw a new prompt, and return its position in the set. One must be left."""
+        while True:
+            if self._position == len(self._order):
+                self._move_to(self._epoch + 1, 0, self._next_group_index)
+            if self._order[self._position] not in self._mastered:
+                break
+            self._position += 1
+            self._next_group_index += 1
+        found = self._order[self._position]
+        self._position += 1
+        self._next_group_index += 1
+        return found
+
+
+@lru_cache(maxsize=4)  # groups that are drawn again are from the last two passes
+def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    """Return the positions of the prompts in the order of a pass. The list is shared: do not change it."""
+    order = list(range(num_prompts))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,253 @@
+"""From the prompt of a row to the text and tokens that the model reads: the tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from miles.base import strict_json
+from miles.base.flags import json_object
+from miles.base.input_error import InputError
+from miles.base.one_line import one_line
+from miles.tasks.data.notes import Notes
+from miles.tasks.data.row import Row
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.data.special_tokens import SpecialTokens, reveal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools: TypeAlias = list[dict[str, Any]] | None  # of a row, in the form of OpenAI's API
+
+_CONTINUE = "continue_final_message"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_ASSISTANT_LAST = "the last message is the assistant's, and a new turn of the assistant follows it"
+_NOT_CONTINUED = "the last message is not the assistant's, so nothing is continued, and the assistant's turn is opened"
+_NO_TOOLS = "the row has tools, and the chat template writes none, so the model does not see them"
+_ESCAPED = "a message has the text of a special token, which is read as text"
+# A template that tells null from an absent key. Arrow, and so Parquet, does not.
+_ASKS_FOR_NULL = re.compile(r"\bcontent['\"]?\]?\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
+_NOT_ESCAPED = "the text has a special token, which is read as that token; chat messages are protected from this"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder in Hugging Face format, or of a name on its hub.
+
+    Raises ``InputError`` if it cannot be loaded.
+    """
+    from transformers import AutoTokenizer  # slow to import; the settings are checked before
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        # Without files, transformers makes an empty one of some types.
+        if set(tokenizer.get_vocab()) <= {str(token) for token in tokenizer.added_tokens_decoder.values()}:
+            raise ValueError("it has no vocabulary")
+        return tokenizer
+    except Exception as error:  # transformers raises many kinds: OSError, KeyError, the Rust library's own
+        reason = one_line(str(error).strip().split("\n")[0], 300)
+        raise InputError(
+            f"--hf-checkpoint {path}: cannot load a tokenizer from it ({type(error).__name__}: {reason}); give a "
+            f"folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
+        ) from error
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """The text of a prompt, and the tools of its row, which the text shows.
+
+    ``token_ids`` are there if the tokenizer would read the text as something else.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    tools: Tools = None
+
+
+class PromptRenderer:
+    """Renders prompts as ``--apply-chat-template`` says: through the tokenizer's template, or as they are.
+
+    Raises ``InputError`` if a template is asked for and the tokenizer has none, and if
+    ``--apply-chat-template-kwargs`` is not a JSON object or has no template to go to.
+    """
+
+    def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.uses_template = data.apply_chat_template
+        self._kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+        self._tool_key = data.tool_key
+        self._tokenizer = tokenizer
+        self._special = SpecialTokens(tokenizer)
+        self._template = f"{self._kwargs.get('chat_template') or ''}{tokenizer.chat_template or ''}"
+        if self._kwargs and not self.uses_template:
+            raise InputError("--apply-chat-template-kwargs: would be ignored; add --apply-chat-template, or drop it")
+        if self.uses_template and not self._template:
+            raise InputError(
+                "--apply-chat-template: the tokenizer has no chat template; drop the flag, or give a --hf-checkpoint "
+                "with a chat template (instruct models have one)"
+            )
+
+    def render(self, row: Row, value: Any, notes: Notes) -> RenderedPrompt:
+        """Render the prompt ``value`` of ``row``: a string, or a list of ``{"role", "content"}`` messages.
+
+        With the template, a string is one user message, the tools of the row are shown, and the text ends as
+        ``turn_arguments`` has it. Special tokens are those that the template writes: their text in a message is text.
+
+        Raises:
+            InputError: For an empty or malformed prompt, and for messages without the template; it names the row.
+        """
+        if not isinstance(value, (str, list)):
+            row.refuse(f"the prompt is {_kind(value)}; give text or a list of chat messages")
+        if not value or (isinstance(value, str) and not value.strip()):
+            row.refuse("the prompt is empty; fill it or remove the row")
+        if isinstance(value, list):
+            self._check_messages(row, value)
+        elif self.uses_template:
+            value = [{"role": "user", "content": value}]
+        if self.uses_template:
+            arguments, is_answer = turn_arguments(self._kwargs, value), value[-1]["role"] == "assistant"
+            if is_answer and arguments["add_generation_prompt"]:
+                notes.add(_ASSISTANT_LAST, row.where)
+            elif not is_answer and self._kwargs.get(_CONTINUE):
+                notes.add(_NOT_CONTINUED, row.where)
+        tools = self._tools(row) if self.uses_template else None
+        if tools and "tools" not in self._template:
+            notes.add(_NO_TOOLS, row.where)
+        if self._special.are_in([value, tools]):
+            notes.add(_ESCAPED if self.uses_template else _NOT_ESCAPED, row.where)
+            if self.uses_template:
+                return self._escaped(row, value, tools)
+        return RenderedPrompt(self._apply(row, value, tools) if self.uses_template else value, tools=tools)
+
+    def render_conversation(self, row: Row, messages: Sequence[Any], opens_turn: bool = False) -> str:
+        """Render a whole conversation; with ``opens_turn`` it ends at the start of the assistant's next turn.
+
+        Raises:
+            InputError: For malformed messages, and for special tokens in them; it names the row.
+        """
+        if not messages:
+            row.refuse("the conversation is empty; fill it or remove the row")
+        self._check_messages(row, list(messages))
+        tools = self._tools(row)
+        if self._special.are_in([list(messages), tools]):
+            row.refuse("a message has the text of a special token, which would be trained on as that token; remove it")
+        return self._apply(row, list(messages), tools, opens_turn)
+
+    def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
+        """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""
+        content = (message.get("content") or "").strip()
+        return self._special.end(written) or not (message.get("tool_calls") or written.endswith(content))
+
+    def _tools(self, row: Row) -> Tools:
+        tools = tools_of(row, self._tool_key)
+        if tools and "tools" in self._kwargs:
+            row.refuse("has tools, and --apply-chat-template-kwargs gives others; keep one of the two")
+        return tools
+
+    def _escaped(self, row: Row, messages: list[dict[str, Any]], tools: Tools) -> RenderedPrompt:
+        (*kept, last), hidden = self._special.hide([*messages, {"role": "tools", "tools": tools}])
+        rendered = self._apply(row, kept, last["tools"])
+        return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)
+
+    def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool | None = None) -> str:
+        """Render messages; ``opens_turn`` takes precedence over what the kwargs say of the last turn."""
+        kwargs = turn_arguments(self._kwargs, messages)
+        if opens_turn is not None:
+            kwargs |= {"add_generation_prompt": opens_turn, _CONTINUE: False}
+        if tools:
+            kwargs["tools"] = tools
+        if _ASKS_FOR_NULL.search(self._template):
+            messages = [{**message, "content": message.get("content")} for message in messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        except Exception as error:  # templates are the model author's code and may raise anything
+            raise InputError(
+                f"{row.where}: the chat template refuses the messages ({type(error).__name__}: "
+                f"{one_line(str(error), 300)}); correct them, or look at --apply-chat-template-kwargs"
+            ) from error
+
+    def _check_messages(self, row: Row, messages: list[Any]) -> None:
+        if not self.uses_template:
+            row.refuse("the prompt is a list of chat messages; add --apply-chat-template, or give text")
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message, dict):
+                row.refuse(f'message {number} is {_kind(message)}; write {{"role": ..., "content": ...}}')
+            calls = self._calls(row, number, message)
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str) and not (calls and key == "content"):
+                    row.refuse(f"message {number}: its {key} is {_kind(message.get(key))}; give text")
+            self._check_role(row, number, message["role"])
+            if not calls and not message["content"].strip():
+                row.refuse(f"message {number}: its content is empty; fill it or remove the message")
+
+    def _calls(self, row: Row, number: int, message: dict[str, Any]) -> list[Any]:
+        """Return the calls of a message; refuse what are none, and those that would be the whole text unseen."""
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            row.refuse(f"message {number}: its tool_calls are {_kind(calls)}; give a list of objects")
+        for place, call in enumerate(calls, start=1):
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                row.refuse(f"message {number}: call {place} of its tool_calls names no function; give it a name")
+        if calls and message.get("content") is None and "tool_calls" not in self._template:
+            row.refuse(
+                f"message {number}: its content is missing or null, and the chat template writes no tool_calls; give "
+                "text, which may be empty"
+            )
+        return calls
+
+    def _check_role(self, row: Row, number: int, role: str) -> None:
+        """Refuse a role that is neither common nor named in the template: most templates render any word."""
+        if role in ROLES or f"'{role}'" in self._template or f'"{role}"' in self._template:
+            return
+        row.refuse(
+            f"message {number}: the chat template knows no role {one_line(role, 80)!r}; give one of {', '.join(ROLES)}"
+        )
+
+
+def turn_arguments(kwargs: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keyword arguments of the chat template for ``messages``, which end where the model begins.
+
+    The assistant's turn is opened, unless ``--apply-chat-template-kwargs`` has ``add_generation_prompt`` false. With
+    ``continue_final_message``, a last message of the assistant is continued, and after another one the turn is opened.
+    """
+    arguments = {"add_generation_prompt": True, **kwargs}
+    if kwargs.get(_CONTINUE):
+        is_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        arguments |= {"add_generation_prompt": not is_answer, _CONTINUE: is_answer and kwargs[_CONTINUE]}
+    return arguments
+
+
+def _kind(value: Any) -> str:
+    return "missing or null" if value is None else f"of type {type(value).__name__}"
+
+
+def tools_of(row: Row, key: str) -> Tools:
+    """Return the tools in column ``key`` of a row, which the chat template shows to the model; None if it has none.
+
+    The column is a list of objects, or its JSON as text. An object without ``type`` is the function itself.
+
+    Raises:
+        InputError: The column holds something else.
+    """
+    value = row.columns.get(key)
+    if isinstance(value, str):
+        try:
+            value = strict_json.loads(value) if value.strip() else None
+        except strict_json.StrictJsonError as error:
+            row.refuse(f"column {key!r} of tools is not JSON ({error}); {_what_to_do(key)}")
+    if not value:
+        return None
+    if not isinstance(value, list):
+        row.refuse(f"column {key!r} of tools is of type {type(value).__name__}; {_what_to_do(key)}")
+    for number, tool in enumerate(value, start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            row.refuse(f"column {key!r}: tool {number} names no function; {_what_to_do(key)}")
+    return value
+
+
+def _what_to_do(key: str) -> str:
+    hint = "" if key != DataArguments.tool_key else ", or name a column that is not there if these are no tools"
+    return f"give a list of objects, each with the name of a function, or another column with --tool-key{hint}"

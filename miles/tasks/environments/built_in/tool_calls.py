@@ -1,0 +1,97 @@
+"""``--environment tool_calls:call=module.function[,specs=module.NAME]``: tools that one function of yours runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from miles.base import strict_json
+from miles.base.input_error import InputError
+from miles.base.one_line import one_line
+from miles.base.user_code.calls import run_blocking
+from miles.base.user_code.errors import ordinary_errors
+from miles.base.user_code.loading import load_function, load_object
+from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker
+from miles.tasks.environments.tools import ToolEnvironment, content_of, said_of
+from miles.types.sample import Prompt
+
+_FLAG = "--environment tool_calls"
+
+
+class ToolCalls(EnvironmentKind):
+    """The model's calls go to ``call(name, arguments)``, whose text comes back to it, until it answers without one.
+
+    ``call`` may be ``async``. ``specs`` is a list of tools in the form of OpenAI's API, or a function that returns one;
+    without it the tools are those of the row (``--tool-key``). It gives no reward: another one scores the last answer.
+    The function ``multi_turn.generate`` of launch scripts is read as this.
+    """
+
+    name = "tool_calls"
+    summary = "tools of a list or of the row, which call=module.function runs"
+    options = {"call": "", "specs": ""}
+    imports = {"call": "function", "specs": "object"}
+    has_reward = False
+
+    def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:
+        """Return what makes the environment of a row."""
+        if not options["call"]:
+            raise InputError(f"{_FLAG}: needs the function that runs a call; write {self.name}:call=module.function")
+        call = load_function(str(options["call"]), f"{_FLAG}:call")
+        specs = _specs(str(options["specs"])) if options["specs"] else None
+        return partial(Calls, call=call, specs=specs)
+
+
+def _specs(path: str) -> Sequence[Mapping[str, Any]]:
+    """Return the list at ``path``, or what the function there returns."""
+    found = load_object(path, f"{_FLAG}:specs")
+    with ordinary_errors(f"{_FLAG}:specs {path}:"):
+        specs = found() if callable(found) else found
+    if not isinstance(specs, list | tuple) or not specs or not all(isinstance(spec, Mapping) for spec in specs):
+        raise InputError(f"{_FLAG}:specs {path}: holds {one_line(repr(specs), 80)}; give a list of tools, as objects")
+    return specs
+
+
+class Calls(ToolEnvironment):
+    """One trajectory; see ``ToolCalls``."""
+
+    def __init__(self, prompt: Prompt, call: Callable[..., Any], specs: Sequence[Mapping[str, Any]] | None) -> None:
+        super().__init__(prompt)
+        self._run = call
+        self._specs = specs
+
+    def functions(self) -> Sequence[Callable[..., Any]]:
+        """Return none: ``call`` runs all tools."""
+        return ()
+
+    @cached_property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that are shown."""
+        tools = self.prompt.tools if self._specs is None else self._specs
+        if not tools:
+            raise ValueError("the row has no tools; add specs=module.NAME, or fill the column of --tool-key")
+        return tools
+
+    async def call(self, name: str, arguments: str) -> str:
+        """Return what the function returns or raises, as text."""
+        known = [str(tool.get("function", tool)["name"]) for tool in self.tools]
+        if name not in known:
+            return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(known)}"
+        try:
+            given = strict_json.loads(arguments)
+        except strict_json.StrictJsonError as error:
+            return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
+        try:
+            if inspect.iscoroutinefunction(self._run):
+                return content_of(await self._run(name, given))
+            return content_of(await run_blocking(self._run, name, given))
+        except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
+            return said_of(error)
+
+    async def reward(self) -> float:
+        """Return 0, which nothing reads: another reward scores the answer."""
+        return 0.0
+
+
+ENVIRONMENT = ToolCalls()

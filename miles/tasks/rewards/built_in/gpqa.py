@@ -1,0 +1,105 @@
+"""``--rm-type gpqa``: the letter of a multiple-choice answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from miles.tasks.rewards.answer_text import after_reasoning, tagged_answer
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.built_in.deepscaler import last_box
+from miles.tasks.rewards.reference import reference_text
+from miles.types.sample import Prompt, Sample
+
+LETTERS = 4  # of a prompt without a list of choices
+_WRAPPED = (
+    r"[\s*_$(\[{{\\]{{0,8}}(?:(?:text|mathrm|textbf|mathbf)\s{{0,2}}\{{\s{{0,2}})?\(?([A-{last}])(?![A-Za-z0-9'])"
+)
+_NAMED = r"[\s*_]{{0,4}}(?i:option\b|choice\b)?" + _WRAPPED
+# "Answer: B", "the answer is B", "the answer that I choose is B".
+_ANSWER = r"(?i:answer)\b(?:[^.\n:=]{{0,40}}?\bis\b[\s*_]{{0,4}}:?|[\s*_]{{0,4}}[:=])" + _NAMED
+_CHOICE = r"(?i:choice|option)\b[\s*_]{{0,4}}(?:is\b|:|=)" + _NAMED
+# What turns one letter into several: "A, B", "A or B", "A/B".
+_ANOTHER = r"[)\]}}*_$.\s]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)[\s*_$(\[{{\\]{{0,8}}[A-{last}](?![A-Za-z0-9'])"
+
+
+class Gpqa(Reward):
+    r"""1 if the letter that the response answers with is the label, else 0.
+
+    Looked at, in this order, is what follows the reasoning (``</think>``): the content of ``<answer>``, the content of
+    the last ``\boxed{}``, the last statement such as "the answer is (B)" or "Answer: B", the last one such as "the
+    right choice is B", and a response that begins with the letter and is at most a line. A statement of several letters
+    is no answer, and a letter beyond those of the choices is none. The metadata may hold ``choices``, a list; else
+    there are four.
+    """
+
+    name = "gpqa"
+    summary = "1 if the letter of the answer is the label"
+    data = "label: a letter; metadata `choices`: a list (optional)"
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        _label(prompt)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare letters."""
+        return [
+            float(chosen_letter(sample.response, _number(sample.prompt)) == _label(sample.prompt)) for sample in samples
+        ]
+
+
+def chosen_letter(response: str, number: int = LETTERS) -> str | None:
+    r"""Return which of the first ``number`` letters the response answers with; None if it states none, or several.
+
+    >>> chosen_letter("The answer is **(B)**, because option A is wrong.")
+    'B'
+    """
+    tagged = tagged_answer(response)
+    text = after_reasoning(response) if tagged is None else tagged
+    boxed = last_box(text)
+    if boxed is not None:
+        return _only_letter(boxed, number)
+    if tagged is None:
+        for statement in (_ANSWER, _CHOICE):
+            stated = None
+            for stated in _pattern(statement, number).finditer(text):  # noqa: B007 (the last one is what we want)
+                pass
+            if stated is not None:
+                return None if _pattern(_ANOTHER, number).match(text, stated.end(1)) else stated[1]
+    return _only_letter(text, number)
+
+
+@lru_cache
+def _pattern(text: str, number: int) -> re.Pattern[str]:
+    return re.compile(text.format(last=chr(ord("A") + number - 1)))
+
+
+def _only_letter(text: str, number: int) -> str | None:
+    """Return the letter that a line begins with; None if there is another line, or another letter behind it."""
+    text = text.strip()
+    found = _pattern(_WRAPPED, number).match(text)
+    if found is None or "\n" in text or _pattern(_ANOTHER, number).match(text, found.end(1)):
+        return None
+    rest = text[found.end(1) :].lstrip("*_$ ")
+    return found[1] if not rest or rest[0] in ")]}.:" else None
+
+
+def _number(prompt: Prompt) -> int:
+    choices = prompt.metadata.get("choices")
+    return min(len(choices), 26) if isinstance(choices, list) and choices else LETTERS
+
+
+def _label(prompt: Prompt) -> str:
+    letters = [chr(ord("A") + place) for place in range(_number(prompt))]
+    label = reference_text(prompt, "gpqa").strip("()").upper()
+    if label not in letters:
+        raise ValueError(
+            f"--rm-type gpqa: the label {label[:80]!r} of the prompt {prompt.source} is none of the letters "
+            f"{letters[0]} to {letters[-1]}; name another column with --label-key, or correct the row"
+        )
+    return label
+
+
+REWARD = Gpqa()

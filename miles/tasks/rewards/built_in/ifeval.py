@@ -1,0 +1,113 @@
+"""``--rm-type ifeval``: whether an answer follows instructions that a program can check (IFEval, arXiv 2311.07911)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from miles.base.flags import flag
+from miles.base.one_line import one_line
+from miles.tasks.rewards.answer_text import after_reasoning
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.reference import reference_object
+from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.types.sample import Prompt, Sample
+
+SLOW_IMPORTS = ("if_verifiable.ifeval",)  # subprocess_call imports them before the time starts
+SECONDS = 2.0  # of processor time per answer: the first guess of a language takes one
+
+
+@dataclass(frozen=True)
+class IfevalFlags:
+    """ifeval: the flags of ``--rm-type ifeval``."""
+
+    ifeval_share: bool = flag(
+        False, "reward of --rm-type ifeval: the share of instructions that are followed, not 1 for all of them"
+    )
+    ifeval_loose: bool = flag(
+        False, "--rm-type ifeval accepts an answer that follows without its first or last line, or without asterisks"
+    )
+
+
+class Ifeval(Reward):
+    """1 if the answer follows all instructions of its prompt, else 0; the share of them with ``--ifeval-share``.
+
+    The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, those of google/IFEval, whose
+    columns ``instruction_id_list`` and ``kwargs`` the metadata or the label holds. An unknown kind, or arguments that
+    it does not take, are an error of the row. Two kinds (the number of sentences, words in capitals) need the NLTK data
+    ``punkt_tab``, which the package does not bring. Languages are guessed with a fixed seed. An empty answer scores 0.
+    """
+
+    name = "ifeval"
+    summary = "1 if all instructions of the prompt are followed (if-verifiable)"
+    data = "metadata or label: `instruction_id_list` and `kwargs`"
+    needs_label = False
+    limit = f"{SECONDS:g} s"
+    libraries = ("if_verifiable with pip install if-verifiable==0.1.2",)
+    reads = ("ifeval_share", "ifeval_loose")
+    own_flags = IfevalFlags
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has instructions."""
+        _instructions(prompt)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Check the instructions."""
+        return in_parallel(partial(_score, share=flags.ifeval_share, loose=flags.ifeval_loose), samples)
+
+
+def _score(sample: Sample, share: bool, loose: bool) -> float:
+    kinds, arguments = _instructions(sample.prompt)
+    answer = after_reasoning(sample.response)
+    try:
+        followed, fault = subprocess_call(
+            followed_share, answer, sample.prompt.text, kinds, arguments, loose, seconds=SECONDS
+        )
+    except (SubprocessCallTimeout, SubprocessDied) as error:
+        log_no_verdict("ifeval", sample, error)
+        return 0.0
+    if fault is not None:
+        raise _refused(sample.prompt, fault)
+    return float(followed if share else followed == 1.0)
+
+
+def followed_share(
+    answer: str, prompt: str, kinds: list[str], arguments: list[dict[str, Any]], loose: bool
+) -> tuple[float, str | None]:
+    """Return the share of instructions that are followed, and what is wrong with the row."""
+    from if_verifiable.common import evaluate_instructions
+    from if_verifiable.ifeval import INSTRUCTION_DICT
+    from langdetect import DetectorFactory
+
+    unknown = [kind for kind in kinds if kind not in INSTRUCTION_DICT]
+    if unknown:
+        return 0.0, f"no instruction is named {one_line(str(unknown[0]), 80)}"
+    DetectorFactory.seed = 0
+    try:
+        _, scores = evaluate_instructions(answer, kinds, arguments, prompt, INSTRUCTION_DICT)
+    except LookupError as error:
+        if "punkt" not in str(error):
+            raise
+        return 0.0, "it needs NLTK's data punkt_tab: run python -m nltk.downloader punkt_tab"
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return 0.0, one_line(f"{type(error).__name__}: {error}", 200)
+    return scores.partial_loose if loose else scores.partial_strict, None
+
+
+def _instructions(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+    row = reference_object(prompt, "ifeval", "instruction_id_list")
+    kinds, arguments = row["instruction_id_list"], row.get("kwargs")
+    if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list) or len(arguments) != len(kinds):
+        raise _refused(prompt, "instruction_id_list and kwargs must be lists of one length, not empty")
+    return kinds, arguments
+
+
+def _refused(prompt: Prompt, fault: str) -> ValueError:
+    return ValueError(
+        f"--rm-type ifeval: the instructions of the prompt {prompt.source} cannot be checked ({fault}); correct "
+        f"the row, or leave it out"
+    )
+
+
+REWARD = Ifeval()

@@ -1,0 +1,156 @@
+"""``--rm-type json_schema``: whether the answer is JSON that a schema accepts."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+from miles.base import strict_json
+from miles.base.flags import Errors, flag
+from miles.base.one_line import one_line
+from miles.tasks.rewards.answer_text import final_answer, last_code_block
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.types.sample import Prompt, Sample
+
+SLOW_IMPORTS = ("jsonschema",)  # subprocess_call imports them before the time starts
+SECONDS = 1.0  # of processor time per answer: patterns and references in a schema may take exponential time
+
+
+@dataclass(frozen=True)
+class JsonSchemaFlags:
+    """json_schema: the flags of ``--rm-type json_schema``."""
+
+    reward_json_schema: Optional[str] = flag(
+        None,
+        "file with the schema of --rm-type json_schema; default: metadata json_schema of each prompt, else its label",
+        metavar="FILE",
+    )
+
+
+class JsonSchema(Reward):
+    """1 if the answer is one JSON value that the schema accepts, else 0.
+
+    The answer is the last block of code marked ``json``, else the last without a mark, else what follows the reasoning
+    as a whole; text around the JSON is no JSON. A key that an object has twice, NaN, and more than 100 levels are
+    refused. The draft is the schema's ``$schema``, else 2020-12. Nothing is fetched: a reference to another document is
+    an error of the schema. A check that takes more than ``SECONDS`` is logged and scored 0.
+    """
+
+    name = "json_schema"
+    summary = "1 if the answer is JSON that a schema accepts"
+    data = "metadata `json_schema`, or label: a schema, unless --reward-json-schema is given"
+    needs_label = False
+    limit = f"{SECONDS:g} s"
+    reads = ("reward_json_schema",)
+    own_flags = JsonSchemaFlags
+
+    def check(self, flags: Any, errors: Errors) -> None:
+        """Check that the file holds a schema."""
+        path = flags.reward_json_schema
+        if path is None:
+            return
+        errors.existing_file("reward_json_schema", path)
+        if errors.none_about("reward_json_schema"):
+            try:
+                fault = fault_of_schema(strict_json.loads(Path(path).read_text(encoding="utf-8")))
+            except (OSError, ValueError) as error:
+                fault = str(error)
+            if fault is not None:
+                errors.refuse("reward_json_schema", path, f"is no JSON schema ({fault})", "correct the file")
+
+    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards]:
+        """Return the scoring function, which keeps the schema of the file as it is now."""
+        score = partial(_score, common=_read_schema(flags))
+        return lambda samples: in_parallel(score, samples)
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has a schema."""
+        if flags.reward_json_schema is None and (fault := fault_of_schema(_schema_of(prompt))) is not None:
+            raise _no_schema(prompt, fault)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Check the answers."""
+        return in_parallel(partial(_score, common=_read_schema(flags)), samples)
+
+
+def _read_schema(flags: Any) -> Any:
+    path = flags.reward_json_schema
+    return None if path is None else strict_json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _score(sample: Sample, common: Any) -> float:
+    schema = _schema_of(sample.prompt) if common is None else common
+    block = last_code_block(sample.response, "json")
+    answer = final_answer(sample.response) if block is None else block.strip()
+    try:
+        accepted, fault = subprocess_call(is_accepted, json.dumps(schema), answer, seconds=SECONDS)
+    except (SubprocessCallTimeout, SubprocessDied) as error:
+        log_no_verdict("json_schema", sample, error)
+        return 0.0
+    if fault is not None:
+        raise _no_schema(sample.prompt, fault)
+    return float(accepted)
+
+
+def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
+    """Return whether the schema accepts the answer, and what is wrong with the schema. May take exponential time."""
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY  # the drafts; it fetches nothing
+    from referencing.exceptions import Unresolvable
+
+    rules = json.loads(schema)
+    fault = fault_of_schema(rules)
+    if fault is not None:
+        return False, fault
+    try:
+        value = strict_json.loads(answer)
+    except ValueError:
+        return False, None
+    try:
+        return validator_for(rules)(rules, registry=REGISTRY).is_valid(value), None
+    except Unresolvable as error:
+        return False, one_line(f"it refers to {error.ref}, which is not in it", 200)
+    except RecursionError:
+        return False, "it refers to itself without end"
+    except OverflowError:  # the schema divides a number of the answer that no float holds
+        return False, None
+
+
+def fault_of_schema(schema: Any) -> str | None:
+    """Return what is wrong with a schema; None if it is one."""
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    if not isinstance(schema, dict | bool):
+        return f"it is of type {type(schema).__name__}, not an object"
+    try:
+        validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        return one_line(error.message, 200)
+    return None
+
+
+def _schema_of(prompt: Prompt) -> Any:
+    schema = prompt.metadata.get("json_schema", prompt.label)
+    if not isinstance(schema, str):
+        if schema is None:
+            raise _no_schema(prompt, "there is none")
+        return schema
+    try:
+        return strict_json.loads(schema)
+    except ValueError as error:
+        raise _no_schema(prompt, str(error)) from None
+
+
+def _no_schema(prompt: Prompt, fault: str) -> ValueError:
+    return ValueError(
+        f"--rm-type json_schema: the schema of the prompt {prompt.source} is no JSON schema ({fault}); put one "
+        f"into metadata json_schema or the label, or give a file for all with --reward-json-schema"
+    )
+
+
+REWARD = JsonSchema()

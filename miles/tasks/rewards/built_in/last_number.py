@@ -1,0 +1,73 @@
+"""``--rm-type last_number``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from miles.tasks.rewards.answer_text import with_plain_minus
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.reference import reference_text
+from miles.types.sample import Prompt, Sample
+
+# A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
+_NUMBER = re.compile(
+    r"""
+    (?P<sign> (?<![\w.)\]]) - )?
+    (?P<digits> [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )?  # 1,234,567.8
+              | [0-9]+ (?: \.[0-9]+ )?                                 # 1234.5
+              | \.[0-9]+ )                                             # .5
+    (?P<exponent> [eE] [+-]? [0-9]{1,3} (?![0-9]) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+class LastNumber(Reward):
+    """1 if the last number in the response equals the last number in the label, else 0.
+
+    Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
+    whole derivation that ends with its answer.
+    """
+
+    name = "last_number"
+    summary = "1 if the last number of the response is that of the label"
+    data = "label: text with a number, or a number"
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        _reference(prompt)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare numbers."""
+        return [float(find_last_number(s.response) == _reference(s.prompt)) for s in samples]
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """Return the last number in ``text``, exactly; None if there is none.
+
+    >>> find_last_number("7-3 = 4, and 1,000 times that is 4,000.50.")
+    Decimal('4000.50')
+    """
+    last = None
+    for last in _NUMBER.finditer(with_plain_minus(text)):  # noqa: B007 (the last one is what we want)
+        pass
+    if last is None:
+        return None
+    return Decimal((last["sign"] or "") + last["digits"].replace(",", "") + (last["exponent"] or ""))
+
+
+def _reference(prompt: Prompt) -> Decimal:
+    text = reference_text(prompt, "last_number")
+    number = find_last_number(text)
+    if number is None:
+        raise ValueError(
+            f"--rm-type last_number: the label {text[:80]!r} of the prompt {prompt.source} holds no number; "
+            f"name the column of numeric answers with --label-key, or use --rm-type exact_match"
+        )
+    return number
+
+
+REWARD = LastNumber()

@@ -1,0 +1,228 @@
+"""``--rm-type math``: equality of mathematical expressions, by math-verify."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.math_text import final_boxes, readable, spelled_numbers
+from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.reference import reference_text
+from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.types.sample import Prompt, Sample
+
+SECONDS = 1.0  # of processor time per sample; an ordinary one takes about ten milliseconds
+LIMIT = f"{SECONDS:g} s"
+SLOW_IMPORTS = ("math_verify",)  # subprocess_call imports them before the time starts
+LONGEST_EXACT = 4  # decimal places: amounts of money differ if a digit does, results of a calculation are rounded
+_MARKS = re.compile(r"[\s$.,;:!?'\"{}\\]")
+_MONEY = re.compile(r"\\\$(?=[-+]?[\d.])")
+_OR = re.compile(r"\bor\b|\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])")
+_INLINE = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\[(\[]")
+_FORMULA = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)(?P<content>(?:[^$\\]|\\[^()\[\]])+)(?:\$\$?|\\\)|\\\])[\s.]*", re.DOTALL)
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
+
+
+class Math(Reward):
+    r"""1 if the answer found in the response equals the label mathematically, else 0.
+
+    The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
+    expressions. math-verify also decides what is equal, except for numbers: exact ones are compared exactly, floats by
+    their first six digits. Words and sequences of letters are text, and a list with dots is its terms. A comparison
+    that does not end within ``SECONDS``, or kills its process, is logged and scored 0: no equality was shown. A label
+    that states nothing is an error.
+    """
+
+    name = "math"
+    summary = "1 if the answer equals the label mathematically (math-verify)"
+    data = "label: LaTeX or a number"
+    limit = LIMIT
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check the label."""
+        readable_label(prompt, self.name)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare mathematically."""
+        return in_parallel(_score, samples)
+
+
+def _score(sample: Sample) -> float:
+    return score_answer(sample, sample.response, "math")
+
+
+def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
+    """Score 1 if ``answer`` equals the label of ``sample``, else 0.
+
+    Args:
+        sample: The sample.
+        answer: The text in which the answer is looked for.
+        rm_type: The reward's name, for messages.
+
+    Raises:
+        ValueError: The label is not mathematics.
+    """
+    label = readable_label(sample.prompt, rm_type)
+    try:
+        return float(subprocess_call(is_equal, label, answer, seconds=SECONDS))
+    except (SubprocessCallTimeout, SubprocessDied) as error:
+        log_no_verdict(rm_type, sample, error)
+        return 0.0
+
+
+def readable_label(prompt: Prompt, rm_type: str) -> str:
+    """Return the label of a prompt; more than marks and white space, with each brace closed.
+
+    Raises:
+        ValueError: It is not mathematics.
+    """
+    label = reference_text(prompt, rm_type)
+    content = _content_of_label(label)
+    braces = re.sub(r"\\.", "", content)
+    if braces.count("{") == braces.count("}") and _MARKS.sub("", content):
+        return label
+    raise ValueError(
+        f"--rm-type {rm_type}: the label {label[:80]!r} of the prompt {prompt.source} is not mathematics; "
+        f"write LaTeX or a number there, or use --rm-type exact_match"
+    )
+
+
+def is_equal(label: str, response: str) -> bool:
+    """Whether ``response`` gives the value of ``label``. May never return."""
+    gold, answer = _content_of_label(label), final_boxes(response)
+    try:
+        if answer is not None and _squeezed(gold) == _squeezed(answer):
+            return True
+        golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
+        return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
+    except Exception:  # RecursionError and MemoryError too, on what a model wrote: it shows no equality
+        return False
+
+
+def _content_of_label(label: str) -> str:
+    """Return the mathematics of a label without its box or delimiters."""
+    boxed = final_boxes(label)
+    if boxed is not None:
+        return boxed
+    formula = _FORMULA.fullmatch(label)
+    return label if formula is None else formula["content"]
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s", "", readable(text))
+
+
+def _of_response(response: str, boxed: str | None) -> list[Any]:
+    """Return the readings of what is in the box, else of what math-verify finds in a response without one."""
+    if boxed is not None:
+        return _of_content(boxed)
+    found = _parse(spelled_numbers(_MONEY.sub("", response)))
+    numbers = [value for value in found if not isinstance(value, str) and not value.free_symbols]
+    return [*numbers, *(value for text in found if isinstance(text, str) for value in _of_content(text))]
+
+
+def _of_content(text: str) -> list[Any]:
+    """Return the readings of a formula: 2e-1 is 0.2, and in a formula with Euler's number it is 2e - 1."""
+    from sympy import Set, Union
+
+    if len(parts := _OR.split(text)) > 1:  # math-verify reads "or" as a comma, which joins inequalities otherwise
+        regions = [_region(value) for part in parts for value in _parse(f"\\boxed{{{readable(part)}}}")[:1]]
+        if all(isinstance(region, Set) and not region.is_FiniteSet for region in regions):
+            return [Union(*regions)]
+    texts = [text, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", text)]
+    return [value for text in dict.fromkeys(texts) for value in _parse(f"\\boxed{{{readable(text)}}}")]
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse  # takes a second
+
+    parsed: list[Any] = parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
+    return parsed
+
+
+def _is_same(gold: Any, answer: Any) -> bool:
+    from math_verify import grader
+
+    if grader.sympy_numeric_eq is not equal_numbers:  # it rounds to 6 places, and so takes 1e-7 for 0
+        global _equal_matrices
+        _equal_matrices, grader.sympy_numeric_eq = grader.sympy_numeric_eq, equal_numbers
+    pairs = [(gold, answer)]
+    names: set[Any] = getattr(gold, "free_symbols", set())
+    others: set[Any] = getattr(answer, "free_symbols", set())
+    if names == others or not (names and others):
+        pairs.append((_region(gold), _region(answer)))
+    return any(grader.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True) for pair in pairs)
+
+
+def _region(value: Any) -> Any:
+    """Return the numbers for which inequalities in one variable hold, as a set; another value as it is."""
+    from math_verify.grader import is_equation, is_relation
+    from sympy import FiniteSet, Intersection
+
+    if isinstance(value, str):
+        return value
+    relations = value.args if isinstance(value, FiniteSet) else (value,)
+    if all(is_relation(one) and not is_equation(one) for one in relations) and len(value.free_symbols) == 1:
+        return Intersection(*(one.as_set() for one in relations))
+    return value
+
+
+_equal_matrices: Callable[..., bool]
+
+
+def equal_numbers(one: Any, other: Any, *precision: int) -> bool:
+    """Whether two values of sympy are equal: exact ones exactly, floats to six digits or a ten-millionth.
+
+    ``x`` percent is also ``x``, as math-verify has it. Values with variables are left to math-verify's simplification.
+    """
+    from math_verify.grader import get_pct_val
+    from sympy import Float, MatrixBase, MatrixExpr, N, Rational
+
+    if isinstance(one, MatrixBase | MatrixExpr) or isinstance(other, MatrixBase | MatrixExpr):
+        return _equal_matrices(one, other, *precision)
+    share, other_share = get_pct_val(one), get_pct_val(other)
+    if share is not None and other_share is not None:
+        one, other = share, other_share
+    elif (share is not None and equal_numbers(share, other)) or (
+        other_share is not None and equal_numbers(one, other_share)
+    ):
+        return True
+    written = [_as_written(value) for value in (one, other)]
+    if None not in written:
+        return bool(written[0] == written[1])
+    one, other = one.doit(), other.doit()
+    if one.free_symbols or other.free_symbols:
+        return False
+    if isinstance(one, Rational) and isinstance(other, Rational):
+        return bool(one == other)
+    is_rounded = one.has(Float) or other.has(Float)
+    if not is_rounded and 0 in (one, other):
+        return bool(one.equals(other))
+    one, other = N(one, 50), N(other, 50)
+    largest = max(abs(one), abs(other))
+    if largest == 0 or abs(one - other) <= largest * Rational(10) ** (-7 if is_rounded else -40):
+        return True
+    return is_rounded and one.is_real and other.is_real and _six_digits(one) == _six_digits(other)
+
+
+def _as_written(value: Any) -> Decimal | None:
+    """Return a whole number, or a decimal with few places; None for anything else."""
+    from sympy import Float, Integer
+
+    if not isinstance(value, Float | Integer):
+        return None
+    written = Decimal(int(value)) if isinstance(value, Integer) else Decimal(repr(float(value)))
+    exponent = written.as_tuple().exponent
+    return written if isinstance(exponent, int) and exponent >= -LONGEST_EXACT else None
+
+
+def _six_digits(value: Any) -> str:
+    return f"{Decimal(str(value)):.5e}"
+
+
+REWARD = Math()

@@ -1,0 +1,218 @@
+"""``--rm-type python_code``: whether a Python program that the model wrote passes tests, in a sandbox."""
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isclose, isfinite
+from textwrap import dedent
+from typing import Any
+
+from miles.base import strict_json
+from miles.base.flags import Errors, flag
+from miles.base.input_error import InputError
+from miles.tasks.rewards.answer_text import last_code_block
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.prelude import prelude
+from miles.tasks.rewards.reference import reference_object
+from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
+from miles.tasks.rewards.subprocess_call import in_parallel
+from miles.types.sample import Prompt, Sample
+
+TOLERANCE = 1e-6  # relative or absolute, between numbers with a fraction
+_NUMBER = re.compile(r"(?<![\w.])([-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)(?!\w|\.\w)")
+
+
+@dataclass(frozen=True)
+class PythonCodeFlags:
+    """python_code: the flags of ``--rm-type python_code``."""
+
+    code_share: bool = flag(False, "reward of --rm-type python_code: the share of tests passed, not 1 for all of them")
+    code_seconds: int = flag(
+        4,
+        "seconds of processor time that the processes of a program may take per test (8 times as many of wall time; N "
+        "tests together N + 8 times as many)",
+    )
+    code_memory: float = flag(1.0, "GiB that the processes of a program may use together")
+    code_processes: int = flag(16, "processes and threads that a program may have at a time")
+    allow_unsandboxed_code: bool = flag(
+        False, "run the model's programs without namespaces: with limits, but also with the network and your files"
+    )
+
+
+class PythonCode(Reward):
+    """1 if the program passes all tests, else 0; the share of tests with ``--code-share``.
+
+    Without ``--code-share`` the first test that fails is the last one that is run.
+
+    The program is the last block of code marked ``python`` or ``py``, else the last without a mark, after the
+    reasoning; none scores 0. It may use the names of ``prelude.py`` without importing them. The metadata or the label
+    holds the tests, in one of three forms:
+
+    - ``inputs`` and ``outputs``: texts for standard input, and the output of each. White space at the ends of lines
+      does not count, that at their starts does; numbers with a fraction are the same up to ``TOLERANCE``.
+    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and what the function returns for each.
+    - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
+      program's own process, so a program that sets out to can forge their success: prefer the other forms.
+
+    ``sandbox.py`` says what a program cannot do. If the kernel permits no namespaces, the run stops, unless
+    ``--allow-unsandboxed-code`` is given.
+    """
+
+    name = "python_code"
+    summary = "1 if the program in the answer passes all tests, in a sandbox"
+    data = "metadata or label: `inputs` and `outputs` (and `fn_name`), or `tests`"
+    needs_label = False
+    limit = "`--code-seconds` per test"
+    reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
+    own_flags = PythonCodeFlags
+
+    def check(self, flags: Any, errors: Errors) -> None:
+        """Check the limits."""
+        errors.at_least(flags, 1, "code_seconds", "code_processes")
+        errors.above(flags, 0, "code_memory")
+
+    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+        """Return the scoring function, after a first program has run.
+
+        Raises:
+            InputError: The kernel does not permit the sandbox.
+        """
+        if not flags.allow_unsandboxed_code:
+            try:
+                (outcome,) = run_tests("", [CodeTest(stdin="")], Limits(seconds=30), isolated=True)
+            except SandboxRefused as error:
+                raise InputError(
+                    f"--rm-type python_code: this machine does not permit the sandbox ({error}); permit user "
+                    f"namespaces (sysctl user.max_user_namespaces, the container's seccomp profile), or give "
+                    f"--allow-unsandboxed-code if the programs may use the network and your files"
+                ) from error
+            if outcome.result is None:
+                raise InputError(
+                    f"--rm-type python_code: an empty program fails in the sandbox ({outcome.fault}); use a Python "
+                    f"whose files are below its sys.prefix, or give --allow-unsandboxed-code"
+                )
+        return super().build(flags)
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that the row has tests."""
+        read_tests(prompt)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Run the programs."""
+        return in_parallel(partial(_score, flags=flags), samples)
+
+
+def _score(sample: Sample, flags: Any) -> float:
+    tests, expected = read_tests(sample.prompt)
+    program = last_code_block(sample.response, "python", "py")
+    if program is None:
+        return 0.0
+    if program.lstrip("\n")[:1].isspace():  # indented further than its fence
+        program = dedent(program)
+    limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes)
+    passed: list[bool] = []
+
+    def goes_on(place: int, outcome: Outcome) -> bool:
+        passed.append(_passes(outcome, tests[place], expected[place]))
+        return passed[-1] or bool(flags.code_share)
+
+    isolated = not flags.allow_unsandboxed_code
+    run_tests(program, tests, limits, isolated=isolated, prelude=prelude(program), goes_on=goes_on)
+    return sum(passed) / len(tests) if flags.code_share else float(sum(passed) == len(tests))
+
+
+def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:
+    if outcome.result is None:
+        return False
+    if test.stdin is not None:
+        return is_same_output(outcome.result, expected)
+    if test.function:
+        try:
+            return is_same(strict_json.loads(outcome.result), expected)
+        except ValueError:
+            return False
+    return True
+
+
+def is_same_output(one: str, other: str) -> bool:
+    r"""Return whether two outputs are the same but for blanks at the ends of lines, and numbers as in ``is_same``.
+
+    >>> is_same_output("[0.30000000000000004, 1] \n", "[0.3, 1]"), is_same_output("  3", "3")
+    (True, False)
+    """
+    lines, others = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (one, other))
+    return len(lines) == len(others) and all(map(_is_same_line, lines, others))
+
+
+def _is_same_line(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    pieces, others = _NUMBER.split(one), _NUMBER.split(other)
+    return len(pieces) == len(others) and all(map(_is_same_piece, pieces, others))
+
+
+def _is_same_piece(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    if not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)) or _is_whole(one) and _is_whole(other):
+        return False
+    numbers = float(one), float(other)
+    return all(map(isfinite, numbers)) and is_same(*numbers)
+
+
+def _is_whole(number: str) -> bool:
+    return number.lstrip("+-").isdigit()
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are the same; numbers with a fraction up to ``TOLERANCE``.
+
+    >>> is_same([1, 0.1 + 0.2], [1, 0.3]), is_same(1, True)
+    (True, False)
+    """
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, float) or isinstance(other, float):
+        numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        try:
+            return numbers and isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        except OverflowError:  # a whole number that no float holds
+            return False
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+def read_tests(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
+    """Return the tests of a prompt, and the result that each expects.
+
+    Raises:
+        ValueError: There are none, or they are malformed.
+    """
+    row = reference_object(prompt, "python_code", "inputs", "tests")
+    if "inputs" not in row:
+        codes = row["tests"] if isinstance(row["tests"], list) else [row["tests"]]
+        if not codes or not all(isinstance(code, str) for code in codes):
+            raise _refused(prompt, "tests must be a text of statements, or a list of them, not empty")
+        return [CodeTest(code=code) for code in codes], [""] * len(codes)
+    inputs, outputs, function = row["inputs"], row.get("outputs"), row.get("fn_name")
+    if not isinstance(inputs, list) or not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise _refused(prompt, "inputs and outputs must be lists of one length, not empty")
+    if function:
+        if not isinstance(function, str) or not all(isinstance(arguments, list) for arguments in inputs):
+            raise _refused(prompt, "with fn_name, each of inputs must be the list of arguments")
+        return [CodeTest(function=function, arguments=a) for a in inputs], json.loads(json.dumps(outputs))
+    if not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        raise _refused(prompt, "inputs and outputs must be texts; give fn_name if they are arguments")
+    return [CodeTest(stdin=text) for text in inputs], outputs
+
+
+def _refused(prompt: Prompt, fault: str) -> ValueError:
+    return ValueError(f"--rm-type python_code: the tests of the prompt {prompt.source}: {fault}; correct the row")
+
+
+REWARD = PythonCode()

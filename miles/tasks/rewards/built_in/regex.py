@@ -1,0 +1,93 @@
+"""``--rm-type regex``: whether a pattern is found in the answer."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+from miles.base.flags import Errors, flag
+from miles.base.one_line import one_line
+from miles.tasks.rewards.answer_text import after_reasoning
+from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.reference import reference_text
+from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
+from miles.types.sample import Prompt, Sample
+
+SECONDS = 1.0  # of processor time per answer: a pattern may take exponential time
+
+
+@dataclass(frozen=True)
+class RegexFlags:
+    """regex: the flags of ``--rm-type regex``."""
+
+    reward_regex: Optional[str] = flag(
+        None,
+        "pattern of --rm-type regex, as Python's re reads it; default: the label of each prompt is its pattern",
+        has_lines=True,
+    )
+
+
+class Regex(Reward):
+    r"""1 if the pattern is found in what follows the reasoning, else 0.
+
+    The pattern may be found anywhere: begin it with ``\A\s*`` and end it with ``\s*\Z`` to ask for the whole answer. A
+    search that takes more than ``SECONDS`` is logged and scored 0.
+    """
+
+    name = "regex"
+    summary = "1 if a pattern is found in the answer"
+    data = "label: a pattern, unless --reward-regex is given"
+    instead_of_label = "reward_regex"
+    limit = f"{SECONDS:g} s"
+    reads = ("reward_regex",)
+    own_flags = RegexFlags
+
+    def check(self, flags: Any, errors: Errors) -> None:
+        """Check that the pattern is one."""
+        if flags.reward_regex is not None:
+            try:
+                re.compile(flags.reward_regex)
+            except (re.error, RecursionError, OverflowError) as error:
+                errors.refuse("reward_regex", flags.reward_regex, f"is no pattern ({error})", "correct it")
+
+    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+        """Check that a label is a pattern."""
+        if flags.reward_regex is None and is_found(reference_text(prompt, "regex"), "") is None:
+            raise _no_pattern(prompt)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Search for the pattern."""
+        return in_parallel(partial(_score, pattern=flags.reward_regex), samples)
+
+
+def _score(sample: Sample, pattern: str | None) -> float:
+    wanted = reference_text(sample.prompt, "regex") if pattern is None else pattern
+    try:
+        found = subprocess_call(is_found, wanted, after_reasoning(sample.response), seconds=SECONDS)
+    except (SubprocessCallTimeout, SubprocessDied) as error:
+        log_no_verdict("regex", sample, error)
+        return 0.0
+    if found is None:
+        raise _no_pattern(sample.prompt)
+    return float(found)
+
+
+def _no_pattern(prompt: Prompt) -> ValueError:
+    return ValueError(
+        f"--rm-type regex: the label {one_line(str(prompt.label), 80)!r} of the prompt {prompt.source} is no pattern; "
+        f"correct the row, or give one pattern for all with --reward-regex"
+    )
+
+
+def is_found(pattern: str, text: str) -> bool | None:
+    """Return whether the pattern is found; None if it is no pattern. May take exponential time."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return None
+    return compiled.search(text) is not None
+
+
+REWARD = Regex()

@@ -1,0 +1,70 @@
+"""Reward functions by name (``--rm-type``) or import path (``--custom-rm-path``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from miles.base.flags import Errors
+from miles.base.user_code.calls import call_user_code
+from miles.tasks.rewards.base import RewardFunction
+from miles.tasks.rewards.built_in import REWARDS
+from miles.tasks.rewards.reward_process import RewardProcess
+from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward
+from miles.tasks.rewards.weighted import WeightedReward
+from miles.types.sample import Sample
+
+
+def get_reward_function(
+    reward: RewardArguments, memory: int = 0, share: Callable[[int], int] = lambda total: total
+) -> RewardFunction:
+    """Return the run's reward function.
+
+    A custom function takes ``samples: Sequence[Sample]``, which it must not change, and returns one finite number per
+    sample, in order; with ``--reward-key KEY`` one mapping per sample, whose value at KEY is the number. It may be
+    ``async``. It runs in a process of its own, in which several calls may run at once. A call that takes longer than
+    ``--reward-timeout`` raises. Aborted and truncated samples are scored too; ``sample.status`` identifies them.
+
+    Args:
+        reward: The section.
+        memory: Bytes that the processes of a custom function may use together; 0 is no limit.
+        share: Returns how much of a limit of the whole run, such as requests at a time, is this process's.
+
+    Raises:
+        ValueError: For no reward, two rewards, an unknown name, flags that break a rule, a path that cannot be
+            imported, or a machine that does not permit what a reward does.
+    """
+    faults = Errors()
+    check_reward(reward, True, faults)
+    if faults.messages:
+        raise ValueError("; ".join(faults.messages))
+    limits: dict[str, Any] = {name: share(getattr(reward, name)) for name in _shared_limits(reward)}
+    reward = replace(reward, **limits)
+    functions = {name: _function(name, reward, memory) for name in reward.weights}
+    if reward.is_sum:
+        return WeightedReward(functions, reward.weights)
+    (only,) = functions.values()
+    return only
+
+
+def _shared_limits(reward: RewardArguments) -> list[str]:
+    return [limit for name in reward.weights if name in REWARDS for limit in REWARDS[name].shared_limits]
+
+
+def _function(name: str, reward: RewardArguments, memory: int) -> RewardFunction:
+    if name != CUSTOM:
+        return _BuiltIn(name, reward)
+    assert reward.custom_rm_path is not None, "checked"
+    return RewardProcess(reward.custom_rm_path, reward.reward_key, reward.reward_timeout, memory)
+
+
+class _BuiltIn:
+    def __init__(self, name: str, reward: RewardArguments) -> None:
+        self.reward_name = name
+        self._function = REWARDS[name].build(reward)
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        # Without a limit: each bounds the time of an answer, and a batch may have to wait for others.
+        rewards: list[float] = await call_user_code(self._function, samples, seconds=0)
+        return rewards

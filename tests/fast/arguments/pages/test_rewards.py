@@ -1,8 +1,0 @@
-"""The table of rewards is complete."""
-
-from miles.arguments.pages.rewards import rewards_table
-from miles.rewards.built_in import REWARDS
-
-
-def test_the_table_has_every_reward():
-    assert all(f"| `{name}` |" in rewards_table() for name in REWARDS)

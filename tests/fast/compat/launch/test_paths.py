@@ -1,0 +1,169 @@
+"""Functions inside the packages of other launchers are mapped to ours, or refused with the signature to write."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from miles.base.flags import flag_name
+from miles.base.user_code.loading import load_function
+from miles.compat.launch.paths import FLAGS_INSTEAD, HOOKS, KNOWN
+from miles.config.settings import SECTIONS, Settings
+
+
+def test_every_known_function_of_ours_exists():
+    for (field, _), ours in KNOWN.items():
+        assert field in HOOKS
+        assert ours is None or load_function(ours, flag_name(field))
+
+
+def test_every_hook_is_a_field_of_its_section():
+    settings = Settings()
+    assert all(hasattr(getattr(settings, hook.section), field) for field, hook in HOOKS.items())
+
+
+@pytest.mark.parametrize("package", ["miles", "slime"])
+@pytest.mark.parametrize("colon", [".", ":"])
+def test_known_filter(accepted, package, colon):
+    path = f"{package}.rollout.filter_hub.dynamic_sampling_filters{colon}check_reward_nonzero_std"
+    settings = accepted(f"--dynamic-sampling-filter-path {path}").settings
+    assert settings.rollout.dynamic_sampling_filter_path == "miles.rollout.filters:check_reward_nonzero_std"
+
+
+def test_their_default_is_our_default(accepted):
+    settings = accepted("--rollout-function-path slime.rollout.sglang_rollout.generate_rollout").settings
+    assert settings.rollout.rollout_function_path is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fully_async_rollout.generate_rollout_fully_async",
+        "examples.fully_async.fully_async_rollout.generate_rollout_fully_async",
+        "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+    ],
+)
+def test_their_endless_generation_is_ours(accepted, path):
+    found = accepted(f"--rollout-function-path {path} --rollout-num-gpus 1")
+    rollout = found.settings.rollout
+    assert (rollout.rollout_function_path, rollout.fully_async, rollout.async_steps) == (None, True, 1)
+    assert any(note.why == "--fully-async --async-steps 1" for note in found.accepted)
+
+
+@pytest.mark.parametrize("flags", ["", "--loss-aggregation token_mean", "--pg-loss-divisor 8"])
+@pytest.mark.parametrize("name", ["", ".get_pg_loss_reducer", ":get_pg_loss_reducer"])
+@pytest.mark.parametrize("folder", ["examples.DrGRPO", "examples.experimental.DrGRPO"])
+def test_their_reducer_of_dr_grpo_is_a_mode_here(accepted, refusals, folder, name, flags):
+    words = f"{flags} --custom-pg-loss-reducer-function-path {folder}.custom_reducer{name}"
+    ours = "--loss-aggregation constant --loss-aggregation-divisor 1000"
+    found = accepted(words)
+    assert found.settings == accepted(ours).settings
+    assert [note.why for note in found.accepted][-1] == ours
+    assert [note.written.removesuffix(".0") for note in found.accepted][:-1] == [flags] * bool(flags)
+    (message,) = refusals(f"{words} --calculate-per-token-loss")
+    assert "would divide the normalization of --loss-aggregation constant away" in message
+
+
+def test_no_age_of_samples_is_refused_with_endless_generation(refusals):
+    path = "fully_async_rollout.generate_rollout_fully_async"
+    for flags in ("--fully-async", f"--rollout-function-path {path}"):
+        (message,) = refusals(f"{flags} --async-steps 0 --rollout-num-gpus 1")
+        assert message.startswith("--fully-async: needs a limit on the age of samples")
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "expected"),
+    [
+        (
+            "--custom-generate-function-path",
+            "examples.retool.retool.generate",
+            "def generate(trajectory",
+        ),
+        ("--custom-rm-path", "slime_plugins.rewards.reward", "async def reward(samples"),
+        (
+            "--custom-tis-function-path",
+            "examples.train_infer_mismatch_helper.compute_mis_weights_fsdp",
+            "use --use-tis with",
+        ),
+        ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
+        (
+            "--custom-generate-function-path",
+            "miles.rollout.generate_hub.agentic_tool_call.generate",
+            "use --agent-command, a program that calls the model",
+        ),
+    ],
+)
+def test_unknown_function(refusals, flag, path, expected):
+    (message,) = refusals(f"{flag} {path}", without="--rm-type" if "rm" in flag else "")
+    assert message.startswith(f"{flag} {path}: this function is part of another launcher") and expected in message
+
+
+def test_functions_of_the_user_are_left_alone(accepted, tmp_path, monkeypatch):
+    assert accepted("--custom-rm-path my_rewards:reward", without="--rm-type")
+    assert accepted("--dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std").accepted == ()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "mine.py").write_text("async def reward(samples): ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert accepted("--custom-rm-path examples.mine.reward", without="--rm-type")
+
+
+def test_flags_instead_name_flags_that_exist(command):
+    from miles.config.parser import build_parser
+
+    known = build_parser()._option_string_actions
+    for what_to_do in FLAGS_INSTEAD.values():
+        assert all(word.rstrip(",") in known for word in what_to_do.split() if word.startswith("--"))
+
+
+@pytest.mark.parametrize("path", ["reward.py", "reward.py:score", "reward.py.score", "./reward.py:score"])
+def test_a_file_is_no_module(refusals, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("async def score(samples): ...\n")
+    (message,) = refusals(f"--custom-rm-path {path}", without="--rm-type")
+    name = "score" if "score" in path else "NAME"
+    assert "names a file, and a function is imported from a module" in message and f"write reward:{name}," in message
+
+
+def test_a_module_may_be_called_py(accepted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "py.py").write_text("async def score(samples): ...\n")
+    assert accepted("--custom-rm-path reward.py:score", without="--rm-type")
+
+
+@pytest.mark.parametrize("field", HOOKS)
+def test_a_function_that_its_module_lacks_is_refused(refused, field):
+    flag, path = flag_name(field), "miles.rollout.filters:check_reward_nonzero_sdt"
+    kind = "class" if HOOKS[field].signature.startswith("class") else "function"
+    fault = f"{flag} {path}: module miles.rollout.filters has no {kind} check_reward_nonzero_sdt; did you mean "
+    beside = "--partial-rollout" if field == "buffer_filter_path" else ""  # without it, the flag would be ignored
+    assert any(message.startswith(fault) for message in refused(f"{flag} {path} {beside}"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "fault"),
+    [
+        (
+            "miles.types.sample:Env",
+            "--environment miles.types.sample:Env: module miles.types.sample has no class Env; ",
+        ),
+        ("env.py:Env", "--environment env.py:Env: names a file, and a class is imported from a module; "),
+        (
+            "tool_calls:call=miles.types.sample.call",
+            "--environment tool_calls:call miles.types.sample.call: module miles.types.sample has no function call; ",
+        ),
+        (
+            "tool_calls:call=my.call,specs=miles.types.sample.SPECS",
+            "--environment tool_calls:specs miles.types.sample.SPECS: module miles.types.sample has no object SPECS; ",
+        ),
+    ],
+)
+def test_what_an_environment_imports_is_checked(refusals, environment, fault):
+    (message,) = refusals(f"--environment {environment} --apply-chat-template --rollout-max-context-len 128")
+    assert message.startswith(fault)
+
+
+def test_every_flag_that_takes_an_import_path_is_checked():
+    helps = {field.name: field.metadata["help"] for cls in SECTIONS.values() for field in fields(cls)}
+    named = {name for name, text in helps.items() if name.endswith("_path") or re.search("module:[fc]", text)}
+    assert named == {*HOOKS, "environment", "custom_config_path"}  # the last names a file

@@ -1,0 +1,123 @@
+"""Every flag that the page of launch scripts calls obeyed is set by a test; flags of a table are tried row by row."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from miles.base.flags import Errors, flag_name
+from miles.compat.launch.megatron import judge as judge_field
+from miles.compat.launch.megatron_flags import FREE_FIELDS
+from miles.compat.launch.normalize import FOREIGN_FLAGS
+from miles.compat.launch.server import RENAMED
+from miles.compat.pages.launch_scripts import launch_page
+from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
+from miles.config.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
+from miles.config.notes import HEADINGS, READ_AS
+from miles.config.parser import judge, read_command
+from miles.config.settings import SECTIONS
+from miles.config.sglang.installed import server_flags
+from miles.config.sglang.server_flags import TENSOR_PARALLEL
+
+TESTS = Path(__file__).parents[2]
+IN_TABLES = {
+    *(field.flag for field in (*MODEL_FLAGS, *megatron_fields().values()) if field.name in SHAPE_FIELDS | FIXED.keys()),
+    *(f"--sglang-{flag[2:]}" for flag in (*RENAMED, *TENSOR_PARALLEL)),
+}
+
+
+def flags_set(text: str) -> set[str]:
+    """Return the flags that a test sets: as a flag, as a keyword, or as a field by name."""
+    names = re.findall(r"\b([a-z]\w*)=|[\"']([a-z]\w*)[\"']", text)
+    return {*re.findall(r"--[a-z][\w-]*", text), *(flag_name(one or other) for one, other in names)}
+
+
+def test_every_obeyed_flag_is_set_by_a_test():
+    """The corpus of launch scripts, in YAML, does not count: it shows that they start, not what they change."""
+    tried = set[str]().union(*(flags_set(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")))
+    own = {flag_name(field.name) for section in SECTIONS.values() for field in dataclasses.fields(section)}
+    rows = set(re.findall(r"^\| `(--[\w-]+)` \| obeyed \|", launch_page(), flags=re.MULTILINE))
+    assert len(own) > 300 and len(rows) > 70
+    assert not (own | rows) - IN_TABLES - tried
+
+
+def test_every_noted_flag_says_why_it_cannot_change_the_run():
+    """First what kind of setting it is, whose results are the same, and then why."""
+    rows = re.findall(r"^\| `(--[\w-]+)` \| noted \| ([^:]*)(?:: )?(.*) \|$", launch_page(), flags=re.MULTILINE)
+    assert len(rows) > 150
+    assert not [flag for flag, kind, why in rows if kind not in HEADINGS.keys() - {READ_AS} or len(why.split()) < 4]
+    rows = re.findall(r"^\| `(--[\w-]+)` \| noted or refused \| .*\bNoted (.*) \|$", launch_page(), flags=re.MULTILINE)
+    assert len(rows) > 50 and all(when.startswith(("if ", "with ", "without ")) for _, when in rows)
+
+
+WORDS = {"switch": [], "value": ["1"], "list": ["1", "2"], "optional": []}
+
+
+def test_all_noted_flags_together_leave_every_setting_as_it_is(command):
+    rows = [row for row in FOREIGN_FLAGS.values() if row.heading is not None]
+    plain = ["--actor-num-gpus-per-node", "1", "--train-backend", "megatron", *command()]
+    noted = [word for row in rows for word in (row.flag, *WORDS[row.kind])]
+    found, expected = (judge(read_command([*plain, *words])) for words in (noted, []))
+    assert found.settings == expected.settings
+    assert {(note.written.split()[0], note.why) for note in found.accepted} >= {(row.flag, row.why) for row in rows}
+
+
+def test_a_field_of_megatron_that_is_noted_is_not_passed_on():
+    fields = [field for field in (*MODEL_FLAGS, *megatron_fields().values()) if field.name in FREE_FIELDS]
+    assert {field.name for field in fields} == FREE_FIELDS.keys()
+    for field in fields:
+        verdict = judge_field(field, "another", {}, {})
+        assert verdict.value is None and verdict.note is not None
+        assert (verdict.note.heading, verdict.note.why) == FREE_FIELDS[field.name]
+
+
+def test_a_flag_that_is_only_read_is_not_set():
+    assert flags_set("x = settings.lr\nf(save=1, **{'load': 2}, words='--lr-decay-style cosine')") == {
+        *("--save", "--words", "--load", "--lr-decay-style")
+    }
+
+
+@pytest.mark.parametrize("name", sorted({*SHAPE_FIELDS, *FIXED}))
+def test_a_field_that_the_model_or_the_backend_sets_may_be_repeated_and_not_changed(name):
+    there = FIXED[name][0] if name in FIXED else 7
+
+    def errors_of(value) -> list[str]:
+        errors = Errors()
+        check_overrides(((name, value),), {} if name in FIXED else {name: there}, {name: "--flag"}, errors)
+        return errors.messages
+
+    other = not there if isinstance(there, bool) else "another"
+    assert errors_of(there) == []
+    (message,) = errors_of(other)
+    assert message.startswith("--flag") and "contradicts" in message
+
+
+@pytest.mark.parametrize(("written", "read"), RENAMED.items())
+def test_an_earlier_name_of_a_server_flag_is_read_as_todays(command, written, read):
+    value = str(next(iter(server_flags()[read].choices), 4))
+    words = [
+        "--actor-num-gpus-per-node",
+        "1",
+        *command("--rollout-engine sglang --device cuda"),
+        f"--sglang-{written[2:]}",
+        value,
+    ]
+    validated = judge(read_command(words))
+    assert validated.settings.server_flags.server == (read, value)
+    assert any(f"--sglang-{written[2:]}" in note.written for note in validated.accepted)
+
+
+@pytest.mark.parametrize("flag", TENSOR_PARALLEL)
+def test_the_size_of_an_engine_is_that_of_its_gpus(command, flag):
+    """Another size of a script is noted, and the engine's own counts."""
+    words = [
+        "--actor-num-gpus-per-node",
+        "1",
+        *command("--rollout-engine sglang --device cuda"),
+        f"--sglang-{flag[2:]}",
+        "8",
+    ]
+    validated = judge(read_command(words))
+    assert validated.settings.server_flags.server == ()
+    assert any(f"--sglang-{flag[2:]} 8" in note.written for note in validated.accepted)

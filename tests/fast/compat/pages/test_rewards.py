@@ -1,0 +1,8 @@
+"""The table of rewards is complete."""
+
+from miles.compat.pages.rewards import rewards_table
+from miles.tasks.rewards.built_in import REWARDS
+
+
+def test_the_table_has_every_reward():
+    assert all(f"| `{name}` |" in rewards_table() for name in REWARDS)

@@ -1,0 +1,546 @@
+"""``miles translate``: files in, flags and objectives out, through the command's own entry point."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from tolerance import DOUBLE_ERROR
+
+from miles import cli
+from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
+from miles.compat.translate.launchers.base import all_launchers, launcher_of
+from miles.compat.translate.launchers.openrlhf_underscores import EARLIER
+from miles.compat.translate.reading.files import read_document
+from miles.compat.translate.translation import Translation
+from miles.config.parser import judge, parse, read_command
+
+FILES = {
+    "trl.py": """
+from trl import GRPOConfig
+EPSILON = 0.28
+args = GRPOConfig(
+    loss_type="bnpo",
+    epsilon_high=EPSILON,
+    beta=0.04,
+    learning_rate=open("/nonexistent").read(),
+    made_up=3,
+    num_generations=4,
+)
+""",
+    "trl.json": '{\n "loss_type": "dr_grpo",\n "max_completion_length": 256,\n "num_generations": 4,\n "made_up": 1}',
+    "verl.yaml": """
+actor_rollout_ref:
+  actor:
+    loss_agg_mode: seq-mean-token-mean
+    ppo_mini_batch_size: 16
+    optim: {lr: 1e-6}
+  rollout: {n: 4}
+algorithm: {adv_estimator: grpo}
+made: {up: 1}
+""",
+    "verl.sh": """#!/bin/bash
+N=8
+ARGS=(
+  data.train_batch_size=128
+)
+python3 -m verl.trainer.main_ppo \\
+  algorithm.adv_estimator=grpo "${ARGS[@]}" \\
+  actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+  actor_rollout_ref.actor.loss_agg_mode=token-sum +made.up=1 actor_rollout_ref.model.path=$MODEL
+""",
+    "openrlhf.sh": "python3 -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean --made_up 1\n",
+    "openrlhf_underscores.sh": """
+python3 -m openrlhf.cli.train_ppo_ray --actor_learning_rate 5e-7 --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 \\
+  --micro_train_batch_size 8 --train_batch_size 128 --rollout_batch_size 16 --n_samples_per_prompt 8 \\
+  --advantage_estimator group_norm --eps_clip_low_high 0.2 0.3 --prompt_data rows.jsonl --input_key q --label_key a \\
+  --pretrain model --prompt_max_len 512 --generate_max_len 1024 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \\
+  --actor_num_gpus_per_node 8 --zero_stage 3 --bf16 --ref_num_nodes 1 --critic_learning_rate 9e-6 --made_up 1
+""",
+    "slime.sh": "python3 slime/train.py --calculate-per-token-loss --lr 1e-6 --made-up 1\n",
+    "miles.sh": "A=(\n --lr 1e-6\n --moe-grouped-gemm\n)\nray job submit -- python3 train.py ${A[@]} --made-up 1\n",
+    "prime.toml": "max_steps = 5\n[orchestrator]\nbatch_size = 128\ngroup_size = 8\n[made]\nup = 1\n",
+    "nemo.yaml": """
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
+loss_fn: {token_level_loss: false}
+made: {up: 1}
+""",
+}
+# launcher, flags that must be there, the value of the uneven batch there, whether our mode is exact
+EXPECTED = {
+    "trl.py": (
+        "trl",
+        ["--input-key prompt", "--loss-aggregation token_mean", "--eps-clip-high 0.28", "--kl-loss-type k3"],
+        7 / 24,
+        False,
+    ),
+    "trl.json": ("trl", ["--loss-aggregation constant", "--loss-aggregation-divisor 256"], 5 / 64, True),
+    "verl.yaml": ("verl", ["--loss-aggregation sample_mean", "--global-batch-size 64", "--lr 1e-06"], 7 / 16, True),
+    "verl.sh": ("verl", ["--loss-aggregation-divisor 0.001953125", "--rollout-batch-size 128"], 5.0, True),
+    "openrlhf.sh": (
+        "openrlhf",
+        ["--loss-aggregation sample_mean", "--kl-coef 0.01", "--normalize-advantages"],
+        1 / 2,
+        False,
+    ),
+    "openrlhf_underscores.sh": (
+        "openrlhf",
+        [
+            "--hf-checkpoint model",
+            "--lr 5e-07",
+            "--lr-decay-style cosine --min-lr 5e-08",
+            "--use-kl-loss --kl-loss-coef 0.001",
+            "--kl-loss-type k3",
+            "--advantage-estimator grpo",
+            "--eps-clip 0.2 --eps-clip-high 0.3",
+            "--rollout-max-response-len 1024",
+            "--rollout-num-gpus 8",
+            "--loss-aggregation token_mean",
+        ],
+        7 / 24,
+        False,
+    ),
+    "slime.sh": ("slime", ["--calculate-per-token-loss", "--lr 1e-6"], 5 / 33, False),
+    "miles.sh": ("miles", ["--lr 1e-6"], 7 / 16, True),
+    "prime.toml": ("prime-rl", ["--rollout-batch-size 16", "--global-batch-size 128"], 5 / 32, True),
+    "nemo.yaml": ("nemo-rl", ["--loss-aggregation sample_mean", "--rollout-batch-size 4"], 1 / 2, False),
+}
+
+
+def translated(tmp_path, name, text=None):
+    path = tmp_path / name
+    path.write_text(FILES[name] if text is None else text)
+    document = read_document(str(path))
+    launcher = launcher_of(document, None)
+    translation = Translation(document)
+    return launcher, translation, launcher.translate(translation)
+
+
+def test_every_launcher_has_a_case():
+    assert {name for name, *_ in EXPECTED.values()} == {*all_launchers()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_becomes_flags_and_an_objective(tmp_path, name):
+    launcher, translation, objective = translated(tmp_path, name)
+    expected, flags, uneven, exact = EXPECTED[name]
+    assert launcher.name == expected
+    command = " ".join(translation.words)
+    assert [flag for flag in flags if flag not in command] == []
+    values = objective.values()
+    assert values["there"][1] == pytest.approx(uneven, rel=DOUBLE_ERROR)
+    assert objective.exact is exact
+    assert (values[objective.mode] == pytest.approx(values["there"])) is exact
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_printed_flags_exist_here(tmp_path, name):
+    parse(translated(tmp_path, name)[1].words)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_setting_is_dropped(tmp_path, name, capsys):
+    _, translation, _ = translated(tmp_path, name)
+    assert [re.sub(r"\W", "", setting.key).replace("_", "") for setting in translation.unknown] == ["madeup"]
+    assert cli.main(["translate", str(tmp_path / name)]) == 0
+    shown = capsys.readouterr().out
+    assert [key for key in translation.document.settings if key not in shown] == []
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_every_setting_of_trl_that_is_known_has_a_line(tmp_path, kind, capsys):
+    settings = {"gradient_accumulation_steps": 2, "generation_batch_size": 64, "delta": None, "epsilon": 0.1, "beta": 0}
+    path = tmp_path / f"a.{kind}"
+    path.write_text(json.dumps(settings))
+    assert cli.main(["translate", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert [key for key in settings if f"{key} = " not in shown] == []
+
+
+def test_python_is_parsed_and_never_run(tmp_path):
+    _, translation, _ = translated(tmp_path, "trl.py")
+    assert [setting.key for setting in translation.expressions()] == ["learning_rate"]
+    assert "--lr" not in translation.words
+
+
+def test_a_variable_that_the_script_does_not_set_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", "from-the-environment")
+    _, translation, _ = translated(tmp_path, "verl.sh")
+    assert [(setting.key, setting.line) for setting in translation.expressions()] == [
+        ("actor_rollout_ref.model.path", 9)
+    ]
+
+
+def test_verl_ignores_clip_ratio_beside_its_defaults(tmp_path):
+    text = "actor_rollout_ref: {actor: {clip_ratio: 0.3}}\n"
+    _, translation, _ = translated(tmp_path, "verl.yaml", text)
+    assert "--eps-clip 0.2" in " ".join(translation.words)
+    assert [entry.shown for entry in translation.missing] == ["actor_rollout_ref.actor.clip_ratio = 0.3"]
+
+
+def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
+    text = "actor_rollout_ref: {actor: {policy_loss: {loss_mode: cispo}, clip_ratio_low: 0.5, clip_ratio_high: 4}}\n"
+    words = " ".join(translated(tmp_path, "verl.yaml", text)[1].words)
+    assert "--policy-loss cispo --ratio-max 5" in words and "--ratio-min 0.5" in words
+
+
+def test_an_estimator_and_a_loss_that_verl_does_not_have_are_listed(tmp_path):
+    text = "algorithm: {adv_estimator: own}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: mine}}}\n"
+    _, translation, _ = translated(tmp_path, "verl.yaml", text)
+    assert [entry.why for entry in translation.missing] == [
+        f"{name} is not one of verl 0.9.1" for name in ("own", "mine")
+    ]
+
+
+@pytest.mark.parametrize("words", ["--config-path={folder} --config-name=mine", "-cp {folder} -cn mine.yaml"])
+def test_a_command_of_hydra_overrides_the_file_that_it_names(tmp_path, words):
+    (tmp_path / "conf").mkdir()
+    below = (
+        "trainer: {test_freq: 5}\ndata: {train_files: a.parquet, val_files: b.parquet, filter_overlong_prompts: true}"
+    )
+    (tmp_path / "conf" / "mine.yaml").write_text(f"{FILES['verl.yaml']}{below}\n")
+    for folder in ("conf", tmp_path / "conf"):
+        command = f"python3 -m verl.trainer.main_ppo {words.format(folder=folder)} actor_rollout_ref.rollout.n=2"
+        _, translation, objective = translated(tmp_path, "run.sh", f"{command} trainer.nnodes=3\n")
+        shown = " ".join(translation.words)
+        assert "--n-samples-per-prompt 2" in shown and "--actor-num-nodes 3" in shown and "--lr 1e-06" in shown
+        assert "--advantage-estimator grpo" in shown and objective.mode == "sample_mean"
+        assert "--eval-prompt-data val b.parquet" in shown and "--eval-interval 5" in shown
+        assert "--label-key reward_model.ground_truth" in shown and "" not in translation.words
+        assert [setting.key for setting in translation.unknown] == ["made.up"]
+
+
+def test_a_file_that_a_command_of_hydra_names_must_be_there(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name ppo_trainer data.train_batch_size=8\n")
+    assert cli.main(["translate", str(path)]) == 0
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name mine data.train_batch_size=8\n")
+    capsys.readouterr()
+    assert cli.main(["translate", str(path)]) == 2
+    assert "--config-name mine: there is no mine.yaml" in capsys.readouterr().err
+
+
+def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
+    text = "actor_rollout_ref: {actor: {loss_agg_mode: seq-mean-token-sum-norm}}\n"
+    _, _, objective = translated(tmp_path, "verl.yaml", text)
+    assert objective.values()["there"][1] == pytest.approx(43 / 192)
+    assert not objective.exact
+
+
+@pytest.mark.parametrize(("files", "words"), [("[a, b]", 0), ("[a]", 1), ("a", 1)])
+def test_several_files_of_prompts_become_no_flag(tmp_path, files, words):
+    _, translation, _ = translated(
+        tmp_path, "verl.yaml", f"algorithm: {{adv_estimator: grpo}}\ndata: {{train_files: {files}}}\n"
+    )
+    assert translation.words.count("--prompt-data") == words
+    parse(translation.words)
+
+
+VERL = "actor_rollout_ref: {actor: {clip_ratio_low: 0.2}}\n"
+TRL_REFERENCE = '"sync_ref_model": true, "ref_model_sync_steps": 64'
+TRL_ENTROPY = '"use_adaptive_entropy": true, "entropy_coef_max": 0.5'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("trl.json", f'"beta": 0.1, {TRL_REFERENCE}', "--ref-mixup-alpha 0.6 --ref-update-interval 64"),
+        ("trl.json", TRL_REFERENCE, ""),
+        ("trl.json", TRL_ENTROPY, "--entropy-target 0.2 --entropy-coef-max 0.5"),
+        ("trl.json", '"entropy_target": 0.3', ""),
+        ("verl.yaml", "type: adaptive, kl_coef: 0.01", "--kl-coef 0.01 --kl-target 0.1 --kl-horizon 10000"),
+        ("verl.yaml", "type: fixed, target_kl: 1", ""),
+    ],
+)
+def test_weights_that_adapt_and_a_reference_that_follows(tmp_path, name, text, words):
+    """The flags of this feature are those given; without the feature's switch there are none."""
+    in_file = {
+        "trl.json": f'{{"loss_type": "grpo", {text}}}',
+        "verl.yaml": f"{VERL}algorithm: {{use_kl_in_reward: true, kl_ctrl: {{{text}}}}}\n",
+    }
+    _, translation, _ = translated(tmp_path, name, in_file[name])
+    found = " ".join(map(str, translation.words))
+    flags = ("--ref-update-interval", "--ref-mixup-alpha", "--kl-target", "--kl-horizon", "--entropy-target")
+    assert all(pair in found for pair in re.findall(r"--\S+ \S+", words))
+    assert bool(words) == any(flag in found for flag in flags)
+    parse(translation.words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "kind"),
+    [
+        ('"beta": 0.1, "use_bias_correction_kl": true', "--use-unbiased-kl", "carried"),
+        (
+            '"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": true',
+            "--use-unbiased-kl",
+            "differing",
+        ),
+        ('"use_bias_correction_kl": true', "", "missing"),
+        ('"beta": 0.1, "use_bias_correction_kl": false', "", "carried"),
+        ('"top_entropy_quantile": 0.2', "--top-entropy-quantile 0.2", "differing"),
+        ('"top_entropy_quantile": 1.0', "", "carried"),
+        ('"top_entropy_quantile": 0', "", "missing"),
+    ],
+)
+def test_trl_corrects_the_kl_and_keeps_uncertain_tokens(tmp_path, text, words, kind):
+    _, translation, _ = translated(tmp_path, "trl.json", f'{{"loss_type": "grpo", {text}}}')
+    key = re.findall(r'"(\w+)":', text)[-1]
+    assert [entry.shown for entry in getattr(translation, kind) if key in entry.shown] != []
+    found = " ".join(map(str, translation.words))
+    assert words in found
+    assert bool(words) == any(flag in found for flag in ("--use-unbiased-kl", "--top-entropy-quantile"))
+    parse(translation.words)
+
+
+def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
+    text = '{"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}'
+    _, _, objective = translated(tmp_path, "trl.json", text)
+    assert objective.values()["there"][1] == pytest.approx(5 / 40)
+    assert not objective.exact
+    _, _, objective = translated(tmp_path, "trl.json", '{"loss_type": "dapo", "gradient_accumulation_steps": 2}')
+    assert objective.exact
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("a.json", '{\n"beta": }', "line 2"),
+        ("a.json", "[]", "line 1"),
+        ("a.json", '{\n"beta": "much"}', "line 2"),
+        ("a.json", '{\n"loss_type": "new"}', "line 2"),
+        ("a.yaml", "beta: 1\n  epsilon: 2", "line 2"),
+        ("a.yaml", "- beta", "line 1"),
+        ("a.yaml", "beta: 0.1\nepsilon: !!python/object/apply:os.system [ls]", "line 2"),
+        ("a.toml", "max_steps =", "line 1"),
+        ("a.py", "x = (\n", "line 1"),
+        ("a.py", "x = 1\n", "line 1"),
+        ("a.py", "GRPOConfig()\nGRPOConfig()\n", "line 2"),
+        ("a.sh", "echo 'open\n", "line 1"),
+        ("a.sh", "echo\n", "line 1"),
+        ("a.yaml", "something: else", "line 1"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, text, place):
+    path = tmp_path / name
+    path.write_text(text)
+    assert cli.main(["translate", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"{path}, {place}" in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\xfa", b"a\x00b", b""])
+@pytest.mark.parametrize("suffix", ["json", "yaml", "toml", "py", "sh"])
+def test_bytes_that_are_no_text_are_one_sentence(tmp_path, capsys, suffix, data):
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(data)
+    assert cli.main(["translate", str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    faults = {"none.yaml": "no such file", "none": "no such file", "": "is a folder", "a.txt": "'.txt' is not known"}
+    for name, fault in faults.items():
+        assert cli.main(["translate", str(tmp_path / name)]) == 2
+        shown = capsys.readouterr().err
+        assert fault in shown and len(shown.splitlines()) == 1
+
+
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
+VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given", "absent"),
+    [
+        ("a.sh", f"{OPENRLHF} --data.prompt_dataset owner/rows", "--prompt-data hf:owner/rows", "none"),
+        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
+        ("a.sh", f"{OPENRLHF} --prompt_data here/rows", "--prompt-data here/rows", "hf:"),
+        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows.jsonl", "--prompt-data owner/rows.jsonl", "hf:"),
+        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5", "", "--save-interval"),
+        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5 --ckpt.path b", "--save-interval 5", "none"),
+        ("a.sh", f"{OPENRLHF} --save_steps 5 --max_ckpt_num 3", "", "--save-"),
+        ("a.sh", f"{VERL_SH} trainer.logger=['console','wandb'] trainer.project_name=p", "--use-wandb", "none"),
+        ("a.sh", f"{VERL_SH} trainer.logger=wandb trainer.project_name=p", "--wandb-project p", "none"),
+        ("a.sh", f"{VERL_SH} trainer.project_name=p", "--use-wandb", "none"),
+        ("a.sh", f"{VERL_SH} trainer.logger=console trainer.project_name=p", "", "wandb"),
+        ("a.sh", f"{VERL_SH} trainer.save_freq=5", "", "--save-interval"),
+        ("a.sh", f"{VERL_SH} trainer.save_freq=5 trainer.default_local_dir=b", "--save-interval 5", "none"),
+        ("a.yaml", "loss_type: grpo\nvllm_mode: colocate\nsave_steps: 5\n", "--colocate", "--save-interval"),
+        ("a.yaml", "loss_type: grpo\nvllm_mode: server\n", "", "--colocate"),
+        ("a.yaml", "loss_type: grpo\ndataset_name: owner/rows\n", "--prompt-data hf:owner/rows", "none"),
+    ],
+)
+def test_the_command_has_what_its_flags_need(tmp_path, name, text, given, absent):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "rows").touch()
+    translation = translated(tmp_path, name, text)[1]
+    words = " ".join(translation.words)
+    assert given in words and absent not in words and translation.unknown == []
+    parse(translation.words)
+
+
+ACTOR = "actor_rollout_ref.actor."
+NEMO_LENGTHS = """grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
+policy: {max_total_sequence_length: 512, generation: {max_new_tokens: 512}}
+data: {max_input_seq_length: 512}
+loss_fn: {use_kl_in_reward: true}
+"""
+VERL_KL = f"{VERL_SH.removesuffix('grpo')}{{}} algorithm.use_kl_in_reward=True actor_rollout_ref.rollout.n=4"
+TRL_SIZES = "num_generations: 8\nper_device_train_batch_size: 8\n"
+KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given"),
+    [
+        ("a.sh", VERL_KL.format("gae"), ESTIMATORS_OF_VERL["gae"]),
+        ("a.sh", VERL_KL.format("gpg"), ESTIMATORS_OF_VERL["gpg"]),
+        ("a.sh", VERL_KL.format("grpo_passk"), ESTIMATORS_OF_VERL["grpo_passk"]),
+        ("a.sh", f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov", POLICY_LOSSES_OF_VERL["kl_cov"]),
+        ("a.sh", VERL_KL.format("grpo"), KL_IN_THE_LOSS),
+        (
+            "a.sh",
+            f"{VERL_KL.format('grpo')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
+            "--kl-loss-type low_var_kl",
+        ),
+        ("a.sh", VERL_KL.format("reinforce_plus_plus"), "--kl-coef 0.001"),
+        *(
+            ("a.sh", f"{OPENRLHF} --advantage_estimator {name} --n_samples_per_prompt 4", words)
+            for name, words in {
+                "reinforce_baseline": "reinforce_plus_plus_baseline --normalize-advantages",
+                "rloo": KL_IN_THE_LOSS,
+                "group_norm": KL_IN_THE_LOSS,
+                "dr_grpo": "--disable-grpo-std-normalization",
+            }.items()
+        ),
+        ("a.sh", f"{OPENRLHF} --policy_loss_type ppo", "--policy-loss ppo"),
+        ("a.sh", f"{OPENRLHF} --use_wandb secret --wandb_group g", "--use-wandb"),
+        ("a.sh", f"{OPENRLHF} --async_train --colocate_all_models --partial_rollout", "--async-steps 1"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: sapo\nsapo_temperature_neg: 1.1\n", "--policy-loss sapo"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: vespo\nvespo_k_pos: 2.5\n", "--vespo-power-pos 2.5"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss gspo"),
+        ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
+        ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
+    ],
+)
+def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, given):
+    words = translated(tmp_path, name, text)[1].words
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "", "input": ""}')
+    added = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "data.jsonl"), "--rm-type", "length"]
+    for flag, value in (("--rollout-max-response-len", "8"), ("--rollout-batch-size", "256"), ("--num-epoch", "1")):
+        added += [flag, value] if flag not in words else []
+    assert given in " ".join(words)
+    judge(read_command([*added, *words, "--device", "cuda", "--explain"]))
+
+
+def test_it_needs_no_torch(tmp_path):
+    (tmp_path / "a.json").write_text(FILES["trl.json"])
+    code = "import sys; from miles import cli; cli.main(sys.argv[1:]); assert not {'torch', 'ray'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code, "translate", str(tmp_path / "a.json")], check=True, capture_output=True)
+
+
+def test_both_spellings_of_openrlhf_become_the_same_flags(tmp_path):
+    """But for the aggregation, which has no flag in the earlier releases."""
+    values = {
+        "--algo.advantage.estimator": "gae",
+        "--algo.kl.init_coef": "0.02",
+        "--actor.adam.betas": "0.8 0.9",
+        "--actor.eps_clip_low_high": "0.1 0.3",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.lr_scheduler": "constant_with_warmup",
+        "--data.label_key": "label",
+        "--vllm.num_engines": "2",
+        "--critic.adam.lr": "3e-6",
+        "--train.batch_size": "64",
+    }
+    both = []
+    for names in (dict.fromkeys(values), EARLIER):
+        words = " ".join(f"{names[key] or key} {value}" for key, value in values.items())
+        found = translated(tmp_path, "train.sh", f"python3 -m openrlhf.cli.train_ppo_ray {words}\n")[1]
+        assert found.unknown == []
+        both.append({group for group in found.groups if group[0] != "--loss-aggregation"})
+    assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo") in both[0]
+
+
+@pytest.mark.parametrize(("new", "old"), EARLIER.items())
+def test_every_flag_of_openrlhf_with_underscores_is_in_the_table(tmp_path, new, old):
+    for key in (new, old):
+        text = f"python3 -m openrlhf.cli.train_ppo_ray {key} 1 {'2' * key.endswith(('betas', 'low_high'))}\n"
+        assert translated(tmp_path, "train.sh", text)[1].unknown == [], key
+
+
+def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text("python3 -m openrlhf.cli.train_ppo_ray --base_model model --zero 3\n")
+    assert cli.main(["translate", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and f"{path}: none of its 2 settings, such as --base_model = model, is one of" in shown.err
+
+
+def test_a_precision_that_is_not_ours_becomes_no_flag(tmp_path):
+    for precision, flag in (("bfloat16", "--bf16"), ("float32", "--fp32"), ("float16", None)):
+        text = f"grpo: {{seed: 1}}\npolicy: {{precision: {precision}}}\n"
+        _, translation, _ = translated(tmp_path, "nemo.yaml", text)
+        assert {"--bf16", "--fp32"} & {*translation.words} == ({flag} if flag else set())
+    assert [entry.shown for entry in translation.missing] == ["policy.precision = float16"]
+
+
+COMPUTED = {
+    "trl.py": "GRPOConfig(beta=args.b, scale_rewards=args.s, num_train_epochs=args.e, lr_scheduler_type=args.l)",
+    "openrlhf.sh": "python3 -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef $K --algo.advantage.estimator $E "
+    "--actor.adam.betas $A 0.9 --actor.loss_agg_mode $M\n",
+    "verl.sh": "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$E actor_rollout_ref.actor.kl_loss_coef=$K "
+    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.optim.betas=[0.9,$B] trainer.total_epochs=$N "
+    "actor_rollout_ref.actor.loss_agg_mode=$M\n",
+    "nemo.yaml": "loss_fn: {token_level_loss: '${a.b}', reference_policy_kl_penalty: '${a.c}'}\n"
+    "policy: {optimizer: {kwargs: {betas: [0.9, '${a.d}']}}}\n",
+    "verl.yaml": "algorithm: {adv_estimator: grpo}\ndata: {train_files: ['${a.b}/rows.parquet']}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("trl.py", {"--loss-aggregation"}),
+        ("openrlhf.sh", {"--lr-decay-style", "--num-epoch"}),
+        ("verl.sh", {"--lr-decay-style"}),
+        ("nemo.yaml", set()),
+        ("verl.yaml", {"--loss-aggregation", "--lr-decay-style", "--num-epoch", "--advantage-estimator"}),
+    ],
+)
+def test_a_value_that_is_computed_becomes_no_flag(tmp_path, name, left):
+    """Neither does the default that the other trainer has instead of it."""
+    _, translation, _ = translated(tmp_path, name, COMPUTED[name])
+    flags = {"--kl-coef", "--kl-loss-coef", "--advantage-estimator", "--num-epoch", "--lr-decay-style", "--adam-beta1"}
+    flags |= {"--loss-aggregation", "--prompt-data"}
+    assert flags & {*translation.words} == left
+    assert not any("$" in word or "args" in word for word in translation.words)
+    computed = {setting.key for setting in translation.expressions()}
+    assert len(computed) == COMPUTED[name].count("$") + COMPUTED[name].count("args.")
+
+
+def test_the_objective_of_a_computed_setting_is_said_to_be_a_default(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(COMPUTED["verl.sh"])
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0
+    assert "the setting is computed when the file is run: this is its default" in capsys.readouterr().out
+
+
+def test_arguments_by_position_are_read_and_those_of_a_function_are_not_constants(tmp_path):
+    text = "lr = 1e-6\ndef main(lr):\n a = GRPOConfig(learning_rate=lr, seed=3)\n GRPOTrainer('model', f, a, rows)\n"
+    _, translation, _ = translated(tmp_path, "trl.py", text)
+    assert "--hf-checkpoint model" in " ".join(translation.words) and "--lr" not in translation.words
+    assert [setting.key for setting in translation.expressions()] == ["learning_rate", "reward_funcs", "train_dataset"]
+
+
+@pytest.mark.parametrize(("estimator", "flags"), [("gae", 3), ("reinforce", 1), ("group_norm", 0)])
+def test_openrlhf_gives_an_estimator_only_what_it_reads(tmp_path, estimator, flags):
+    values = "--algo.advantage.gamma 0.9 --algo.advantage.lambd 0.95 --critic.value_clip 0.3"
+    text = f"python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator {estimator} {values}\n"
+    _, translation, _ = translated(tmp_path, "openrlhf.sh", text)
+    assert len({"--gamma", "--lambd", "--value-clip"} & {*translation.words}) == flags
+    assert len(translation.missing) == 3 - flags

@@ -1,0 +1,53 @@
+"""A smallest valid command line, to which a test adds the flags it is about."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from miles.base.flags import FlagError
+from miles.config.parser import parse
+from miles.config.validate import Validated, validate
+
+MINIMAL = {
+    "--hf-checkpoint": "some/model",
+    "--prompt-data": "reasoning_gym:products",
+    "--rm-type": "last_number",
+    "--num-rollout": "10",
+    "--rollout-batch-size": "8",
+    "--n-samples-per-prompt": "4",
+    "--rollout-max-response-len": "64",
+}
+
+
+def minimal(flags: str = "", without: str = "") -> list[str]:
+    """The words of the smallest command, less the flags ``without``, with ``flags`` added."""
+    kept = {name: value for name, value in MINIMAL.items() if name not in without.split()}
+    return [*(word for pair in kept.items() for word in pair), *flags.split()]
+
+
+@pytest.fixture
+def command() -> Callable[..., list[str]]:
+    return minimal
+
+
+@pytest.fixture
+def validated() -> Callable[..., Validated]:
+    def parse_and_validate(flags: str = "", without: str = "") -> Validated:
+        return validate(parse(minimal(flags, without)))
+
+    return parse_and_validate
+
+
+@pytest.fixture
+def refused() -> Callable[..., tuple[str, ...]]:
+    """The errors of a command that is refused: one line per error, with flag, rule and way out."""
+
+    def messages(flags: str = "", without: str = "") -> tuple[str, ...]:
+        with pytest.raises(FlagError) as caught:
+            validate(parse(minimal(flags, without)))
+        for message in caught.value.messages:
+            assert re.match(r"--[a-z0-9-]+.*: .*; [^\n]*$", message), message
+        return caught.value.messages
+
+    return messages

@@ -1,0 +1,233 @@
+"""``--config``: a YAML file means the flags that it lists, later words win, and run.yaml repeats a run."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.base.flags import Errors, FlagError
+from miles.base.secret_values import public_words
+from miles.config.files.config_file import expand_configs
+from miles.config.files.run_config import run_config
+from miles.config.parser import build_parser, judge, read_command
+from miles.config.settings import Settings
+
+REPO = Path(__file__).parents[4]
+
+NESTED = """\
+# a comment
+model:
+  hf-checkpoint: some/model
+data: {prompt_data: "reasoning_gym:products", apply_chat_template: true}
+reward:
+  rm_type: last_number
+rollout:
+  num_rollout: 10        # iterations
+  rollout_batch_size: 8
+  n_samples_per_prompt: 4
+  rollout_max_response_len: 64
+optimizer:
+  lr: 1e-5
+critic:
+cluster:
+  train_env_vars: {NCCL_DEBUG: INFO, N: 3}
+  colocate: false
+evaluation:
+  eval_prompt_data: {held out: "reasoning_gym:products", gcd: "reasoning_gym:gcd"}
+rollout_seed: 012
+sglang_mem_fraction_static: 0.5
+num_experts: 8
+"""
+FLAT = "".join(f"{line.strip()}\n" for line in NESTED.splitlines() if not line.endswith(":") and "{" not in line)
+
+
+def settings_of(*words: str) -> Settings:
+    return judge(read_command(words)).settings
+
+
+def read(*words: str) -> Settings:
+    """The settings as they are written: nothing is judged."""
+    command = read_command(words)
+    assert not command.errors
+    return command.settings
+
+
+def errors_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(FlagError) as caught:
+        judge(read_command(words))
+    return caught.value.messages
+
+
+@pytest.fixture
+def nested(tmp_path) -> str:
+    path = tmp_path / "nested.yaml"
+    path.write_text(NESTED)
+    return str(path)
+
+
+def test_a_nested_file_means_its_flags(nested, command):
+    found = read("--config", nested)
+    flags = "--apply-chat-template --rollout-seed 12 --lr 1e-5 --sglang-mem-fraction-static 0.5 --num-experts 8"
+    expected = read(
+        *command(flags),
+        "--eval-prompt-data",
+        "held out",
+        "reasoning_gym:products",
+        "gcd",
+        "reasoning_gym:gcd",
+        "--train-env-vars",
+        '{"NCCL_DEBUG": "INFO", "N": 3}',
+    )
+    assert found == expected
+
+
+def test_a_flat_file_means_its_flags(tmp_path, command):
+    (tmp_path / "flat.yaml").write_text(FLAT + 'prompt-data: "reasoning_gym:products"\n')
+    expected = read(*command("--rollout-seed 12 --lr 1e-5 --sglang-mem-fraction-static 0.5 --num-experts 8"))
+    assert read("--config", str(tmp_path / "flat.yaml")) == expected
+
+
+def test_what_comes_later_wins(nested, tmp_path):
+    assert read("--lr", "1", "--config", nested).optimizer.lr == 1e-5
+    assert read("--config", nested, "optimizer.lr=2", "--lr", "3").optimizer.lr == 3
+    found = read("--config", nested, "lr=2", "apply-chat-template=false", "colocate=true", "eval_prompt_data=[a, b]")
+    assert (found.optimizer.lr, found.data.apply_chat_template, found.cluster.colocate) == (2, False, True)
+    assert found.evaluation.eval_prompt_data == ("a", "b")
+    again = tmp_path / "again.yaml"
+    again.write_text("lr: 7\ntrain_env_vars: null\nsglang_mem_fraction_static: null\n")
+    both = read("--config", nested, "lr=2", "--config", str(again))
+    assert (both.optimizer.lr, both.cluster.train_env_vars, both.server_flags.server) == (7, None, ())
+    assert read_command(["--config", nested, "lr=2", "--lr", "3"]).notes == (), "an override is no surprise"
+    (note,) = read_command(["--lr", "1", "--config", nested]).notes
+    assert "given twice" in note.why
+
+
+def test_false_asks_for_the_other_precision(tmp_path):
+    for text, words in (
+        ("bf16: false\nfp32: true", ["--fp32"]),
+        ("bf16: false", ["--fp32"]),
+        ("fp32: false", ["--bf16"]),
+    ):
+        (tmp_path / "precision.yaml").write_text(text)
+        assert read("--config", str(tmp_path / "precision.yaml")) == read(*words)
+
+
+def test_flags_files_may_name_configuration_files(nested, tmp_path):
+    (tmp_path / "flags").write_text(f"--config {nested} lr=2\n--rollout-seed 5\n")
+    found = read(f"@{tmp_path / 'flags'}")
+    assert (found.optimizer.lr, found.data.rollout_seed) == (2, 5)
+
+
+WRONG = [
+    ("rolout_seed: 3", ":1: rolout_seed: no such setting; did you mean rollout_seed?"),
+    ("optimizer:\n  rollout_seed: 3", ":2: rollout_seed: belongs to the section data; move it there"),
+    ("optimiser:\n  lr: 3", ":1: optimiser: no such setting; did you mean optimizer?"),
+    ("a:\n b: [", ":2: not YAML: "),
+    ("lr: &x 3\nmin_lr: *x", ":2: not YAML: an alias (*name) is not supported; correct the line"),
+    ("lr: 1\noptimizer: {lr: 2}", ":2: lr: is set twice, first in "),
+    ("colocate: 1", ":1: colocate: is a switch; write true or false"),
+    ("colocate: [a]", ":1: colocate: is a switch; write true or false"),
+    ("config: x.yaml", ":1: config: is not a setting of a run; give it on the command line"),
+    ("eval_prompt_data: [a, --lr]", ":1: eval_prompt_data: a value in a list cannot start with --; "),
+    ("[1]: 2", ":1: a key that is no word: no such setting; "),
+    ("- lr", ": the file holds no settings; write one line, key: value, for each"),
+    ("", ": the file holds no settings; "),
+    ("[" * 5000, ": the file is nested too deeply; "),
+    ("\x00", ": the file is not UTF-8 text; check the path"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_what_is_no_setting_is_refused_with_file_and_line(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    found = [error for error in errors_of("--config", str(path)) if error.startswith("--config ")]
+    assert len(found) == 1 and found[0].startswith(f"--config {path}{message}"), found
+
+
+def test_errors_about_values_name_the_line(nested, tmp_path):
+    (tmp_path / "b.yaml").write_text("optimizer:\n\n  lr: fast\nmicro_batch_size: -1\n")
+    found = errors_of("--config", nested, "--config", str(tmp_path / "b.yaml"))
+    place = f"{tmp_path / 'b.yaml'}"
+    assert f"--lr fast: must be a number (float); correct the value [{place}:3]" in found
+    assert any(message.startswith("--micro-batch-size -1: ") and message.endswith(f"[{place}:4]") for message in found)
+    assert not any("[" in message for message in errors_of("--config", nested, "lr=1", "--lr", "slow"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config"], "--config: expected the path of a YAML file; write --config FILE"),
+        (["--config", "none.yaml"], "--config none.yaml: the file cannot be read (No such file or directory); "),
+        (["--config", "{}", "lr"], "--config {} lr: is not an override of the file; write key=value"),
+        (["--config", "{}", "losses.lr=1"], "--config {} losses.lr=1: losses is not a section; write lr=value"),
+        (["--config", "{}", "lrr=1"], "--config {} lrr=1: no such setting; "),
+    ],
+)
+def test_wrong_words_after_config_are_refused(nested, words, message):
+    words, message = [word.format(nested) for word in words], message.format(nested)
+    errors = Errors()
+    expand_configs(words, build_parser()._option_string_actions, lambda: {"--num-experts"}, errors)
+    assert len(errors.messages) == 1 and errors.messages[0].startswith(message)
+
+
+COMMANDS = [
+    "",
+    "--fp32 --use-kl-loss --kl-loss-coef 0.1 --ref-load some/model --lr 3e-7 --adam-eps 1e-15 --rollout-top-k 5",
+    "--eval-prompt-data held reasoning_gym:products no reasoning_gym:gcd --eval-interval 3 --eval-top-p 0.7",
+    "--advantage-estimator ppo --num-critic-only-steps 2 --loss-aggregation token_mean --use-tis --tis-clip 3",
+    "--calculate-per-token-loss --num-steps-per-rollout 4 --use-dynamic-batch-size --max-tokens-per-gpu 99",
+    "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 4 --no-rope-fusion "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--rollout-engine sglang --sglang-dtype float32 --sglang-enable-metrics --rollout-num-gpus 4 "
+    "--rollout-num-gpus-per-engine 2 --router-policy random --sglang-chunked-prefill-size -1",
+    "--save out/no --save-interval 2 --save-hf out/true --load out/1e5 --output-dir out/#a:b --finetune",
+]
+
+
+@pytest.mark.parametrize("flags", COMMANDS)
+def test_the_file_of_a_run_repeats_its_settings(command, tmp_path, flags):
+    path = tmp_path / "run.yaml"
+    given = settings_of(*command(flags))
+    path.write_text(run_config(given, ["a run", ""]))
+    assert settings_of("--config", str(path)) == given
+
+
+def test_every_value_of_a_run_is_in_its_file(command):
+    text = run_config(settings_of(*command()))
+    for section in (
+        f.name for f in dataclasses.fields(Settings) if f.name not in ("server_flags", "megatron_overrides")
+    ):
+        assert f"\n{section}:\n" in text
+    assert "  lr: 1.0e-06\n" in text and "  n_samples_per_prompt: 4  # default 1\n" in text
+
+
+def test_no_secret_is_in_the_file_and_a_run_without_it_is_refused(command, tmp_path):
+    path = tmp_path / "run.yaml"
+    words = command("--rollout-engine sglang --sglang-api-key sesame --use-wandb --wandb-host https://me:sesame@host")
+    words += ["--train-env-vars", '{"HF_TOKEN": "sesame"}', "--wandb-key", "sesame"]
+    given = settings_of(*words)
+    path.write_text(run_config(given))
+    assert "sesame" not in path.read_text()
+    refused = errors_of("--config", str(path))
+    assert len(refused) == 4
+    for name in ("train_env_vars", "wandb_key", "wandb_host", "sglang-api-key"):
+        line = next(n for n, row in enumerate(path.read_text().splitlines(), 1) if name.replace("-", "_") in row)
+        assert any(m.startswith(f"--config {path}:{line}: ") and "a secret was left out" in m for m in refused), refused
+    again = ["wandb_host=null", "--wandb-key", "sesame", "--sglang-api-key", "sesame", *words[-4:-2]]
+    found = settings_of("--config", str(path), *again)
+    assert dataclasses.replace(found.tracking, wandb_host="https://me:sesame@host") == given.tracking
+    assert (found.server_flags, found.cluster) == (given.server_flags, given.cluster)
+
+
+def test_a_secret_in_an_override_is_not_shown():
+    shown = public_words(["--config", "a.yaml", "tracking.wandb_key=sesame", "train_env_vars={A: sesame}", "lr=1"])
+    assert shown == ["--config", "a.yaml", "tracking.wandb_key=(hidden)", "train_env_vars=(hidden)", "lr=1"]
+
+
+def test_reading_a_file_imports_neither_torch_nor_ray(nested):
+    code = f"import sys; from miles.config.parser import read_command; read_command(['--config', {nested!r}]);"
+    code += "sys.exit(bool({'torch', 'ray', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

@@ -1,0 +1,42 @@
+"""Rewards that compare with a reference answer, and the flag that says where rows have it."""
+
+import pytest
+
+from miles.base.flags import FlagError
+from miles.config.parser import parse
+from miles.config.validate import validate
+
+COMMAND = (
+    "--hf-checkpoint some/model --prompt-data {rows} --num-rollout 1 --rollout-batch-size 2 --n-samples-per-prompt 2 "
+    "--global-batch-size 4 --rollout-max-response-len 8 --device cpu --actor-num-gpus-per-node 1 --train-backend fsdp "
+    "--rollout-engine torch"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        ("--rm-type math", "math"),
+        ("--rm-type math:1,length:0.1,f1:1", "math, f1"),
+        ("--rm-type length", None),
+        ("--rm-type math --label-key answer", None),
+        ("--rm-type math --reward-error drop", None),
+        ("--rm-type math --custom-generate-function-path mine:generate", None),
+        ("--rm-type regex --reward-regex [0-9]", None),
+        ("--custom-rm-path mine:reward", None),
+    ],
+)
+def test_a_reward_that_compares_needs_the_column_of_the_answers(tmp_path, flags, needs):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "2*3="}\n')
+    messages: list[str] = []
+    try:
+        validate(parse([*COMMAND.format(rows=rows).split(), *flags.split()]))
+    except FlagError as error:
+        messages = error.messages
+    found = [message for message in messages if "--label-key" in message]
+    if needs is None:
+        assert found == []
+    else:
+        [message] = found
+        assert f": {needs} compares answers with a reference answer, and no flag says" in message

@@ -1,0 +1,83 @@
+"""URLs of --save, --load and --save-hf: checked before anything starts, and shown without secrets."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from miles.base.secret_values import HIDDEN, public, secrets_in
+from miles.config.checkpoint import CheckpointArguments, explain_checkpoint
+from miles.config.files.run_config import run_config
+
+URL = "memory://bucket/run"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--save s3://", "--save s3://: names no folder; give one such as s3://BUCKET/FOLDER"),
+        ("--save https://host/run", "--save https://host/run: cannot be written: https is read-only"),
+        ("--load oss://bucket/run", "needs the package ossfs, which is not installed; run pip install ossfs"),
+        ("--save hf://me/run", "--save hf://me/run: is a repository, which would keep every checkpoint"),
+        ("--save simplecache::s3://b/run", "is not a URL that fsspec reads"),
+        ("--save s4://b/run", "has a protocol that fsspec does not know"),
+        ("--storage-options {}", "--storage-options {}: would be ignored without a folder in remote storage"),
+        ("--save here --remote-cache x", "--remote-cache x: would be ignored without a folder in remote storage"),
+        (
+            "--use-kl-loss --kl-loss-coef 0.1 --ref-load s3://bucket/run",
+            "--ref-load s3://bucket/run: is a URL; copy",
+        ),
+        (f"--save {URL} --storage-options [1]", "must be a JSON object"),
+        (f"--save {URL} --load file:///x --storage-options {{}}", "would be passed to file and memory alike"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(refused, flags, message):
+    (error,) = refused(flags)
+    assert message in error
+
+
+def test_urls_have_a_local_copy_in_the_output_folder(validated):
+    given = validated(f"--save {URL}/ --load {URL}/iter_0000004 --output-dir out").settings.checkpoint
+    local = given.local(f"{URL}/")
+    assert str(local).startswith("out/remote/bucket-run-")
+    assert given.local(given.load) == local / "iter_0000004"
+    assert given.local(f"{URL}/other") != local
+    assert str(given.local("runs/a")) == "runs/a"
+    assert any(str(local) in line for line in explain_checkpoint(given))
+    assert CheckpointArguments().urls == {} and given.urls.keys() == {"save", "load"}
+
+
+def test_explain_says_what_is_resumed(validated, tmp_path):
+    def line(flags=""):
+        (found,) = explain_checkpoint(validated(f"--load {tmp_path} {flags}").settings.checkpoint)
+        return found.removeprefix(f"{tmp_path}: ")
+
+    assert line() == "holds no checkpoint, so the run starts at iteration 0"
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
+        (tmp_path / name).mkdir()
+    assert line().startswith("no checkpoint is complete by its manifest; ")
+    for name in ("iter_0000002", "iter_0000004"):
+        (tmp_path / name / "manifest.json").touch()
+    assert line() == "the run starts at iteration 4, from iter_0000004"
+    assert line(f"--load {tmp_path}/iter_0000008").endswith("the run checks its files, and stops if none can be loaded")
+    assert line("--finetune") == "the run starts at iteration 0, with the weights of iter_0000004"
+
+
+def test_a_model_may_be_pushed_to_a_repository(validated):
+    assert validated("--save-hf hf://me/model").settings.checkpoint.urls == {"save_hf": "hf://me/model"}
+
+
+def test_storage_options_are_secret(validated):
+    options = {"key": "my-access-key", "client_kwargs": {"endpoint_url": "http://store:9000"}}
+    settings = validated(f"--save {URL}").settings
+    url = "sftp://me:hunter2@host/run"
+    given = CheckpointArguments(save=url, storage_options=json.dumps(options), remote_cache="x")
+    assert given.file_system_options == options
+    shown = public("storage_options", given.storage_options)
+    assert json.loads(shown) == {"key": HIDDEN, "client_kwargs": HIDDEN}
+    assert secrets_in("settings", asdict(given)) == {"my-access-key", "hunter2"}
+    assert CheckpointArguments(save=URL, storage_options=shown).file_system_options == {}
+    assert "hunter2" not in str(given.local(given.save))
+    assert given.local(public("save", given.save)) == given.local(given.save), "as run.json has it"
+    text = run_config(type(settings)(checkpoint=given))
+    assert "my-access-key" not in text and "hunter2" not in text and "store:9000" not in text

@@ -1,0 +1,62 @@
+"""The configuration of a model is read from its folder or from the hub's cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from miles.config.model import ModelArguments, local_config
+
+QWEN3 = dict(
+    model_type="qwen3",
+    num_hidden_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
+
+
+@pytest.fixture
+def downloaded(tmp_path, monkeypatch):
+    """Puts a config into the hub's cache, as a download of ``org/model`` leaves it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    def put(config: dict) -> Path:
+        model = tmp_path / "models--org--model"
+        for folder, text in (("snapshots/newest", json.dumps(config)), ("snapshots/before", "{}")):
+            (model / folder).mkdir(parents=True)
+            (model / folder / "config.json").write_text(text)
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("newest")
+        return model
+
+    return put
+
+
+def test_a_name_on_the_hub_has_the_config_of_its_last_download(downloaded):
+    model = ModelArguments(hf_checkpoint="org/model")
+    assert local_config(model, "hf_checkpoint") is None
+    folder = downloaded(QWEN3)
+    assert local_config(model, "hf_checkpoint") == QWEN3
+    (folder / "refs" / "main").write_bytes(b"\xff")
+    assert local_config(model, "hf_checkpoint") is None
+
+
+def test_a_flag_that_contradicts_it_is_refused(refused, downloaded):
+    downloaded(QWEN3)
+    given = "--hf-checkpoint org/model --train-backend megatron"
+    (message,) = refused(f"{given} --num-layers 5", "--hf-checkpoint")
+    assert message.startswith("--num-layers 5: contradicts --hf-checkpoint, whose config.json gives --num-layers 4")
+    (message,) = refused(f"{given} --pipeline-model-parallel-size 8", "--hf-checkpoint")
+    assert "must divide the model's 4 layers" in message
+
+
+def test_what_is_not_trained_is_refused(refused, downloaded):
+    downloaded(QWEN3 | dict(quantization_config={"quant_method": "fp8"}))
+    (message,) = refused("--hf-checkpoint org/model --train-backend fsdp", "--hf-checkpoint")
+    assert message.startswith("--hf-checkpoint org/model: its config.json has a quantization_config")

@@ -1,0 +1,197 @@
+"""Sizes that divide the ranks, and one way of cutting sequences."""
+
+import json
+import re
+
+import pytest
+
+from miles.base.flags import FlagError
+from miles.config.explain import explain
+from miles.config.parser import judge, read_command
+from miles.config.validate import validate
+
+DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
+ROOMY = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 99"  # for any response on one rank
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--context-parallel-size 3",
+            "--context-parallel-size 3: must divide the 8 ranks that hold different tokens",
+        ),
+        (
+            "--actor-num-gpus-per-node 1 --context-parallel-size 2",
+            r"must divide the 1 rank that .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
+        ),
+        (
+            "--train-backend megatron --actor-num-gpus-per-node 1 --tensor-model-parallel-size 2",
+            r"must divide the 1 trainer rank .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
+        ),
+        ("--context-parallel-size 0", "at least 1"),
+        ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format bshd: padded lengths are not known"),
+        (f"{DYNAMIC} --qkv-format bshd", "--qkv-format bshd: .* under --dynamic-context-parallel"),
+        ("--max-seqlen-per-dp-cp-rank 64", "ignored without --dynamic-context-parallel"),
+        ("--dynamic-context-parallel", "add --max-seqlen-per-dp-cp-rank"),
+        ("--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 8", "64 tokens fit, .* is 64; give more than 8,"),
+        (f"{DYNAMIC} --context-parallel-size 2", "--context-parallel-size 2: fixes what --dynamic-context-parallel"),
+        (f"{DYNAMIC} --micro-batch-size 2", "--micro-batch-size 2: would be ignored by --dynamic-context-parallel"),
+    ],
+)
+def test_refused_with_one_error(refused, flags, sentence):
+    (message,) = refused(flags)
+    assert re.search(sentence, message)
+
+
+def test_a_flag_of_another_backend_hides_no_error(refused):
+    found = refused("--train-backend fsdp --context-parallel-size 3 --moe-aux-loss-coeff 0.1")
+    assert [message.partition(":")[0] for message in found] == ["--context-parallel-size 3", "--moe-aux-loss-coeff 0.1"]
+
+
+@pytest.mark.parametrize("flags", ["--max-tokens-per-gpu 99", "--max-tokens-per-gpu 99 --micro-batch-size 2", ""])
+def test_dynamic_batches_are_accepted_with_dynamic_context_parallel_if_the_budgets_agree(command, flags):
+    result = judge(read_command(command(f"{ROOMY} --use-dynamic-batch-size {flags}")))
+    assert result.settings == judge(read_command(command(ROOMY))).settings
+    assert len(result.accepted) == 1 + flags.count("--")
+    with pytest.raises(FlagError, match="has no effect"):
+        judge(read_command(command(f"{ROOMY} --use-dynamic-batch-size {flags} --strict-flags")))
+
+
+def test_another_budget_than_that_of_dynamic_context_parallel_is_refused(refused, validated):
+    words = f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu"
+    assert validated(f"{words} 64")
+    [message] = refused(f"{words} 128")
+    assert message.startswith(
+        "--max-tokens-per-gpu 128: is not the budget of --max-seqlen-per-dp-cp-rank 64; give both"
+    )
+
+
+def model_folder(path, **config):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, tmp_path):
+    plain = model_folder(tmp_path / "plain", model_type="qwen3")
+    folder = model_folder(tmp_path / "new", model_type="lfm2", layer_types=["full_attention", "linear_attention"])
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        rest = "" if flag == "--hf-checkpoint" else f"--hf-checkpoint {plain} --use-kl-loss --kl-loss-coef 0.1"
+        found = validated(f"{flag} {folder} {rest} --rollout-engine sglang", without="--hf-checkpoint")
+        assert found.settings.parallel.qkv_format == "bshd"
+        note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a lfm2 with recurrent state, has"
+        assert any(said.startswith(note) for said in found.notes)
+        assert note.split(":")[0] in explain(found)
+        assert not any("qkv-format" in said for said in validate(found.settings).notes)
+
+
+def test_a_reference_may_need_rows_where_the_policy_does_not(validated, tmp_path):
+    policy = model_folder(tmp_path / "policy", model_type="qwen3_next")
+    reference = model_folder(tmp_path / "reference", model_type="lfm2", layer_types=["conv"])
+    flags = f"--hf-checkpoint {policy} --ref-load {reference} --use-kl-loss --kl-loss-coef 0.1"
+    assert validated(flags, without="--hf-checkpoint").settings.parallel.qkv_format == "bshd"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(model_type="qwen3_next"),
+        dict(model_type="nemotron_h", layers_block_type=["mamba", "attention"]),
+        dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text", layer_types=["linear_attention"])),
+    ],
+)
+def test_tested_models_with_recurrent_state_are_packed(validated, tmp_path, config):
+    folder = model_folder(tmp_path / "model", **config)
+    found = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert found.settings.parallel.qkv_format == "thd"
+    assert not any("qkv-format" in note for note in found.notes)
+
+
+def test_other_models_are_packed(validated, tmp_path):
+    plain = model_folder(tmp_path / "plain", model_type="qwen3", layer_types=["full_attention", "sliding_attention"])
+    for flags, without in ((f"--hf-checkpoint {plain}", "--hf-checkpoint"), ("", "")):
+        found = validated(flags, without)
+        assert found.settings.parallel.qkv_format == "thd"
+        assert not any("qkv-format" in note for note in found.notes)
+
+
+WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with transformers; set sliding_window to null"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(model_type="mistral"), None),
+        (dict(model_type="phi3", sliding_window=2047), None),
+        (dict(model_type="qwen2", sliding_window=512, use_sliding_window=True), None),
+        (dict(model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]), None),
+        (dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=False), None),
+        (
+            dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=True),
+            WINDOW.format("qwen2_moe", 512),
+        ),
+        (
+            dict(model_type="gemma3n_text", sliding_window=512, layer_types=["sliding_attention"]),
+            WINDOW.format("gemma3n_text", 512),
+        ),
+        (
+            dict(model_type="gemma4_text", final_logit_softcapping=30.0),
+            "the config of a gemma4_text sets final_logit_softcapping, which",
+        ),
+        (dict(model_type="gemma2", attn_logit_softcapping=50.0), "the config of a gemma2 sets attn_logit_softcapping"),
+        (dict(model_type="cohere", logit_scale=0.0625), "the config of a cohere sets logit_scale, which"),
+        (dict(model_type="gptj"), "a gptj computes its attention by itself"),
+        (dict(model_type="whisper"), "a whisper has an encoder and a decoder"),
+        (dict(model_type="qwen3", is_causal=False), "the tokens of a qwen3 with this config see those after them"),
+        (dict(model_type="gemma3_text", use_bidirectional_attention=True), "the tokens of a gemma3_text with this"),
+        (dict(model_type="qwen3_vl", text_config={}, vision_config={}), "a qwen3_vl is a vision-language model"),
+        (dict(model_type="kimi_k25", vision_config={}), "a kimi_k25 is a vision-language model"),
+        (dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text"), vision_config={}), None),
+        (dict(model_type="deepseek_v4", sliding_window=128), "a deepseek_v4 that is computed by miles is not known"),
+        (
+            dict(model_type="llama4_text", layer_types=["chunked_attention"]),
+            "--train-backend fsdp does not compute chunked_attention",
+        ),
+        (
+            dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")),
+            "its config.json has a quantization_config",
+        ),
+    ],
+)
+def test_what_fsdp_does_not_compute_is_refused_before_anything_is_generated(
+    validated, refused, tmp_path, config, words
+):
+    folder = model_folder(tmp_path / "model", **config)
+    if words is None:
+        assert validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+        return
+    messages = refused(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert any(message.startswith(f"--hf-checkpoint {folder}: {words}") for message in messages), messages
+
+
+def test_what_the_torch_engine_does_not_run_is_refused_before_it_starts(validated, refused, tmp_path):
+    folder = model_folder(tmp_path / "model", model_type="lfm2", layer_types=["conv", "full_attention"])
+    (message,) = refused(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert message.startswith(f"--hf-checkpoint {folder}: a lfm2 with layers of conv has not been compared")
+    assert validated(f"--hf-checkpoint {folder} --rollout-engine sglang", without="--hf-checkpoint")
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("nemotron_h", "with recurrent state"), ("glm_moe_dsa", "with sparse attention")]
+)
+def test_ranks_do_not_share_sequences_that_layers_need_whole(refused, tmp_path, flags, kind, words):
+    folder = model_folder(tmp_path / "model", model_type=kind)
+    (message,) = refused(f"--hf-checkpoint {folder} {flags}", without="--hf-checkpoint")
+    assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": cuts sequences")
+    assert f"a {kind} {words}" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_broken_configuration_is_refused_once(refused, tmp_path, backend, text):
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text(text)
+    (message,) = refused(f"--hf-checkpoint {folder} --train-backend {backend}", without="--hf-checkpoint")
+    assert message.startswith(f"--hf-checkpoint {folder}: its config.json is broken: ")

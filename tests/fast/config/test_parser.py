@@ -1,0 +1,168 @@
+"""Flags become settings, and wrong flags are reported."""
+
+import dataclasses
+import resource
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.base.flags import LARGEST, FlagError
+from miles.config.parser import build_parser, defaults, main_parse, parse
+from miles.config.settings import SECTIONS, Settings
+
+
+def test_no_flags_are_the_defaults():
+    assert parse([]) == Settings(**{name: section() for name, section in SECTIONS.items()})
+
+
+def test_flag_names_are_unique_over_the_sections():
+    assert len(defaults()) == sum(len(dataclasses.fields(section)) for section in SECTIONS.values())
+
+
+@given(
+    lr=st.floats(allow_nan=False),
+    prompts=st.integers(-LARGEST, LARGEST),
+    tokens=st.lists(st.integers(-LARGEST, LARGEST), min_size=1),
+    colocate=st.booleans(),
+)
+def test_values_arrive_as_typed(lr, prompts, tokens, colocate):
+    words = [f"--lr={lr!r}", f"--rollout-batch-size={prompts}", *(["--colocate"] if colocate else [])]
+    settings = parse([*words, "--rollout-stop-token-ids", *map(str, tokens)])
+    assert settings.optimizer.lr == lr
+    assert settings.rollout.rollout_batch_size == prompts
+    assert settings.rollout.rollout_stop_token_ids == tuple(tokens)
+    assert settings.cluster.colocate is colocate
+
+
+def test_a_file_of_flags(tmp_path):
+    file = tmp_path / "run.flags"
+    file.write_text('--lr 1e-5 --colocate  # both\n\n# a comment\n--output-dir "two words"\n--seed 3\n')
+    settings = parse([f"@{file}", "--seed", "4"])
+    assert settings.optimizer.lr == 1e-5
+    assert settings.cluster.colocate
+    assert settings.tracking.output_dir == "two words"
+    assert settings.training.seed == 4, "the last one given counts"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--rolout-batch-size 3", "--rolout-batch-size: no such flag; did you mean --rollout-batch-size?"),
+        ("--rollout-batch 3", "--rollout-batch: no such flag; did you mean --rollout-batch-size?"),
+        ("--xyzzy=3", "--xyzzy: no such flag; --help lists all flags"),
+        ("stray", "the word 'stray' after --rollout-max-response-len belongs to no flag"),
+        ("--lr fast", "--lr fast: must be a number (float)"),
+        ("--seed 1.5", "--seed 1.5: must be a number (int)"),
+        ("--loss-aggregation mean", "--loss-aggregation mean: no such choice; give one of 'sample_mean', "),
+        ("--loss-agg-mode mean", "--loss-agg-mode mean: no such choice; give one of 'token-mean', "),
+        (
+            "--loss-type dapo",
+            "--loss-type dapo: no such choice; give --advantage-estimator grpo --loss-aggregation token",
+        ),
+        (
+            "--loss-type grpo",
+            "--loss-type grpo: no such choice; give --advantage-estimator grpo and --loss-aggregation",
+        ),
+        ("--advantage-estimator dr_grpo", "no such choice; give --advantage-estimator grpo --disable-grpo-std-normal"),
+        ("--num-generations 4", "--num-generations: no such flag; give --n-samples-per-prompt; miles translate FILE"),
+        ("--lr", "--lr: expected one argument; write a value that starts with a minus as --lr=VALUE"),
+        ("--colocate=yes", "--colocate=yes: is a switch and takes no value; give it alone, or leave it out"),
+        ("--bf16 true", "--bf16 true: is a switch and takes no value; give it alone, or leave it out"),
+        ("@nowhere.flags", "@nowhere.flags: the file of flags cannot be read"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, capsys):
+    with pytest.raises(FlagError):
+        parse(words.split())
+    with pytest.raises(SystemExit) as caught:
+        main_parse(command(words))
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert sentence in printed.err
+
+
+def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(
+            command("--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 --use-lora")
+        )
+    assert caught.value.code == 2
+    first, *errors = capsys.readouterr().err.splitlines()
+    assert first == "train.py: 7 errors in the flags:"
+    assert [error.split(":")[0] for error in errors if error.startswith("    ")] == [
+        "    --loss-aggregation mean",
+        "    --eps-clip 0.0",
+        "    --lr fast",
+        "    --seed x",
+        "    --use-lora",
+        "    --rolout-batch-size",
+        "    --xyzzy",
+    ]
+    groups = [error for error in errors if not error.startswith("    ")]
+    assert groups == ["  loss:", "  optimizer:", "  training:", "  flags of other launchers:", "  no such flag:"]
+
+
+def test_a_value_that_cannot_be_read_is_not_missing_as_well(command, capsys):
+    with pytest.raises(SystemExit):
+        main_parse(command("--rollout-batch-size many", without="--rollout-batch-size"))
+    assert capsys.readouterr().err.count("--rollout-batch-size") == 1
+
+
+def test_bad_quotes_in_a_file_of_flags(tmp_path):
+    (tmp_path / "f").write_text("--output-dir 'open\n")
+    with pytest.raises(FlagError, match="check its quotes"):
+        parse([f"@{tmp_path / 'f'}"])
+
+
+def test_help_has_every_flag_and_section(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert all(f"\n{name}:" in text for name in SECTIONS)
+    assert all(option in text for option in build_parser()._option_string_actions)
+    assert "(default: 0.2)" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("miles ")
+
+
+WRONG_FLAG = """
+import sys
+from miles.config.parser import main_parse
+try:
+    main_parse("--lr 0 --hf-checkpoint m --loss-aggregation constant --rollout-batch-size 8 --n-samples-per-prompt 4 "
+               "--rollout-max-response-len 9".split())
+except SystemExit as error:
+    heavy = {"torch", "ray", "transformers", "numpy", "datasets"} & set(sys.modules)
+    print(error.code, sorted(heavy))
+"""
+
+
+def cpu_seconds_of_children() -> float:
+    """Return the time that ended child processes have computed; other processes of a busy host do not count."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_wrong_flags_are_reported_within_a_second_and_without_torch():
+    seconds = []
+    for _ in range(3):
+        start = cpu_seconds_of_children()
+        run = subprocess.run([sys.executable, "-c", WRONG_FLAG], capture_output=True, text=True, check=True)
+        seconds.append(cpu_seconds_of_children() - start)
+        assert run.stdout == "2 []\n"
+        first, *lines = run.stderr.splitlines()
+        errors = [line.strip() for line in lines if line.startswith("    ")]
+        assert first == f"train.py: {len(errors)} errors in the flags:"
+        assert {"--lr", "--loss-aggregation", "--prompt-data"} <= {error.split()[0] for error in errors}
+    assert min(seconds) < 1.0

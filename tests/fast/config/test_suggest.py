@@ -1,0 +1,141 @@
+"""A suggestion is related to the flag that does not exist, and never its opposite."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.compat.launch.normalize import FOREIGN_FLAGS
+from miles.config.megatron.fields import megatron_fields
+from miles.config.parser import build_parser
+from miles.config.suggest import COUNTERPARTS, near_choice, nearest_flag, suggestion
+
+KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag for f in megatron_fields().values())})
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--rolout-batch-size", "did you mean --rollout-batch-size?"),
+        ("--rollout-batch", "did you mean --rollout-batch-size?"),
+        ("--tensor-model-parallel", "did you mean --tensor-model-parallel-size?"),
+        ("--tis-lower-bound", "did you mean --tis-clip-low?"),
+        ("--tis-upper-bound", "did you mean --tis-clip?"),
+        ("--rs-lowr-bound", "did you mean --rs-lower-bound?"),
+        ("--num-epochs", "did you mean --num-epoch?"),
+        ("--tensor_model_parallel_size", "did you mean --tensor-model-parallel-size?"),
+        ("--advantage_estimatr", "did you mean --advantage-estimator?"),
+        ("--override_opt_param_scheduler", "did you mean --override-opt-param-scheduler?"),
+        *(
+            (flag, f"give {here}; miles translate FILE translates a whole command of TRL or OpenRLHF")
+            for flag, here in COUNTERPARTS.items()
+        ),
+        ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
+        ("--learning-rate", "did you mean --lr?"),
+        ("--critic-learning-rate", "did you mean --critic-lr?"),
+        ("--max-staleness", "did you mean --max-weight-staleness?"),
+        ("--tensor-modelparallel-size", "did you mean --tensor-model-parallel-size?"),
+        ("--router-aux-loss-coef", "did you mean --moe-aux-loss-coeff?"),
+        # one word of many flags, or words that flags share whose other words differ
+        ("--num-gpus", "--help lists all flags"),
+        ("--no-save", "--help lists all flags"),
+        ("--save-steps", "--help lists all flags"),
+        ("--model", "--help lists all flags"),
+        ("--epsilon-high", "--help lists all flags"),
+        ("--epsilon", "--help lists all flags"),
+        ("--max-new-tokens", "--help lists all flags"),
+        ("--max-tokens-per-device", "--help lists all flags"),
+        ("--warmup-steps", "--help lists all flags"),
+        ("--rollout-n", "--help lists all flags"),
+        ("--xyzzy", "--help lists all flags"),
+        ("--rm-uri-list", "--help lists all flags"),
+        ("--no-colocate", "--help lists all flags"),
+        ("--disable-balance-data", "--help lists all flags"),
+    ],
+)
+def test_suggestion(flag, expected):
+    assert suggestion(flag, KNOWN) == expected
+
+
+@given(st.sampled_from(KNOWN), st.sampled_from(["no", "disable"]))
+def test_never_the_opposite(flag, negative):
+    opposite = f"--{negative}-{flag.removeprefix('--')}"
+    assert flag + "?" not in suggestion(opposite, KNOWN)
+    if flag.startswith("--no-"):
+        assert f"{flag}?" not in suggestion("--" + flag.removeprefix("--no-"), KNOWN)
+
+
+WORDS = Counter(word for flag in KNOWN for word in {*flag.removeprefix("--").split("-")})
+SAY_NOTHING = {
+    "num",
+    "size",
+    "path",
+    "dir",
+    "type",
+    "max",
+    "min",
+    "use",
+    "per",
+    "custom",
+    "id",
+    "no",
+    "enable",
+    "disable",
+}
+
+
+@pytest.mark.parametrize("word", sorted(word for word, flags in WORDS.items() if flags > 4 and word not in SAY_NOTHING))
+def test_a_word_of_many_flags_alone_suggests_none_of_them(word):
+    """Unless the other words of the flag say nothing, or the word has an s too much."""
+    found = nearest_flag(f"--num-{word}", [name for name in KNOWN if name != f"--num-{word}"])
+    words = {other.rstrip("s") for other in (found or "--num").removeprefix("--").split("-")}
+    assert words - SAY_NOTHING <= {word.rstrip("s")}, found
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("sft", "sft_loss"), ("polcy_loss", "policy_loss"), ("loss", None), ("", None), ("dpo", None)],
+)
+def test_a_choice_is_meant_by_its_part_or_with_a_typing_error(value, expected):
+    assert near_choice(value, ["policy_loss", "sft_loss", "value_loss"]) == expected
+
+
+def test_what_was_meant_is_what_the_other_flags_are_checked_with(refusals):
+    """Without it, each flag of fine-tuning would be refused beside the policy loss, which is the default."""
+    messages = refusals(
+        "--loss-type sft --prompt-data rows.jsonl --debug-train-only --disable-compute-advantages-and-returns",
+        without="--prompt-data --rm-type --n-samples-per-prompt --rollout-max-response-len",
+    )
+    assert {message.split(":")[0] for message in messages} == {"--loss-type sft", "--prompt-data rows.jsonl"}
+    assert "--loss-type sft: no such choice; did you mean sft_loss? Else give one of" in " ".join(messages)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--promt-data rows.jsonl", "--prompt-data"),
+        ("--rm-typ math", "--rm-type"),
+        ("--num-rollouts 3", "--num-rollout"),
+    ],
+)
+def test_a_required_flag_with_a_typing_error_is_one_error(refusals, written, meant):
+    (message,) = refusals(written, without=meant)
+    assert message == f"{written.split()[0]}: no such flag; did you mean {meant}?"
+
+
+def test_a_required_flag_that_is_not_suggested_is_still_missing(refusals):
+    messages = refusals("--promt-data rows.jsonl", without="--prompt-data --hf-checkpoint")
+    assert {message.split()[0] for message in messages} == {"--promt-data:", "--hf-checkpoint"}
+
+
+def test_a_suggested_flag_that_is_refused_says_what_to_do(refusals):
+    (message,) = refusals("--max-staleness 1")
+    assert message.endswith(
+        "did you mean --max-weight-staleness? It is refused here: give it as --async-steps, with --fully-async"
+    )
+
+
+def test_flags_of_other_trainers_do_not_exist_and_their_counterparts_do():
+    counterparts = {word.rstrip(",") for text in COUNTERPARTS.values() for word in text.split() if word[:2] == "--"}
+    assert counterparts <= {*KNOWN, "--sglang-mem-fraction-static"} and not {*COUNTERPARTS} & {*KNOWN}

@@ -1,0 +1,42 @@
+"""The store by which ranks find each other listens at one address only."""
+
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from miles.engine.weight_sync.tcp_store import TCPStore, serve_store
+
+SHORT = timedelta(seconds=20)
+
+
+def addresses_of(port):
+    found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return [address.ip for address in found if address.port == port]
+
+
+@pytest.fixture(params=["127.0.0.1", "127.0.0.2", "::1"])
+def host(request):
+    """Return an address of the loopback interface."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        with socket.create_server((request.param, 0), family=family):
+            return request.param
+    except OSError as error:
+        pytest.skip(f"this machine has no {request.param} ({error})")
+
+
+def test_a_store_listens_at_its_address_only(host):
+    store = serve_store(host, SHORT)
+    assert addresses_of(store.port) == [host]
+    other = TCPStore(host, store.port, is_master=False, timeout=SHORT)
+    other.set("from the other", "1")
+    assert store.get("from the other") == b"1"
+
+
+def test_a_store_that_has_gone_listens_no_more():
+    store = serve_store("127.0.0.1", SHORT)
+    port = store.port
+    del store
+    assert not addresses_of(port)

@@ -1,0 +1,202 @@
+"""The console prints one line per step that fits 80 columns, the time left, and no control codes into a file."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from miles.observe.tracking.console import (
+    WIDTH,
+    ConsoleSink,
+    JsonSink,
+    LongPhases,
+    TimeLeft,
+    held_out_lines,
+    in_words,
+    step_line,
+)
+from miles.observe.tracking.phase_progress import Loading, PhaseProgress
+from miles.observe.tracking.run_header import RunHeader
+
+HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_steps=3)
+NAMES = ["rollout/reward", "rollout/response_length", "train/pg_loss", "train/grad_norm", "train/entropy_loss"]
+NAMES += [
+    "train/kl_loss",
+    "train/ppo_kl",
+    "train/value_loss",
+    "perf/tokens_per_second",
+    "time/step",
+    "eval/[x]/accuracy",
+]
+
+
+def printed(console_is_terminal: bool) -> str:
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=console_is_terminal, width=60))
+    for step in range(1, 4):
+        sink.phase("train")
+        sink.log(step, dict.fromkeys(NAMES, 40.0))
+    sink.close()
+    return file.getvalue()
+
+
+def test_plain_and_unwrapped_without_a_terminal() -> None:
+    lines = printed(console_is_terminal=False).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert len([line for line in lines if line.startswith("step ")]) == 3
+
+
+def test_a_terminal_gets_a_bar_with_the_phase_and_the_time_left_that_reaches_its_end() -> None:
+    text = printed(console_is_terminal=True)
+    assert "3/3" in text and "left 0s" in text and "train" in text
+
+
+def test_a_terminal_shows_how_far_a_phase_is() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=True, width=80))
+    asked = threading.Event()
+    answers = iter(["37 of 64 groups", None])
+
+    def groups() -> str | None:
+        answer = next(answers, None)
+        if answer is None:
+            asked.set()  # the answer before it is shown
+        return answer
+
+    sink.watch({"generate": groups})
+    sink.phase("generate")
+    assert asked.wait(60)
+    sink.phase("train")
+    sink.close()
+    assert "generate  37 of 64 groups" in file.getvalue()
+
+
+def test_elsewhere_nothing_is_asked() -> None:
+    def never() -> str | None:
+        raise AssertionError
+
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=False, width=80))
+    sink.watch({"generate": never})
+    sink.phase("generate")
+    sink.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "phase-progress"]
+    JsonSink.watch(object.__new__(JsonSink), {"generate": never})
+
+
+def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
+    shown: list[str] = []
+    noted: list[str] = []
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        asked.set()
+        assert answer.wait(60)
+        return "1 of 2 groups"
+
+    progress = PhaseProgress({"generate": slow}, shown.append, noted.append, seconds=0.01)
+    progress.enter("generate")
+    assert asked.wait(60)
+    progress.enter("train")
+    answer.set()
+    progress.close()
+    assert shown == noted == []
+
+
+def test_a_question_that_fails_is_noted_once_and_asked_again() -> None:
+    shown: list[str] = []
+    noted: list[str] = []
+    done = threading.Event()
+    faults: list[Exception] = [FileNotFoundError("iter_1 is\ngone"), RuntimeError("again")]
+
+    def fails_twice() -> str | None:
+        if faults:
+            raise faults.pop(0)
+        if shown:
+            done.set()
+        return "0.10 GB"
+
+    progress = PhaseProgress({"save": fails_twice}, shown.append, noted.append, seconds=0.01)
+    progress.enter("save")
+    assert done.wait(60)
+    progress.close()
+    assert noted == ["note: how far save is cannot be shown (FileNotFoundError: iter_1 is gone)"]
+    assert set(shown) == {"save  0.10 GB"}
+
+
+@pytest.mark.parametrize(("is_terminal", "log_format"), [(True, "text"), (True, "json"), (False, "text")])
+def test_loading_is_shown_on_a_terminal_only(is_terminal: bool, log_format: str) -> None:
+    file = io.StringIO()
+    with Loading(log_format, Console(file=file, force_terminal=is_terminal, width=80)) as loading:
+        loading.show("the trainer's models")
+        loading.close()
+    assert ("loading" in file.getvalue()) == (is_terminal and log_format == "text")
+
+
+def test_the_line_names_what_was_measured() -> None:
+    values = {
+        "rollout/reward": 0.25,
+        "eval/unseen/accuracy": 0.75,
+        "train/grad_norm": 1.5,
+        "time/step": 2.0,
+        "time/train": 1.5,
+    }
+    line = step_line(3, values, total=20, left=34.0).plain
+    assert line == "step  3/20  reward 0.250  held-out 0.750  grad 1.500  2.0s  left 34s"
+
+
+def test_several_evaluation_sets_have_lines_of_their_own() -> None:
+    values = {f"eval/set_{number}/accuracy": number / 10 for number in range(10)}
+    assert step_line(0, values).plain == "step    0"
+    lines = held_out_lines(values)
+    assert all(len(line) <= WIDTH for line in lines)
+    assert all(f"set_{number} 0.{number}00" in "".join(lines) for number in range(10))
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.floats()), st.integers(0, 10**6), st.floats(0, 1e12))
+def test_a_line_fits_80_columns_whatever_was_measured(values: dict[str, float], step: int, left: float) -> None:
+    line = step_line(step, values, total=10**6, left=left).plain
+    assert "\n" not in line and len(line) <= WIDTH
+    assert ("rollout/reward" in values) == ("reward " in line), "the reward is never left out"
+    assert f"left {in_words(left)}" in line
+
+
+@pytest.mark.parametrize("seconds", [0.4, 3.0, 40.0, 5000.0])  # Rich forgets steps above 30 s
+def test_the_time_left_is_known_after_two_steps_whatever_they_take(seconds: float) -> None:
+    left = TimeLeft(total_steps=100)
+    assert left.log(0, {"eval/x/accuracy": 0.1, "time/step": 900.0}) is None, "step 0 is an evaluation"
+    row = {"train/loss": 0.0, "time/step": seconds}
+    assert left.log(1, row) is None
+    assert [left.log(step, row) for step in (2, 3, 4)] == [98 * seconds, 97 * seconds, 96 * seconds]
+
+
+def test_a_slow_first_iteration_is_forgotten_and_steps_of_an_iteration_share_its_time() -> None:
+    left = TimeLeft(total_steps=40)
+    told = []
+    for iteration in range(3):
+        for step in range(iteration * 4 + 1, iteration * 4 + 5):
+            timed = {"time/step": 100.0 if iteration == 0 else 8.0} if step % 4 == 0 else {}
+            told.append(left.log(step, {"train/loss": 0.0, **timed}))
+    assert told[:3] == [None] * 3 and told[3] == 36 * 25.0
+    assert told[-1] == 28 * 2.0
+
+
+def test_a_long_phase_is_said_again_until_it_ends() -> None:
+    said: list[str] = []
+    twice = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            twice.set()
+
+    phases = LongPhases(say, seconds=0.01)
+    phases.enter("generate")
+    assert twice.wait(60)
+    phases.close()
+    assert all(text.startswith("  generate: ") and text.endswith(" so far") for text in said)

@@ -1,0 +1,152 @@
+"""Sinks outside the output folder, against real receivers: a Prometheus client, MLflow's own store."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import psutil
+import pytest
+
+from miles.base.flags import FlagError
+from miles.config.parser import parse
+from miles.config.tracking import TrackingArguments
+from miles.observe.tracking.run_files import SampleRecord
+from miles.observe.tracking.run_header import RunHeader
+from miles.observe.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
+from miles.observe.tracking.tracker import check_services
+
+HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
+
+
+def test_prometheus_reads_the_newest_values_at_the_loopback_address_only():
+    from prometheus_client.parser import text_string_to_metric_families
+
+    sink = PrometheusSink(0)
+    port = int(sink.url.split(":")[2].split("/")[0])
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    for step in (1, 2):
+        sink.log(step, {"train/grad_norm": step / 4, "eval/x/accuracy": 0.5})
+    answer = httpx.get(sink.url, trust_env=False).text
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer)
+        for sample in family.samples
+    }
+    assert found == {
+        ("miles_step",): 2.0,
+        ("miles_metric", "train/grad_norm"): 0.5,
+        ("miles_metric", "eval/x/accuracy"): 0.5,
+    }
+    with pytest.raises(ValueError, match=f"--prometheus-port {port}: cannot be served"):
+        PrometheusSink(port)
+    sink.close()
+    PrometheusSink(port).close()
+
+
+def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    for _ in range(2):  # the second run finds the experiment
+        sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
+        for step in (1, 2):
+            sink.log(step, {f"train/{number}": step / 4 for number in range(1200)})
+        sink.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("miles").experiment_id])
+    assert len(runs) == 2 and {run.info.status for run in runs} == {"FINISHED"}
+    assert runs[0].data.params == {"tracking.wandb_key": "(hidden)", "tracking.output_dir": "out"}
+    history = client.get_metric_history(runs[0].info.run_id, "train/1199")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+
+
+SAMPLES = [
+    SampleRecord(
+        f"prompt {i}", f"answer {i}", i / 8, {"answer": i}, "completed", {"math": 1.0}, group=i // 4, tokens=["a"]
+    )
+    for i in range(8)
+]
+
+
+def test_tables_have_a_few_answers_of_iterations_that_are_spread_over_the_run():
+    tables = SampleTables(TrackingArguments(report_samples=2), replace(HEADER, total_steps=250))
+    found = [tables.rows(step, SAMPLES) for step in range(1, 251)]
+    assert sum(map(bool, found)) == 84 and found[0] and not found[1]
+    assert [row[:4] for row in found[3]] == [[4, 0, "prompt 0", "answer 0"], [4, 1, "prompt 4", "answer 4"]]
+    assert found[0][1][4:] == ['{"answer": 4}', 0.5, '{"math": 1.0}', None, "completed", 1]
+    assert all(len(row) == len(SampleTables.columns) for row in found[0])
+    assert SampleTables(TrackingArguments(report_samples=0), HEADER).rows(1, SAMPLES) == []
+
+
+def test_mlflow_has_a_table_of_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
+    sink.log_samples(3, SAMPLES)
+    sink.close()
+    [path] = (tmp_path / "mlruns").glob("*/*/artifacts/samples/step_0000003.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(SampleTables.columns)
+    assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
+
+
+def test_an_mlflow_server_that_does_not_answer_is_told_at_once(monkeypatch):
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = TrackingArguments(use_mlflow=True, mlflow_tracking_uri=f"http://me:sesame@127.0.0.1:{port}")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="--use-mlflow: the MLflow server cannot be used .*Connection refused") as told:
+        check_services(given)
+    assert "sesame" not in str(told.value) and "\n" not in str(told.value)
+    assert time.monotonic() - began < 30, "MLflow itself asks again for minutes"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+def test_names_of_metrics_are_such_as_mlflow_takes():
+    assert mlflow_name("eval/gsm8k/pass@1") == "eval/gsm8k/pass_1"
+    assert mlflow_name("train/kl (k3) [%]") == "train/kl _k3_ ___"
+    assert mlflow_name("time/step.a-b: c_1") == "time/step.a-b: c_1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prometheus-port", "70000"], "--prometheus-port 70000: is not a port"),
+        (["--use-wandb", "--wandb-run-id", "a/b"], "--wandb-run-id a/b: is no id of a W&B run"),
+        (["--notify-url", "sesame"], "--notify-url: is not an address of the web"),
+        (["--mlflow-experiment", "mine"], "--mlflow-experiment mine: would be ignored without --use-mlflow"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--wait-timeout", "-1"], "--wait-timeout -1.0: must be a finite number of at least 0"),
+    ],
+)
+def test_flags_are_checked(flags, message):
+    from miles.config.validate import validate
+
+    with pytest.raises((FlagError, SystemExit)) as refused:
+        validate(parse(flags))
+    if isinstance(refused.value, FlagError):
+        assert any(each.startswith(message) for each in refused.value.messages), refused.value.messages
+        assert "sesame" not in str(refused.value)
+
+
+def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
+    from miles.run import train_actor
+    from miles.run.failure_files.folder import FailureFiles
+    from miles.run.launcher.attempt import train
+
+    monkeypatch.setattr(train_actor, "TrainDriver", lambda *given: pytest.fail("the trainer started"))
+    context = SimpleNamespace(stop=None, files=FailureFiles(tmp_path, []))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = parse(["--prometheus-port", str(port), "--output-dir", str(tmp_path)])
+        with pytest.raises(ValueError, match=f"--prometheus-port {port}: cannot be served"):
+            train(settings, SimpleNamespace(device="cpu"), context)

@@ -1,0 +1,142 @@
+"""Which tokens of a conversation are trained on."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from miles.base.input_error import InputError
+from miles.tasks.data.conversations import load_conversations
+from miles.tasks.data.settings import DataArguments
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# An earlier turn of the assistant loses its first word, as models lose their reasoning.
+SHORTENED = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split(' ', 1)[1] }}"
+    "{% else %}{{ m.content }}{% endif %}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "it is 4"},
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "content": "it is so"},
+]
+
+
+@pytest.fixture
+def trained(base_tokenizer, tmp_path):
+    """Return a call that loads one conversation, and gives its prompt and the pieces of text with mask 1."""
+
+    def load(messages, template=TURNS, **limits):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
+        tokenizer.chat_template = template
+        file = tmp_path / "chats.jsonl"
+        file.write_text(json.dumps({"messages": messages}) + "\n")
+        roles = limits.pop("roles", ("assistant",))
+        data = DataArguments(prompt_data=str(file), input_key="messages", sft_roles=roles)
+        [found] = load_conversations(str(file), data, tokenizer, **limits)
+        assert found.prompt.token_ids == tuple(tokenizer(found.prompt.text, add_special_tokens=False)["input_ids"])
+        pieces, text = [], tokenizer.convert_ids_to_tokens(list(found.response_ids))
+        for token, mask, before in zip(text, found.loss_mask, (0, *found.loss_mask), strict=False):
+            pieces += [""] if mask and not before else []
+            pieces[-1] += token.replace("Ġ", " ").replace("Ċ", "\n") if mask else ""
+        return found.prompt.text, pieces
+
+    return load
+
+
+def test_the_turns_of_the_assistant_are_trained_on_with_their_ends(trained):
+    prompt, pieces = trained(CHAT)
+    assert prompt == "<system>be brief<end>\n<user>2+2?<end>\n<assistant>"
+    assert pieces == ["it is 4<end>", "it is so<end>"]
+
+
+NEXT_ROLE = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ tail | default('') }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tail", ["", "\n"])
+def test_the_next_roles_token_ends_a_turn_where_the_template_writes_no_other(base_tokenizer, tmp_path, tail):
+    """As in GLM-4.5. Also a test that the kwargs of templates reach conversations."""
+    names = {"additional_special_tokens": ["<|user|>", "<|assistant|>"]}
+    backend = Tokenizer.from_str(base_tokenizer.backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", **names)
+    tokenizer.chat_template = NEXT_ROLE
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": CHAT[1:]}) + "\n")
+    kwargs = {"tail": tail, "continue_final_message": True}  # conversations are whole, so the latter has no effect
+    data = DataArguments(input_key="messages", apply_chat_template_kwargs=json.dumps(kwargs))
+    [found] = load_conversations(str(file), data, tokenizer)
+    trained = [token for token, mask in zip(found.response_ids, found.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == f"it is 4{tail}<|user|>it is so<|user|>"
+
+
+def test_a_template_without_an_end_of_turn_is_reported(trained, caplog):
+    trained(CHAT, "{% for m in messages %}\n{{ m.role }}: {{ m.content }}{% endfor %}")
+    assert "1 of 1 prompts: the chat template writes no token that ends the turn" in caplog.text
+
+
+def test_metadata_that_is_no_object_is_counted(base_tokenizer, tmp_path, caplog):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
+    tokenizer.chat_template = TURNS
+    file = tmp_path / "chats.jsonl"
+    rows = [{"messages": CHAT, "metadata": metadata} for metadata in ({"a": 1}, "text", None, [])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_conversations(str(file), DataArguments(input_key="messages"), tokenizer)
+    assert [one.prompt.metadata for one in found] == [{"a": 1}, {}, {}, {}]
+    [record] = caplog.records
+    assert "2 of 4 prompts: the metadata, column --metadata-key, is no object" in record.getMessage()
+    assert record.getMessage().endswith("chats.jsonl:2")
+
+
+def test_other_roles_are_trained_on_if_they_are_named(trained):
+    assert trained(CHAT, roles=("user",))[1] == ["<user>2+2?<end>", "<user>why?<end>"]
+    assert len(trained(CHAT, roles=("user", "assistant"))[1]) == 4
+
+
+def test_a_turn_that_the_template_changes_is_refused_and_the_last_one_is_found(trained):
+    with pytest.raises(InputError, match=r"chats.jsonl:1: the chat template does not write message 3 as it is"):
+        trained(CHAT, SHORTENED)
+    assert trained(CHAT[:3], SHORTENED)[1] == ["it is 4<end>"]
+    assert trained(CHAT, SHORTENED.replace("split(' ', 1)[1]", "strip()"))[1] == ["it is 4<end>", "it is so<end>"]
+
+
+def test_a_turn_is_found_where_earlier_ones_are_written_in_another_way(trained):
+    marked = SHORTENED.replace("{{ m.content.split(' ', 1)[1] }}", "(earlier){{ m.content }}")
+    assert trained(CHAT, marked)[1] == ["it is 4<end>", "it is so<end>"]
+
+
+@pytest.mark.parametrize("answer", ["a", "e", "en", "think"])
+def test_a_short_answer_is_not_found_in_a_header_or_in_another_turn(trained, answer):
+    thinks = TURNS.replace(
+        "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+    )
+    chat = [{"role": role, "content": answer} for role in ("system", "user", "assistant", "user", "assistant")]
+    prompt, pieces = trained(chat, thinks)
+    assert prompt == f"<system>{answer}<end>\n<user>{answer}<end>\n<assistant>"
+    assert pieces == [f"{answer}<end>", f"<think></think>{answer}<end>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "limits", "expected"),
+    [
+        (CHAT[:2], {}, "no message has a role of --sft-roles assistant"),
+        ("text", {}, "trains on a list of chat messages"),
+        ([], {}, "the conversation is empty"),
+        (CHAT, {"max_context_len": 20}, "all 1 conversations are longer than a limit"),
+        (CHAT, {"max_response_len": 5}, "all 1 conversations are longer than a limit"),
+        ([{"role": "user", "content": "a <s> b"}, CHAT[2]], {}, "the text of a special token"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(trained, messages, limits, expected):
+    with pytest.raises(InputError, match=expected):
+        trained(messages, **limits)

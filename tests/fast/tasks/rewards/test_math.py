@@ -1,0 +1,127 @@
+import logging
+
+import pytest
+
+from miles.tasks.rewards.built_in import math as math_module
+from miles.tasks.rewards.built_in.math import REWARD as math
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"so \boxed{0.5}, not 7", r"\frac{1}{2}", 1.0),
+        ("The answer is $x^2 + 2x + 1$.", "(x+1)^2", 1.0),
+        ("it is 42.", 42, 1.0),
+        ("it is 43.", "42", 0.0),
+        ("it is \N{MINUS SIGN}42.", "-42", 1.0),
+        ("it is \N{MINUS SIGN}42.", "42", 0.0),
+        (r"\boxed{42}", "\N{MINUS SIGN}42", 0.0),
+        ("I cannot tell.", "42", 0.0),
+        ("", r"\boxed{42}", 0.0),
+    ],
+)
+def test_equality_is_mathematical(make_sample, response, label, reward):
+    assert math([make_sample(response, label)]) == [reward]
+
+
+SAME = [
+    ("\\frac{1}{3}", "0.\\overline{3}", "0.\\bar3", "0.(3)", "0.333\\ldots", "0.333333"),
+    ("1/7", "0.\\overline{142857}", "0.\\dot{1}4285\\dot{7}", "0.142857142857..."),
+    (
+        "1234567",
+        "1{,}234{,}567",
+        "1\\,234\\,567",
+        "1,\\!234,\\!567",
+        "1 234 567",
+        "1\N{THIN SPACE}234\N{THIN SPACE}567",
+    ),
+    ("18.9", "\\$18.90", "$18.90", "€18.90", "18.90 \\text{ dollars}", "18.90 dollars", "USD 18.90", "18.90."),
+    ("-1234.5", "-\\$1,234.50", "$-1,234.50", "-1\\,234.5"),
+    ("1.6e-19", "1.6\\times 10^{-19}", "1.6 x 10^-19", "1.6×10⁻¹⁹", "1.6E-19", "0.00000000000000000016"),
+    ("10000000000000000", "1e16", "10^{16}"),
+    ("50\\%", "50", "0.5", "50%", "50 percent"),
+    ("7", "7.", "7,", "7\\,.", "\\text{7.}", "007"),
+    ("\\text{Yes}", "yes", "Yes.", "Yes!"),
+    ("xy", "yx", "x \\cdot y"),
+    ("120", "5!"),
+    ("1,2,\\ldots,n", "1, 2, \\dots, n", "1,2,...,n"),
+    ("(1,2]", "1 < x \\le 2", "2 \\ge x > 1", "x \\in (1,2]", "\\{x \\mid 1 < x \\le 2\\}"),
+    ("(-\\infty,1)\\cup(2,\\infty)", "x<1 \\text{ or } x>2", "x > 2 or x < 1"),
+    ("\\sqrt{2}\\cdot 10^{6}", "1414213.56"),
+    ("Monday and Tuesday", "\\text{Tuesday}, \\text{Monday}"),
+]
+DIFFERENT = [
+    ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}", "0", "-\\frac{1}{2^{99}}"),
+    ("1e-20", "0", "-1e-20", "1.1e-20"),
+    ("x+10^{-20}", "x"),
+    ("100000000000000000001", "100000000000000000000"),
+    ("1234567.89", "1234567.98"),
+    ("\\sqrt{2}", "1.41", "\\sqrt{3}", "\\sqrt{2}+10^{-20}"),
+    ("BCA", "ACB", "\\text{ACB}"),
+    ("no", "on", "\\text{on}"),
+    ("1, BCA", "1, ACB"),
+    ("IV", "VI"),
+    ("n!", "n"),
+    ("1,2,\\ldots,n", "1,3,\\ldots,n", "1,2,n"),
+    ("(1,2)", "1 \\le x < 2", "(1,2]", "(2,1)"),
+    ("x>1", "y>1"),
+]
+
+
+def rewards_of_pairs(make_sample, rows):
+    pairs = [(one, other) for row in rows for one in row[:1] for other in row] + [
+        (b, row[0]) for row in rows for b in row
+    ]
+    rewards = math([make_sample(f"Not \\boxed{{1}}. So $\\boxed{{{answer}}}$", label) for label, answer in pairs])
+    return dict(zip(pairs, rewards, strict=True))
+
+
+def test_the_spelling_of_a_value_does_not_matter_in_label_or_answer(make_sample):
+    assert [pair for pair, reward in rewards_of_pairs(make_sample, SAME).items() if reward != 1] == []
+
+
+def test_other_values_differ_in_label_and_answer(make_sample):
+    rewards = rewards_of_pairs(make_sample, DIFFERENT)
+    assert [pair for pair, reward in rewards.items() if reward != (pair[0] == pair[1])] == []
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"One is \boxed{12}, wrong. It is \boxed{17}.", "17", 1),
+        (r"One is \boxed{12}, wrong. It is \boxed{17}.", "12", 0),
+        (r"\boxed{3} or \boxed{4}", "3, 4", 1),
+        (r"\boxed{3} or \boxed{4}", "4", 0),
+        (r"$x=\boxed{1}$ and $y=\boxed{2}$", "1, 2", 1),
+        (r"\boxed{12} \fbox{\boxed{17}}", "17", 1),
+        (r"\boxed{12} and then \boxed{17", "12", 0),  # the answer is cut off
+        (r"an empty \boxed{ and \boxed{\{1, 2\}}", "\\{2, 1\\}", 1),
+        ("The answer is $42.$", "42", 1),
+        ("The answer is 1e-7.", 1e-7, 1),
+        ("It costs \\$18.90.", "18.90", 1),
+        ("The answer is $ACB$", "BCA", 0),
+        (r"\boxed{1}", "x^2+y^2=1", 0),
+        (r"\boxed{5}", "The answer is $5$.", 1),
+    ],
+)
+def test_the_last_box_is_the_answer(make_sample, response, label, reward):
+    assert math([make_sample(response, label)]) == [reward]
+
+
+@pytest.mark.parametrize("label", ["$$", "\\boxed{}", "\\frac{1}{", "?", "{}"])
+def test_a_label_that_states_nothing(make_sample, label):
+    with pytest.raises(ValueError, match="prompts.jsonl:17 is not mathematics"):
+        math([make_sample("7", label)])
+
+
+def test_unreadable_label(make_sample):
+    with pytest.raises(ValueError, match="prompts.jsonl:17"):
+        math([make_sample("7", "  ")])
+
+
+def test_an_endless_comparison_counts_as_wrong_and_affects_no_other(make_sample, monkeypatch, caplog):
+    monkeypatch.setattr(math_module, "SECONDS", 1.0)
+    with caplog.at_level(logging.WARNING):
+        assert math([make_sample(r"\boxed{9^{9^{9^{9}}}}", "7"), make_sample("7", "7")]) == [0.0, 1.0]
+    assert "no verdict (SubprocessCallTimeout: is_equal took more than 1 s), scored 0: prompt prompts" in caplog.text
