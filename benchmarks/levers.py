@@ -42,12 +42,12 @@ from levers_tried import BOTH, RETURNED, TRIED  # benchmarks/levers_tried.py
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from miles.base.host.machine import has_bf16
+from miles.base.host import has_bf16
 from miles.batch import collate as collating
 from miles.engine.base import SamplingParams
 from miles.engine.embedded import fused_layers, model_runner, running_batch, sampling
 from miles.objective import token_log_probs
-from miles.run.cpu_tuning import malloc_environment
+from miles.run.placement import malloc_environment
 from miles.training import packed_attention, scoring
 from miles.training import trainer as training
 from miles.training.fsdp import models, runner

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from miles.base.stacks import RUN_FOLDER
-from miles.observe.tracking.run_files import METRICS, SAMPLES
+from miles.observe.run_files import METRICS, SAMPLES
 
 HIDDEN, HEADS = 64, 4
 MODEL = {
@@ -166,7 +166,7 @@ def main() -> None:
         with (args.output / "held.csv").open(newline="") as file:
             draw(list(csv.DictReader(file)), args.draw)
         return
-    from miles.models.tiny.write import character_tokenizer, write_model
+    from miles.models.tiny import character_tokenizer, write_model
 
     args.output.mkdir(parents=True, exist_ok=True)
     write_model(MODEL, args.output / "model")

@@ -19,9 +19,7 @@ import urllib.request
 from pathlib import Path
 
 from miles.observe.report.server import ReportServer
-from miles.observe.tracking.jsonl import dump_line
-from miles.observe.tracking.run_files import METRICS, SAMPLES
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.run_files import METRICS, SAMPLES, RunHeader, dump_line
 
 METRIC_NAMES = 40
 

@@ -26,7 +26,7 @@ import psutil
 from fake_servers import answer_body, latency, start
 
 from miles.config.rollout import RolloutArguments
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine
@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
 
 
 class Running:
-    """A server that is already running; implements ``miles.engine.host.Server``."""
+    """A server that is already running; implements ``miles.engine.base.Server``."""
 
     def __init__(self, url: str) -> None:
         self.name = f"fake server {url}"

@@ -37,15 +37,15 @@ from miles.config.cluster import ClusterArguments
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
-from miles.engine.host import LocalHost
+from miles.engine.base import LocalHost
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import RolloutPipeline, build_pipeline
-from miles.run.cpu_tuning import malloc_environment
-from miles.run.rollout_processes.generation_workers import worker_starter
+from miles.run.engine_actors import worker_starter
+from miles.run.placement import malloc_environment
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import PromptGroup
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
 
 def tiny_model(folder: Path) -> str:
     """Write a configuration and a tokenizer of one token per character. No weights are read."""
-    from miles.models.tiny.write import character_tokenizer
+    from miles.models.tiny import character_tokenizer
 
     config = {"model_type": "llama", "vocab_size": 101, "hidden_size": 8, "num_hidden_layers": 1, "eos_token_id": 0}
     folder.mkdir()

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from miles.base.host.machine import has_bf16
+from miles.base.host import has_bf16
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fsdp+torch", "megatron+torch", "fsdp+sglang")

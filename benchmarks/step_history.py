@@ -100,7 +100,7 @@ def measure(turns: int) -> tuple[str, tuple[float, ...]]:
     from backends import random_batch, settings_of  # benchmarks/backends.py
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from miles.base.host.machine import has_bf16
+    from miles.base.host import has_bf16
     from miles.batch.schedule import schedule_step
     from miles.training.backend import build_backend
     from miles.training.scoring import log_probs
@@ -173,7 +173,7 @@ def processor_name() -> str:
 def main() -> int:
     options = parse()
     sys.path.insert(0, str(Path(__file__).parent))
-    from miles.run.cpu_tuning import malloc_environment
+    from miles.run.placement import malloc_environment
 
     missing = malloc_environment("cpu", os.environ)  # as in trainer processes; glibc reads it when a process starts
     if missing:

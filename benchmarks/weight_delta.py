@@ -26,9 +26,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.engine.weight_sync.deltas import DeltaWriter, LocalCopy, chunks_in
 from miles.engine.weight_sync.disk import DiskTransport
-from miles.engine.weight_sync.local_copy import LocalCopy, chunks_in
 from miles.types.weights import WeightChunk, in_chunks
 
 TOKENS = 64  # of a sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from miles.base.host.usable_amx import avoid_unusable_amx
+from miles.base.host import avoid_unusable_amx
 
 if TYPE_CHECKING:
     from miles.api import Run, Settings, explain, train

@@ -19,23 +19,19 @@ from miles.base.flags import FlagError
 from miles.config import explain as explanations
 from miles.config import settings as sections
 from miles.config.checkpoint import CheckpointArguments
-from miles.config.files.config_file import FLAG
-from miles.config.files.run_config import run_config
+from miles.config.files import FLAG, run_config
 from miles.config.notes import grouped
 from miles.config.parser import Command, judge, judge_with_hub, read_command
 from miles.config.validate import Validated, validate
-from miles.observe.report.health import verdicts
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.tracking import jsonl
-from miles.observe.tracking.run_files import METRICS, SAMPLES, RunFiles
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.sample_file import SampleFile
+from miles.observe import run_files
+from miles.observe.health import MetricsFile, verdicts
+from miles.observe.run_files import METRICS, SAMPLES, RunFiles, RunHeader, SampleFile
 from miles.run.launcher.run import launch
 
 if TYPE_CHECKING:
     import pandas
 
-    from miles.run.failure_files.folder import FailureFiles
+    from miles.run.failure_files import FailureFiles
     from miles.run.stop_requests import StopRequests
 
 REWARD_LATER = "given:later"  # stands for the function that ``train`` will be given
@@ -211,7 +207,7 @@ class Run:
         import pandas
 
         if step is None:
-            return pandas.DataFrame(jsonl.read(self.folder / SAMPLES, "rollout_id"))
+            return pandas.DataFrame(run_files.read(self.folder / SAMPLES, "rollout_id"))
         found = SampleFile(self.folder / SAMPLES).iteration(step)
         return pandas.DataFrame(found.rows if found is not None and found.step == step else [])
 

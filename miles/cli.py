@@ -18,8 +18,8 @@ from pathlib import Path
 import miles
 from miles import commands
 from miles.base.ctrl_c import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
-from miles.base.host.output_fault import fault_of_output
-from miles.base.one_line import one_line
+from miles.base.disk_faults import fault_of_output
+from miles.base.text import one_line
 from miles.commands import command_names
 
 LONGEST_NAME = 80  # of a command that does not exist, in a message

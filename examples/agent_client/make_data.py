@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from miles.models.tiny.write import write_model
+from miles.models.tiny import write_model
 
 NUMBERS = range(1, 4)
 WORDS = ["<pad>", "<start>", "<end>", "user", "assistant", "guess", "higher", "lower", "digit", *map(str, range(10))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from miles.models.tiny.write import character_tokenizer, write_model
+from miles.models.tiny import character_tokenizer, write_model
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from miles.commands.sweeps.statistics import Interval, band, over_seeds, paired_difference
+from miles.commands.sweeps.results import Interval, band, over_seeds, paired_difference
 
 HERE = Path(__file__).resolve().parent
 LAST = 10  # iterations of a figure "at the end"

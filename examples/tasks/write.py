@@ -12,8 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from miles.models.tiny.small_task import Row, made_up_names, run_writer, write_rows, write_small_model
-from miles.models.tiny.write import END, character_tokenizer
+from miles.models.tiny import END, Row, character_tokenizer, made_up_names, run_writer, write_rows, write_small_model
 
 WORD_LETTERS = (3, 5)
 NUM_DEMONSTRATIONS = 6000  # per task

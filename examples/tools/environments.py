@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles.tasks.environments.tools import ToolEnvironment
+from miles.tasks.environments.base import ToolEnvironment
 
 OPERATORS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -17,9 +17,8 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from miles.base import strict_json
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.base.secret_values import public
+from miles.base.secrets import public
+from miles.base.text import InputError, one_line
 
 LARGEST = 2**63 - 1  # what an integer of torch, numpy and Arrow holds
 LARGEST_COUNT = 2**31 - 1  # of anything but seeds; what 32 bits hold, and the product of two fits in LARGEST

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.base import spans
-from miles.base.process_trace import SPAN, Event, ProcessTrace, from_kineto
+from miles.base import profiling
+from miles.base.profiling import SPAN, Event, ProcessTrace, from_kineto
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -35,7 +35,7 @@ class Recorder:
         self._name = name
         self._operations = operations
         self._profiler: Any = None
-        self._recording: spans.Recording | None = None
+        self._recording: profiling.Recording | None = None
         self._began = 0
 
     def start(self) -> None:
@@ -43,7 +43,7 @@ class Recorder:
         if self._recording is not None:
             return
         if not self._operations:
-            self._recording = spans.begin(by_torch=False)
+            self._recording = profiling.begin(by_torch=False)
             self._began = time.time_ns()
             return
         import torch
@@ -56,7 +56,7 @@ class Recorder:
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = torch.profiler.profile(activities=activities, experimental_config=every_thread)
         self._profiler.start()
-        self._recording = spans.begin()
+        self._recording = profiling.begin()
         self._began = time.time_ns()
 
     def stop(self) -> ProcessTrace | None:
@@ -64,7 +64,7 @@ class Recorder:
         if self._recording is None:
             return None
         ended = time.time_ns()
-        spans.end()
+        profiling.end()
         recording, self._recording = self._recording, None
         if recording.spans is not None:
             made = [Event(name, SPAN, f"thread {t}", start, end - start) for name, t, start, end in recording.spans]

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 
 MAX_DEPTH = 100
 

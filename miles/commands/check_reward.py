@@ -17,10 +17,9 @@ from pathlib import Path
 from argparse_dataclass import _add_dataclass_options
 
 from miles.base.flags import Errors
-from miles.base.host.machine import memory_limit
-from miles.base.input_error import InputError
+from miles.base.host import memory_limit
 from miles.base.junit import CheckResult, write_junit
-from miles.base.one_line import one_line
+from miles.base.text import InputError, one_line
 from miles.config.command_parser import CommandParser
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.cases import check_cases, read_cases

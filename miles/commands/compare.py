@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.commands.saved_runs.remote_run import run_folder
+from miles.commands.saved_runs.run import run_folder
 from miles.config.command_parser import CommandParser
 from miles.observe.report.comparison import Comparison
-from miles.observe.tracking.run_files import why_not_written
+from miles.observe.run_files import why_not_written
 
 
 def main(argv: Sequence[str]) -> int:

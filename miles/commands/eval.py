@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import count
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
 from miles.config.command_parser import CommandParser
 from miles.config.components import ENGINES
-from miles.observe.tracking.run_files import why_not_written
+from miles.observe.run_files import why_not_written
 
 if TYPE_CHECKING:
     from miles.commands.saved_runs.generation import SetResult

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.base.input_error import InputError
-from miles.commands.saved_runs.remote_run import on_this_machine, run_folder
-from miles.commands.saved_runs.run import SavedRun
+from miles.base.text import InputError
+from miles.commands.saved_runs.run import SavedRun, on_this_machine, run_folder
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
 

@@ -13,15 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.base.folder_lock import is_held
-from miles.base.hidden_secrets import hide_on_command_line
-from miles.base.host.machine import has_bf16, has_gpu
+from miles.base.host import has_bf16, has_gpu
+from miles.base.locks import is_held
+from miles.base.secrets import hide_on_command_line
 from miles.commands import train
 from miles.commands.quickstart_parts import data, model
 from miles.commands.quickstart_parts.summary import summarize
 from miles.config.command_parser import CommandParser
 from miles.config.parser import main_parse, refuse_wrong_flags
-from miles.observe.tracking.run_files import METRICS
+from miles.observe.run_files import METRICS
 
 MARK = ".miles-quickstart"  # in a folder that this command made, and may replace
 SETTINGS = Path(data.__file__).with_name("quickstart.yaml")

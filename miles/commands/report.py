@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.commands.saved_runs.remote_run import run_folder
+from miles.commands.saved_runs.run import run_folder
 from miles.config.command_parser import CommandParser
+from miles.observe.page import write_report
 from miles.observe.report.server import HOST, ReportServer
-from miles.observe.report.static_report import write_report
-from miles.observe.tracking.run_files import why_not_written
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.run_files import RunHeader, why_not_written
 
 PORT = 8600
 

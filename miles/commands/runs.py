@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from miles.base.input_error import InputError
-from miles.base.remote_folder import is_url
-from miles.commands.saved_runs.remote_run import runs_at
-from miles.commands.saved_runs.run import SavedRun
+from miles.base.storage import is_url
+from miles.base.text import InputError
+from miles.commands.saved_runs.run import SavedRun, runs_at
 from miles.config.command_parser import CommandParser
 
 HEADINGS = ("RUN", "STATE", "ITERATIONS", "REWARD", "HELD-OUT", "CHECKPOINTS")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
 from miles.config.command_parser import CommandParser

@@ -15,21 +15,27 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from miles.base.flags import LONGEST_MESSAGE, FlagError, count
-from miles.base.folder_lock import locked_folders
-from miles.base.one_line import one_line
-from miles.base.secret_values import public_words
-from miles.commands.sweeps.child_process import Forks, Starter, start_process
-from miles.commands.sweeps.definition import TABLE_CSV, TABLE_JSON, Definition, read_definition
-from miles.commands.sweeps.page import text_table, write_page
-from miles.commands.sweeps.plan import PlannedRun, plan
-from miles.commands.sweeps.progress import SweepProgress, summary
-from miles.commands.sweeps.results import Results, write_tables
-from miles.commands.sweeps.run_queue import Ended, RunQueue
-from miles.commands.sweeps.slots import Machine, Slot, slots
+from miles.base.locks import locked_folders
+from miles.base.secrets import public_words
+from miles.base.text import one_line
+from miles.commands.sweeps.definition import TABLE_CSV, TABLE_JSON, Definition, PlannedRun, plan, read_definition
+from miles.commands.sweeps.results import Results, text_table, write_page, write_tables
+from miles.commands.sweeps.run_queue import (
+    Ended,
+    Forks,
+    Machine,
+    RunQueue,
+    Slot,
+    Starter,
+    SweepProgress,
+    slots,
+    start_process,
+    summary,
+)
 from miles.commands.sweeps.swept_run import TRAIN, Start, SweptRun
 from miles.commands.train import in_one_process
 from miles.config.command_parser import CommandParser
-from miles.config.rules.one_process import check_one_process
+from miles.config.rules.modes import check_one_process
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Train a language model by reinforcement learning (the same as ``python train.py``).
 
-Parse and validate the flags, start Ray, place the actors, and run the loop (miles/run/launcher/). Wrong flags are reported
-before torch or Ray are imported.
+Parse and validate the flags, start Ray, place the actors, and run the loop (miles/run/launcher/). Wrong flags are
+reported before torch or Ray are imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from miles.base.hidden_secrets import hide_on_command_line
+from miles.base.secrets import hide_on_command_line
 from miles.config.parser import main_parse
 from miles.run.launcher.attempt import train_in_one_process
 from miles.run.launcher.run import launch
@@ -56,7 +56,7 @@ def in_one_process(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: As ``main``, also if the run needs more processes.
     """
-    from miles.config.rules.one_process import check_one_process
+    from miles.config.rules.modes import check_one_process
     from miles.run.failures import exit_with_message
 
     validated = main_parse(argv)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
-from miles.compat.translate.reading.files import read_document
+from miles.compat.translate.reading import read_document
 from miles.compat.translate.report import report
 from miles.compat.translate.translation import Translation
 from miles.config.command_parser import CommandParser

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.flags import LONGEST_VALUE, flag_name
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 
 FLAG = "--custom-config-path"
 LARGEST = 1_000_000  # characters of the file

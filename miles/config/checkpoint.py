@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from miles.base.flags import Errors, flag
-from miles.base.remote_folder import fault_of_url, is_url, protocol_of
-from miles.base.secret_values import HIDDEN, public
+from miles.base.secrets import HIDDEN, public
+from miles.base.storage import fault_of_url, is_url, protocol_of
 from miles.config.cluster import ClusterArguments
 from miles.config.evaluation import EvaluationArguments
 
@@ -120,7 +120,7 @@ def first_iteration(checkpoint: CheckpointArguments) -> int | None:
         return None
     try:
         return _newest_checkpoint(folder) or 0
-    except OSError:  # the launcher refuses to run (base/reading.py)
+    except OSError:  # the launcher refuses to run (base/locks.py)
         return None
 
 

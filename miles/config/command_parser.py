@@ -15,7 +15,7 @@ from miles.base.flags import (
     fault_of_size,
     fault_of_text,
 )
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -95,7 +95,7 @@ class EngineSpec:
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
     "fsdp": TrainBackendSpec(
         "miles.training.fsdp.backend:build",
-        "miles.training.fsdp.export:export",
+        "miles.training.fsdp.checkpoint:export",
         "miles.training.fsdp.rehearsed:build",
         trains_recurrent_models=True,
         trains_adapters=True,
@@ -130,7 +130,7 @@ ENGINES: Mapping[str, EngineSpec] = {
 
 # What scores samples for distillation, by the name that --opd-type gives it: a function
 # ``connect(loss, share) -> ServedTeacher``, as ``module:function``. (The trainer's own teacher is a model there.)
-TEACHERS: Mapping[str, str] = {"server": "miles.engine.sglang.teacher:connect"}
+TEACHERS: Mapping[str, str] = {"server": "miles.engine.sglang.requests:connect"}
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
 

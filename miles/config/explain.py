@@ -19,7 +19,7 @@ from miles.config.parallel import explain_ranks
 from miles.config.profiling import explain_profiling, unused_in_profiling
 from miles.config.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.config.settings import Settings
-from miles.config.sglang.settings import explain_servers
+from miles.config.sglang.flags import explain_servers
 from miles.config.tracking import explain_tracking
 from miles.config.training import explain_step, unused_in_training
 from miles.config.validate import Validated

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from miles.base.flags import LONGEST_VALUE
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 
 LARGEST_FILE = 1_000_000  # characters
 MOST_FILES = 1000  # that a command line reads, with those that they name

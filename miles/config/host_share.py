@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from miles.base.flags import count
-from miles.base.host.machine import GIB, busy_cores, has_gpu, memory_bytes
+from miles.base.host import GIB, busy_cores, has_gpu, memory_bytes
 from miles.config.components import engine_spec
 from miles.config.model import local_config
 from miles.config.settings import Settings
-from miles.config.sglang.server_flags import has_flag, value_of
-from miles.models.cache_size import ROW_STEP, kv_bytes_per_token
+from miles.config.sglang.flags import has_flag, value_of
+from miles.models.packing import ROW_STEP, kv_bytes_per_token
 
 CACHE_SHARE = 0.25  # of the memory, for keys and values; the rest is the trainer's and for weights
 SERVER_TOKENS = 32768  # in a server's cache, if the memory allows it and the requests need no more

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import miles
 from miles.base.flags import count
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 
 ASKING = "miles.run.gpus_of_cluster"
 ANSWER_SECONDS = 2.0  # for a cluster to answer

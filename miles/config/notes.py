@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.flags import changed, flag_name
-from miles.base.secret_values import public_words
+from miles.base.secrets import public_words
 from miles.config.abilities import reads_megatron_flags
 from miles.config.megatron.fields import DESTINATION
 from miles.config.settings import Settings

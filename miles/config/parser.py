@@ -18,14 +18,15 @@ from argparse_dataclass import _add_dataclass_options
 
 import miles
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
-from miles.base.host.machine import busy_cores, has_bf16, has_gpu
-from miles.base.one_line import one_line
+from miles.base.host import busy_cores, has_bf16, has_gpu
+from miles.base.text import one_line
 from miles.compat import custom_config
 from miles.compat.launch.distillation import read_estimator
 from miles.compat.launch.mismatch_config import read_mismatch_config
 from miles.compat.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.compat.launch.paths import names_functions
 from miles.compat.launch.server import read_eval_servers
+from miles.config import files
 from miles.config.choice import (
     choose_backend,
     choose_device,
@@ -37,22 +38,23 @@ from miles.config.choice import (
 from miles.config.cluster import ClusterArguments, is_cluster_address
 from miles.config.components import TRAIN_BACKENDS
 from miles.config.explain import explain
-from miles.config.files import config_file
-from miles.config.files.config_file import expand_configs, located
-from miles.config.files.hub_config import fetch_configs
+from miles.config.files import expand_configs, fetch_configs, located
 from miles.config.flags_file import with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.notes import OTHERS, Note, report, strict_errors, surprises
-from miles.config.rules.columns import check_columns
-from miles.config.rules.debug_modes import check_saved_samples, notes_on_saved_samples
-from miles.config.rules.deterministic import check_deterministic_on_cpu
-from miles.config.rules.replay import check_replay_on_cpu
+from miles.config.rules.model import check_columns
+from miles.config.rules.modes import (
+    check_deterministic_on_cpu,
+    check_replay_on_cpu,
+    check_saved_samples,
+    notes_on_saved_samples,
+)
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
-from miles.config.sglang.server_sizes import check_server_heads
+from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.config.sglang.rules import check_server_heads
 from miles.config.sglang.server_values import check_server_files
 from miles.config.spelling import (
     INSTEAD_OF_VALUES,
@@ -181,7 +183,7 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        config_file.FLAG,
+        files.FLAG,
         nargs="+",
         metavar=("FILE", "KEY=VALUE"),
         help="read settings from a YAML file, such as the run.yaml of a run; flags and KEY=VALUE after it win",
@@ -256,7 +258,7 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     """
     parser = _own_flags().for_command(Errors())
     try:
-        words = cut_spaced_words(with_words_of_files(argv), {config_file.FLAG})
+        words = cut_spaced_words(with_words_of_files(argv), {files.FLAG})
     except ValueError as error:
         parser.error(str(error))
     own = {*parser._option_string_actions}
@@ -561,4 +563,4 @@ def _judge_without_hub(command: Command, judged: Callable[[Command], Validated])
 def _report(messages: Sequence[str]) -> str:
     """Return the text that reports errors, by the sections of ``--help``."""
     own = {flag_name(field.name): name for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    return report(messages, {config_file.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS))
+    return report(messages, {files.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
 
 from miles.base.flags import Errors, changed, count, flag, flag_name
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
 from miles.config.components import ENGINES
 from miles.objective.settings import LossArguments

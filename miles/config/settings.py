@@ -11,16 +11,14 @@ from miles.config.components import engine_spec
 from miles.config.critic import CriticArguments, critic_optimizer
 from miles.config.evaluation import EvaluationArguments
 from miles.config.lora import LoraArguments
-from miles.config.megatron.added_losses import added_losses
-from miles.config.megatron.settings import MegatronArguments
+from miles.config.megatron.settings import MegatronArguments, added_losses
 from miles.config.model import ModelArguments
 from miles.config.optimizer import OptimizerArguments
 from miles.config.parallel import ParallelArguments
 from miles.config.profiling import ProfilingArguments
 from miles.config.rehearsal import RehearsalArguments
 from miles.config.rollout import RolloutArguments
-from miles.config.sglang.server_flags import ServerFlags
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.objective.explain import AddedLoss
@@ -93,8 +91,8 @@ class Settings:
     def _given_advantages(self) -> Term | None:
         """The call of the user's function that makes the advantages of samples, if one of these flags names it."""
         for path, module in (
-            (self.rollout.custom_convert_samples_to_train_data_path, "miles.rollout.hooks.custom_convert"),
-            (self.reward.custom_reward_post_process_path, "miles.batch.reward_post_process"),
+            (self.rollout.custom_convert_samples_to_train_data_path, "miles.rollout.hooks"),
+            (self.reward.custom_reward_post_process_path, "miles.batch.convert"),
         ):
             if path is not None:
                 return Term(f"{path}(...)", module, path)

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from miles.base.flags import LONGEST_VALUE
-from miles.base.one_line import one_line
-from miles.base.secret_values import public_words
+from miles.base.secrets import public_words
+from miles.base.text import one_line
 from miles.config.notes import READ_AS, Note, written
-from miles.config.sglang.server_flags import ROUTER, ROUTER_ALIAS
-from miles.config.values import whole_numbers
+from miles.config.sglang.flags import ROUTER, ROUTER_ALIAS
+from miles.config.suggest import whole_numbers
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
 

@@ -32,15 +32,18 @@ from miles.config.profiling import check_profiling
 from miles.config.rehearsal import check_rehearsal
 from miles.config.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
 from miles.config.rules.agents import check_agents
-from miles.config.rules.debug_modes import check_debug_modes
-from miles.config.rules.deterministic import check_deterministic
 from miles.config.rules.export_folder import check_export_folder
-from miles.config.rules.labels import check_labels
 from miles.config.rules.loss import check_loss, name_policy_loss
-from miles.config.rules.model_context import check_model_context, notes_on_model_context
-from miles.config.rules.replay import check_replay
-from miles.config.rules.vocabulary import check_stop_token_ids, check_tokens_of_scorers
+from miles.config.rules.model import (
+    check_labels,
+    check_model_context,
+    check_stop_token_ids,
+    check_tokens_of_scorers,
+    notes_on_model_context,
+)
+from miles.config.rules.modes import check_debug_modes, check_deterministic, check_replay
 from miles.config.settings import Settings
+from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.rules import (
     can_count_engines,
     check_engine,
@@ -48,7 +51,6 @@ from miles.config.sglang.rules import (
     fill_pause_mode,
     fill_rollout_num_gpus,
 )
-from miles.config.sglang.server_flags import ServerFlags
 from miles.config.sglang.server_values import check_server_texts
 from miles.config.tracking import check_tracking
 from miles.config.training import check_training, fill_global_batch_size, notes_on_training

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from miles.base.threads import in_thread
 from miles.config.components import build, build_teacher, engine_spec
+from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from miles.config.settings import Settings
-    from miles.engine.host import EngineHost
+    from miles.engine.weight_sync.deltas import CopySource, WeightFolder
     from miles.objective.settings import LossArguments
+    from miles.types.replay import TokenSets
     from miles.types.sample import Sample
-    from miles.types.token_sets import TokenSets
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -82,7 +89,7 @@ class Generation:
             before those of ``weight_version``, oldest first.
         support: The set that each token was drawn from, if ``returns_support`` asked for it.
         experts: The experts of each layer for the tokens of prompt and response but the last, [positions, layers, k],
-            if ``returns_experts`` asked for them (``miles/types/expert_choices.py``).
+            if ``returns_experts`` asked for them (``miles/types/replay.py``).
 
     >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
     [3, 3, 4]
@@ -264,3 +271,289 @@ async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     """
     engine: Engine = await build(engine_spec(settings.rollout.rollout_engine), settings, host)
     return engine
+
+
+# The protocol by which a run offers devices, and places for server processes, to its engine.
+#
+# The cluster implements ``EngineHost``; engines never see Ray. ``LocalHost`` implements it in one process, without
+# Ray.
+
+
+class ServerFailed(RuntimeError):
+    """A server process ended, or hung, before it served."""
+
+
+class ServerProcess(Protocol):
+    """Start and stop one server, or its part of one node, on the host where this object is."""
+
+    def meeting_address(self) -> str:
+        """Return an address of this host, HOST:PORT, at which the parts of a server can meet."""
+        ...
+
+    def start(self, meeting: str | None = None) -> str:
+        """Start the server, wait until it serves, and return its URL. Raises ``ServerFailed`` if it does not.
+
+        ``meeting`` is the address at which it meets the parts on other nodes, if it has any.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End the server. Does nothing if it does not run."""
+        ...
+
+
+class Server(Protocol):
+    """Start and stop one server from afar, for instance in an actor. ``name`` is how messages call it."""
+
+    name: str
+
+    async def start(self) -> str:
+        """Start the server if it does not run, wait until it serves, and return its URL."""
+        ...
+
+    async def stop(self) -> None:
+        """End the server, whatever state it is in."""
+        ...
+
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Bring the copy of the weights on the server's host up to date, and return it.
+
+        Raises ``DeltaRefused`` if the host needs all weights, and ``ServerFailed`` if it does not answer.
+        """
+        ...
+
+
+class ServerPart(Server, Protocol):
+    """The process of one node of a server, seen from afar: a whole server, if it has one node."""
+
+    async def meeting_address(self) -> str:
+        """Return an address of its host; ``ServerProcess.meeting_address``."""
+        ...
+
+    async def start(self, meeting: str | None = None) -> str:
+        """Start the process if it does not run; ``ServerProcess.start``."""
+        ...
+
+
+class EngineHost(Protocol):
+    """Place an engine. ``device`` (cpu or cuda) is the one that the run computes on."""
+
+    device: str
+
+    def place_server(
+        self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
+    ) -> ServerPart:
+        """Place the part of server ``number`` that is on its node ``node``, on devices of its own.
+
+        Args:
+            number: Which server of the run, from 0.
+            build: Makes the server's process, given the address that it should listen on. It is pickled.
+            start_seconds: How long one start may take.
+            node: Which of the nodes that the server spans, from 0.
+        """
+        ...
+
+    def broadcast_device(self) -> torch.device:
+        """Return the device from which weights are broadcast to servers: a GPU that no server uses, or the CPU."""
+        ...
+
+
+class LocalServer:
+    """Start and stop a server from the event loop."""
+
+    def __init__(self, number: int, process: ServerProcess) -> None:
+        self.name = f"engine {number}"
+        self._process = process
+
+    async def meeting_address(self) -> str:
+        """Return an address of this machine; ``ServerPart.meeting_address``."""
+        return self._process.meeting_address()
+
+    async def start(self, meeting: str | None = None) -> str:
+        """Start the server in a thread, since that takes long; ``ServerPart.start``."""
+        return await in_thread(self._process.start, meeting)
+
+    async def stop(self) -> None:
+        """Stop it; ``Server.stop``."""
+        await in_thread(self._process.stop)
+
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Update this machine's copy in a thread; ``Server.update_copy``."""
+        return await in_thread(source.update_copy)
+
+
+class LocalHost:
+    """Place servers on this machine. All of them see the same devices.
+
+    Args:
+        device: cpu or cuda.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def place_server(
+        self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
+    ) -> LocalServer:
+        """Place server ``number``; ``EngineHost.place_server``. The process itself bounds its start."""
+        return LocalServer(number, build("127.0.0.1"))
+
+    def broadcast_device(self) -> torch.device:
+        """Return the CPU: no weights are sent."""
+        import torch
+
+        return torch.device("cpu")
+
+
+# Pass every call on to another engine: the base of engines that change some calls.
+
+
+class EngineWrapper:
+    """Implements ``miles.engine.base.Engine`` by the calls of another engine. A subclass overrides what it changes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return what the engine answers."""
+        return await self._engine.generate(request)
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Update the engine's weights."""
+        await self._engine.update_weights(chunks, version)
+
+    async def pause(self) -> None:
+        """Pause the engine."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Resume the paused engine."""
+        await self._engine.resume()
+
+    async def abort(self) -> None:
+        """Abort what is in flight."""
+        await self._engine.abort()
+
+    async def health(self) -> bool:
+        """Return whether the engine can serve requests."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self._engine.close()
+
+
+# Measure how much an engine has to do: the share of the time with requests, and the responses in flight.
+
+
+class EngineLoad:
+    """Adds up the time with requests, from the first request on, and from each reading on.
+
+    A response is in flight from its request to its answer, also while it waits for a place in the engine.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began: float | None = None  # of what is added up; None before the first request
+        self._counted = 0.0  # the time up to which seconds are added up
+        self._in_flight = 0
+        self._busy = 0.0  # seconds with a response in flight
+        self._response_seconds = 0.0
+
+    @contextmanager
+    def answering(self, responses: int) -> Iterator[None]:
+        """Count ``responses`` as in flight until the block ends, even by an error."""
+        self._count()
+        self._in_flight += responses
+        try:
+            yield
+        finally:
+            self._count()
+            self._in_flight -= responses
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return what was measured since the last reading, and reset it; empty before the first request.
+
+        ``perf/engine_busy`` is the share of the time with a response in flight, and ``perf/engine_responses`` the mean
+        number of these in that time.
+        """
+        if self._began is None:
+            return {}
+        self._count()
+        found = {
+            "perf/engine_busy": Metric(self._busy, self._counted - self._began),
+            "perf/engine_responses": Metric(self._response_seconds, self._busy),
+        }
+        self._began, self._busy, self._response_seconds = self._counted, 0.0, 0.0
+        return {name: metric for name, metric in found.items() if metric.denominator}
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._began is None:
+            self._began = self._counted = now
+        if self._in_flight:
+            self._busy += now - self._counted
+            self._response_seconds += (now - self._counted) * self._in_flight
+        self._counted = now
+
+
+class MeteredEngine(EngineWrapper):
+    """Reports each request to ``load``."""
+
+    def __init__(self, engine: Engine, load: EngineLoad) -> None:
+        super().__init__(engine)
+        self._load = load
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return what the engine answers."""
+        with self._load.answering(len(request.seeds)):
+            return await super().generate(request)
+
+
+# Run many coroutines at once, and leave none behind when one fails.
+
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run the coroutines concurrently and return their results in order.
+
+    Raises the first exception as it is, after the others were cancelled and have ended. (``asyncio.gather`` would let
+    them run on; ``asyncio.TaskGroup`` would wrap the user's error in an ``ExceptionGroup``.)
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
+    """Return the places at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
+
+    May be called from another thread. Frames of libraries are left out, apart from the innermost one.
+    """
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks(loop):
+        frames = []
+        waits: Any = task.get_coro()
+        while waits is not None:
+            frame = next((f for kind in ("cr", "gi", "ag") if (f := getattr(waits, f"{kind}_frame", None))), None)
+            if frame is not None:
+                file = frame.f_code.co_filename.rpartition("/miles/")
+                is_own = bool(file[1]) and "site-packages" not in file[2]
+                name = f"miles/{file[2]}" if file[1] else file[2]
+                frames.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
+            waits = next(
+                (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
+            )
+        shown = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
+        places[" > ".join(shown) or "not started"] += 1
+    return places

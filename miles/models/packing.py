@@ -2,7 +2,7 @@
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
 recurrent state (linear attention, Mamba, a short convolution) does not: its state would pass from one sample to the
-next. The FSDP backend computes such layers sample by sample (training/fsdp/recurrent_layers.py), and a test shows that
+next. The FSDP backend computes such layers sample by sample (training/fsdp/layers.py), and a test shows that
 it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
 (``--qkv-format bshd``), where every sample begins with an empty state.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.models.installed_transformers import attends_by_itself, may_have_state, why_not_loaded
+from miles.models.reading import attends_by_itself, may_have_state, why_not_loaded
 
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
 # padded, and the same for types with recurrent state.
@@ -96,7 +96,7 @@ _NOT_GENERATED = ("diffllama", "hrm_text")
 _NOT_TRAINED = ("minicpm3", "zamba")
 
 # Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
-# (training/fsdp/sparse_attention.py).
+# (training/fsdp/layers.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 # Those of PACKABLE that the same file compares with a window shorter than the samples.
@@ -314,3 +314,37 @@ def model_type(config: dict[str, Any]) -> str:
     """Return the type of the language model; inside a configuration for text and images, that of its text part."""
     text = config.get("text_config") or {}
     return str(text.get("model_type") or config.get("model_type"))
+
+
+# Compute how much memory the keys and values of a token take, from a model's configuration alone.
+
+
+# Tokens: the rows of the embedded engine's cache grow in steps of it, so that they are seldom reallocated.
+ROW_STEP = 64
+
+
+def kv_bytes_per_token(config: dict[str, Any], gpus: int, itemsize: int, keeps_latent: bool = True) -> int:
+    """Return the bytes of keys and values of one token on one device of an engine.
+
+    Every layer counts as attention, so that the figure is a bound for a model that also has others.
+
+    Args:
+        config: The text part of a ``config.json``.
+        gpus: Devices of the engine.
+        itemsize: Bytes of a value.
+        keeps_latent: Whether the engine keeps what latent attention computes keys and values from (one vector for all
+            heads, on every device), and not the keys and values.
+
+    Raises:
+        KeyError: The configuration lacks a size.
+    """
+    layers = int(config["num_hidden_layers"])
+    if config.get("kv_lora_rank"):
+        turned = int(config.get("qk_rope_head_dim", 0))
+        if keeps_latent:
+            return itemsize * layers * (int(config["kv_lora_rank"]) + turned)
+        width = int(config["qk_nope_head_dim"]) + turned + int(config["v_head_dim"])
+        return itemsize * layers * width * max(1, int(config["num_attention_heads"]) // gpus)
+    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return 2 * itemsize * layers * width * max(1, heads // gpus)

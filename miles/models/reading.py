@@ -2,15 +2,139 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from miles.base.one_line import one_line
-from miles.models.installed_transformers import READ_AS
+from miles.base.text import one_line
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+# Read from transformers' source which models it has, and the linear layers of each.
+#
+# Importing transformers' models takes seconds and needs torch. Its tables of models are literals, and each file of a
+# family defines all of its layers, so both can be read as they are written.
+
+
+READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
+_CONFIGS, _CAUSAL, _MASKED, _TEXT_TO_TEXT, _SPEECH_TO_TEXT, _MODULES = (
+    "CONFIG_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "SPECIAL_MODEL_TYPE_TO_MODULE_NAME",
+)
+
+
+def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tuple[str, str] | None:
+    """Return why transformers loads no causal language model of this type, and what to do; None if it does.
+
+    Args:
+        model_type: As the model's ``config.json`` names it.
+        has_own_code: Whether that names code in the model's folder (``auto_map``), which is not run.
+        is_decoder: Whether that says that a model of a family of encoders is a decoder.
+    """
+    model_type = READ_AS.get(model_type, model_type)
+    causal = _table(_CAUSAL)
+    if model_type in {**_table(_TEXT_TO_TEXT), **_table(_SPEECH_TO_TEXT)}:
+        return f"a {model_type} has an encoder and a decoder", "choose a decoder-only model"
+    if model_type in causal and not _table(_MASKED).get(model_type, "").endswith("ForMaskedLM"):
+        return None
+    configs = _table(_CONFIGS)
+    if not configs or not causal:
+        return None  # a release whose tables are elsewhere: transformers reports it when it loads the model
+    installed = f"the installed transformers {version('transformers')}"
+    if model_type not in configs:
+        rule = f"{installed} has no model_type {model_type}"
+        if has_own_code:
+            return f"{rule}, and the code in its folder (auto_map) is not run", "choose a model that transformers has"
+        return rule, "correct model_type in its config.json, install a release that has it, or choose another model"
+    alike = [name for name, config in configs.items() if config == configs[model_type]]
+    if not any(name in causal for name in alike):
+        return f"{installed} has no causal language model of the type {model_type}", "choose a causal language model"
+    if model_type in causal and not is_decoder:
+        rule = f"a {model_type} is an encoder, whose tokens see those after them"
+        return rule, "choose a causal language model"
+    return None
+
+
+def attends_by_itself(model_type: str) -> bool:
+    """Return whether models of this type compute attention themselves, and not by a function that can be replaced."""
+    text = _source(model_type)
+    return re.search(r"^class \w*Attention", text, re.MULTILINE) is not None and "ALL_ATTENTION_FUNCTIONS" not in text
+
+
+def may_have_state(model_type: str) -> bool:
+    """Return whether models of this type may have layers whose state passes from token to token."""
+    return re.search("conv_state|recurrent_state|rnn_state", _source(model_type)) is not None
+
+
+@cache
+def linear_layers(model_type: str) -> frozenset[str]:
+    """Return the names that linear layers have in the models of this type, or may have; none if they are not known."""
+    tree = ast.parse(_source(model_type))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    makers = {node.name for node in classes if any(_ends_in_linear(base) for base in node.bases)}
+    return frozenset(_assigned_linear(tree, makers))
+
+
+def _assigned_linear(tree: ast.Module, makers: set[str]) -> Iterator[str]:
+    """Yield NAME of each ``self.NAME = …`` whose value calls ``Linear``, or a class derived from it."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        calls = [call.func for call in ast.walk(node.value) if isinstance(call, ast.Call)]
+        if any(_ends_in_linear(call) or (isinstance(call, ast.Name) and call.id in makers) for call in calls):
+            yield from (target.attr for target in node.targets if isinstance(target, ast.Attribute))
+
+
+def _ends_in_linear(node: ast.expr) -> bool:
+    return ast.unparse(node).endswith("Linear")
+
+
+@cache
+def _source(model_type: str) -> str:
+    """Return the file that defines the causal language model of this type; empty if it is not there."""
+    model_type = READ_AS.get(model_type, model_type)
+    folder, name = _models(), _table(_CAUSAL).get(model_type)
+    module = _table(_MODULES).get(model_type, model_type.replace("-", "_"))
+    if folder is None or name is None or not (file := folder / module / f"modeling_{module}.py").is_file():
+        return ""
+    text = file.read_text(encoding="utf-8")
+    return text if f"\nclass {name}(" in text else ""
+
+
+@cache
+def _table(name: str) -> dict[str, str]:
+    """Return a table of ``models/auto``, with what is added to it after its definition; empty if it is not there."""
+    found = dict[str, str]()
+    for text in _sources():
+        for match in re.finditer(rf"^{name}(?: = OrderedDict|\.update)\(\n(.*?)\n\)", text, re.MULTILINE | re.DOTALL):
+            found |= dict(ast.literal_eval(match[1].strip()))
+    return found
+
+
+@cache
+def _sources() -> tuple[str, ...]:
+    folder = _models()
+    names = ("auto_mappings", "configuration_auto", "modeling_auto")
+    files = [] if folder is None else [folder / "auto" / f"{name}.py" for name in names]
+    return tuple(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+def _models() -> Path | None:
+    spec = find_spec("transformers")  # finds, and does not import
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
+
 
 _READER = "PytorchStreamReader"  # begins what torch says about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message

@@ -1,4 +1,4 @@
-"""Every family that a file of this package defines, by ``model_type``."""
+"""Every family that a file of ``families/`` defines, by ``model_type``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from miles import models as model_families
+from miles.models import families as folder
 from miles.models.base import Config, ConvertedFamily, Family, Shape, refusal
 from miles.models.packing import is_compared_by_test, model_type, why_not_trained
-
-_NOT_FAMILIES = ("reading", "registry")  # they import this file
 
 
 def families(kind: str) -> dict[str, Any]:
     """Return what the files of this package list under ``kind``, by ``model_type``, in the order of their names."""
     found: dict[str, Any] = {}
-    for file in iter_modules(model_families.__path__):
-        if file.name in _NOT_FAMILIES:
-            continue
-        for family in getattr(import_module(f"{model_families.__name__}.{file.name}"), kind, ()):
+    for file in iter_modules(folder.__path__):
+        for family in getattr(import_module(f"{folder.__name__}.{file.name}"), kind, ()):
             assert family.model_type not in found, f"{family.model_type} is defined twice"
             found[family.model_type] = family
     return found

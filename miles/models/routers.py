@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles.types.expert_choices import UNKNOWN, dtype_for
+from miles.types.replay import UNKNOWN, dtype_for
 
 _LAYER = re.compile(r"layers\.(\d+)\.(?:mlp|mixer)\.gate$")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 
 from miles.base.flags import Errors, flag
 from miles.objective import delta_l
-from miles.objective.hook_calls import get_custom_pg_loss_reducer
+from miles.objective.hooks import get_custom_pg_loss_reducer
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import collect_errors
-from miles.objective.adaptive.entropy import check_adaptive_entropy
+from miles.objective.adaptive import check_adaptive_entropy
 from miles.objective.canary import check_canary
 from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
-from miles.objective.hook_calls import CustomAdvantages, CustomPolicyLoss
+from miles.objective.hooks import CustomAdvantages, CustomPolicyLoss
 from miles.objective.kl import check_kl
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.loss_types.base import LossType

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from miles.objective.adaptive.entropy import AdaptiveEntropy
-from miles.objective.adaptive.kl import AdaptiveKl
+from miles.objective.adaptive import AdaptiveEntropy, AdaptiveKl
 from miles.objective.settings import LossArguments
 from miles.types.metrics import Metric
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from miles.base.flags import flag
-from miles.objective.adaptive.entropy import AdaptiveEntropyFlags
-from miles.objective.adaptive.kl import AdaptiveKlFlags
+from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import find_objective
 from miles.objective.distillation import DistillationFlags

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from miles.base.flags import Errors, flag_name
 from miles.objective.estimators import ESTIMATORS
-from miles.objective.hook_calls import custom_importance_weights
+from miles.objective.hooks import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
 from miles.objective.registry import Needs, Term, Variant
 from miles.objective.sequences import sequence_means, sequence_sums

@@ -1,7 +1,7 @@
 """The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes.
 
 A few of them, or all, also get the trainer's values of their tokens. The rollout side chooses these answers and leaves
-room for the values; the trainer's ranks record them (batch/token_record.py), and the launcher joins both.
+room for the values; the trainer's ranks record them (batch/collate.py), and the launcher joins both.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, Protocol
 
 from miles.objective.settings import LossArguments
 from miles.objective.token_weights import token_weights_of
-from miles.observe.tracking.jsonl import dump_line
-from miles.observe.tracking.run_files import SampleRecord
-from miles.observe.tracking.sample_file import spread_order
+from miles.observe.run_files import SampleRecord, dump_line, spread_order
 from miles.types.sample import PromptGroup, Sample
 from miles.types.train_batch import TokenColumns, TrainShard
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from miles.base.user_code.loading import load_function
+from miles.base.user_code import load_function
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.rollout.groups import GroupGenerator, generate_group
@@ -18,7 +18,7 @@ from miles.rollout.thinking_limit import ThinkingLimit
 from miles.rollout.trajectory import generate_trajectories
 
 if TYPE_CHECKING:
-    from miles.rollout.agents.session_generator import SessionGenerator
+    from miles.rollout.agents.generator import SessionGenerator
 
 _FLAG = "--custom-generate-function-path"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from miles.config.rollout import RolloutArguments
-from miles.engine.concurrency import gather_or_cancel
+from miles.engine.base import gather_or_cancel
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics

@@ -23,14 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles.base import strict_json
-from miles.base.host.disk_faults import naming_disk
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
+from miles.base.disk_faults import naming_disk
+from miles.base.text import InputError, one_line
 from miles.config.rollout import path_of_iteration
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.metrics import rollout_metrics
+from miles.types.replay import WHOLE, TokenSets
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
-from miles.types.token_sets import WHOLE, TokenSets
 
 _SAMPLE_FIELDS = (
     "trajectory_id",

@@ -13,12 +13,10 @@ import yaml
 
 from miles.base import strict_json
 from miles.base.flags import LONGEST_VALUE, fault_of_size
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
+from miles.base.text import InputError, one_line
 from miles.config.evaluation import EvaluationArguments
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import SamplingParams
-from miles.engine.concurrency import gather_or_cancel
+from miles.engine.base import SamplingParams, gather_or_cancel
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
 from miles.tasks.data.prompts import PromptSet, load_prompts

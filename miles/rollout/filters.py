@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles.base.user_code.loading import load_function
+from miles.base.user_code import load_function
 from miles.tasks.rewards.passing import deciding_reward
 from miles.types.sample import PromptGroup
 

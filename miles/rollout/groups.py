@@ -9,12 +9,10 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, Protocol
 
-from miles.base.process_trace import ProcessTrace
-from miles.base.spans import span, waiting
-from miles.base.user_code.errors import ordinary_errors
+from miles.base.profiling import ProcessTrace, span, waiting
+from miles.base.user_code import ordinary_errors
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
-from miles.engine.concurrency import gather_or_cancel
+from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.rollout.answer_text import Detokenizer, answer_text
 from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.tasks.rewards.base import RewardFunction

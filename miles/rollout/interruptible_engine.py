@@ -6,12 +6,9 @@ import asyncio
 from dataclasses import replace
 from itertools import groupby
 
-from miles.engine.base import Engine, Generation, GenerationRequest
-from miles.engine.concurrency import gather_or_cancel
-from miles.engine.wrapper import EngineWrapper
+from miles.engine.base import Engine, EngineWrapper, Generation, GenerationRequest, gather_or_cancel
 from miles.rollout.groups import response_seed
-from miles.types.expert_choices import continued
-from miles.types.token_sets import extended
+from miles.types.replay import continued, extended
 
 
 class InterruptibleEngine(EngineWrapper):

@@ -17,40 +17,44 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from miles.base.host.machine import memory_limit
-from miles.base.process_trace import ProcessTrace
-from miles.base.spans import waiting
+from miles.base.host import memory_limit
+from miles.base.profiling import ProcessTrace, waiting
 from miles.base.threads import in_thread
-from miles.base.user_code.calls import user_code_in_thread
+from miles.base.user_code import user_code_in_thread
 from miles.config.flags_view import flags_view
 from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import (
     Engine,
+    EngineHost,
+    EngineLoad,
     HasQueues,
+    MeteredEngine,
     ReleasesMemory,
     ServedTeacher,
     SharesServers,
     connect_teacher,
     start_engine,
 )
-from miles.engine.host import EngineHost
-from miles.engine.load import EngineLoad, MeteredEngine
 from miles.observe.sample_records import StoredSamples
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate
-from miles.rollout.evaluation_function import own_evaluation
 from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, GroupWorkers, produce_group
-from miles.rollout.hooks.buffer_filter import BufferFilter
-from miles.rollout.hooks.iteration_hooks import IterationHooks
+from miles.rollout.hooks import (
+    BufferFilter,
+    FunctionCollector,
+    IterationHooks,
+    RolloutTools,
+    load_rollout_function,
+    own_evaluation,
+)
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
-from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of, load_held_out
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
@@ -64,7 +68,7 @@ from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
-    from miles.rollout.agents.session_generator import SessionGenerator
+    from miles.rollout.agents.generator import SessionGenerator
 
 
 @dataclass(frozen=True)

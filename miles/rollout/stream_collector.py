@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from miles.base.user_code.errors import as_exception
+from miles.base.user_code import as_exception
 from miles.config.rollout import RolloutArguments
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally, draw_up_to
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
-from miles.rollout.hooks.buffer_filter import BufferFilter
+from miles.rollout.hooks import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.tasks.rewards.settings import RewardArguments

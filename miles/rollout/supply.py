@@ -14,9 +14,8 @@ from miles.rollout.evaluate import EvalSet, load_eval_sets
 from miles.tasks.data.conversations import Conversation, load_conversations
 from miles.tasks.data.curriculum import CurriculumStream, load_curriculum
 from miles.tasks.data.custom_source import CustomStream
-from miles.tasks.data.mixture import Mixture, NamedSet
 from miles.tasks.data.prompts import RowReader, load_prompts
-from miles.tasks.data.stream import PromptStream, TrainingStream
+from miles.tasks.data.stream import Mixture, NamedSet, PromptStream, TrainingStream
 from miles.types.sample import Prompt
 
 

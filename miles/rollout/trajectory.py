@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
-from miles.engine.concurrency import gather_or_cancel
+from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.rollout.answer_text import Detokenizer, answer_text
 from miles.rollout.groups import STATUS, SeedOf, fit_context, response_seed
-from miles.types.expert_choices import continued
+from miles.types.replay import TokenSets, continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
-from miles.types.token_sets import TokenSets, extended
 
 
 class Tokenizer(Detokenizer, Protocol):

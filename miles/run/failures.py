@@ -11,21 +11,18 @@ from pathlib import Path
 
 import ray.exceptions
 
+from miles.base.disk_faults import WriteFailed, fault_of_output
 from miles.base.flags import flag_name
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.host.output_fault import fault_of_output
-from miles.base.input_error import InputError
-from miles.base.one_line import few_lines, name_and_words, one_line, words_of
-from miles.base.remote_folder import is_url
+from miles.base.storage import is_url
+from miles.base.text import InputError, few_lines, name_and_words, one_line, words_of
 from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
-from miles.observe.tracking.notifications import Notifier
+from miles.observe.sinks import Notifier
 from miles.run import stop_requests
-from miles.run.failure_files.death import DEATHS, how_it_died
-from miles.run.failure_files.folder import FailureFiles
-from miles.run.folders.remote_checkpoints import pending_in
-from miles.run.liveness import WorkerLost
+from miles.run.failure_files import FailureFiles
+from miles.run.liveness import DEATHS, WorkerLost, how_it_died
+from miles.run.remote_checkpoints import pending_in
 from miles.run.stop_requests import StopRequests
-from miles.training.checkpoint_folder import at, newest
+from miles.training.checkpoint_files import at, newest
 
 _LONGEST_SENTENCE = 5000  # one about flags may list many names
 _LONGEST_WORDS = 1000

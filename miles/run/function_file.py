@@ -20,7 +20,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from miles.base.user_code.loading import PICKLED
+from miles.base.user_code import PICKLED
 
 
 def function_path(function: Callable[..., Any], folder: Path, argument: str) -> str:

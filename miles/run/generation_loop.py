@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from miles.observe.tracking.phase_timer import PhaseTimer
+from miles.observe.console import PhaseTimer
 from miles.run.loop import is_due_after
 from miles.tasks.data.stream import note_of_no_prompts
 from miles.types.metrics import Metric
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.config.evaluation import EvaluationArguments
-    from miles.observe.tracking.tracker import Tracker
+    from miles.observe.tracker import Tracker
     from miles.run.sides import RolloutSide
     from miles.run.stop_requests import StopRequests
 

@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from miles.base.host.disk_faults import disk_fault
-from miles.base.process_trace import ProcessTrace
+from miles.base.disk_faults import disk_fault
+from miles.base.profiling import ProcessTrace
 from miles.base.recorder import LoopPhases, clock_name, clock_offset
 from miles.config.profiling import FOLDER, ProfilingArguments
-from miles.observe.profiling.merged_trace import write_trace
-from miles.observe.profiling.table import table
+from miles.observe.profile import table, write_trace
 from miles.run.liveness import Workers
 from miles.run.rollout_actor import RolloutDriver
 from miles.run.train_actor import TrainDriver

@@ -29,14 +29,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from miles.run.run_checkpoints import RunCheckpoints
+from miles.run.checkpoints import RunCheckpoints
 from miles.run.sides import Sides
 from miles.tasks.data.stream import note_of_no_prompts
 from miles.types.metrics import Metric
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.config.evaluation import EvaluationArguments
-    from miles.observe.tracking.tracker import Tracker
+    from miles.observe.tracker import Tracker
     from miles.run.stop_requests import StopRequests
 
 

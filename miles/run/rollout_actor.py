@@ -21,32 +21,29 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.host.machine import GIB, resident_bytes
-from miles.base.process_trace import ProcessTrace
+from miles.base.disk_faults import WriteFailed
+from miles.base.host import GIB, resident_bytes
+from miles.base.profiling import ProcessTrace, span
 from miles.base.recorder import Recorder, read_clock
-from miles.base.spans import span
 from miles.base.stacks import answer_requests, own_stacks
-from miles.base.user_code.calls import user_code_in_thread
+from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder
 from miles.config.host_share import sharers_of_engine
 from miles.config.settings import Settings
-from miles.engine.concurrency import waiting_tasks
-from miles.engine.host import EngineHost
-from miles.engine.weight_sync.offered import copied
+from miles.engine.base import EngineHost, waiting_tasks
+from miles.engine.weight_sync.deltas import copied
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
-from miles.run.cpu_tuning import importing, use_threads
+from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
 from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
-from miles.run.rollout_processes.engine_servers import RayHost
-from miles.run.rollout_processes.generation_workers import worker_starter
+from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
 from miles.run.stored_weights import Weights
 from miles.tasks.data.stream import NoPromptsLeft
-from miles.training.determinism import be_deterministic
+from miles.training.optimizer import be_deterministic
 from miles.types.metrics import Metric
 from miles.types.sample import PromptGroup
 from miles.types.train_batch import TrainShard

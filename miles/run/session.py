@@ -25,19 +25,29 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from miles.base.disk_faults import WriteFailed
 from miles.base.flags import count
-from miles.base.folder_lock import release_at_end
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.host.machine import has_gpu
-from miles.base.one_line import few_lines
+from miles.base.host import has_gpu
+from miles.base.locks import release_at_end
 from miles.base.processes import kill_all
+from miles.base.text import few_lines
 from miles.config.cluster import ClusterArguments
-from miles.run.cpu_tuning import malloc_environment
-from miles.run.device_slots import Slot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
-from miles.run.failure_files.folder import FailureFiles
+from miles.run.failure_files import FailureFiles
 from miles.run.failures import cause_of, is_death, is_stopped_soon
 from miles.run.liveness import WorkerLost
-from miles.run.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
+from miles.run.placement import (
+    Slot,
+    check_engines,
+    choose_nodes,
+    find_slots,
+    is_as_asked,
+    loopback_environment,
+    loopback_only,
+    make_token_private,
+    malloc_environment,
+    private_session_root,
+    ranks_by_node,
+)
 from miles.run.ray_watch import RayWatch, are_alive, own_node, parts_of_ray
 from miles.run.run_guard import END_SECONDS, RunGuard
 from miles.run.stop_requests import StopRequests, stops_later

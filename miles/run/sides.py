@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from miles.observe.tracking.phase_timer import PhaseTimer
+from miles.observe.console import PhaseTimer
 from miles.types.metrics import Metric
 
 if TYPE_CHECKING:

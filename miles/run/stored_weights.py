@@ -1,6 +1,6 @@
 """The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
 
-All weights are one object per chunk. A delta (miles/engine/weight_sync/disk_delta.py) is in files; the object that is passed
+All weights are one object per chunk. A delta (miles/engine/weight_sync/disk.py) is in files; the object that is passed
 on says where, and whom to ask for all weights.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import ray
 
-from miles.engine.weight_sync.delta_files import DeltaOffer
-from miles.engine.weight_sync.offered import OfferedWeights, whole_update
+from miles.engine.weight_sync.deltas import DeltaOffer, OfferedWeights, whole_update
 from miles.types.metrics import Metric
 from miles.types.weights import PackedChunk, WeightChunk, pack, unpack
 

@@ -20,35 +20,34 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
-from miles.base.host.disk_faults import naming_disk
-from miles.base.host.machine import GIB, resident_bytes
-from miles.base.process_trace import ProcessTrace
+from miles.base.host import GIB, resident_bytes
+from miles.base.profiling import ProcessTrace, span
 from miles.base.recorder import Recorder, read_clock
-from miles.base.remote_folder import is_url
-from miles.base.secret_values import is_secret
-from miles.base.spans import span
+from miles.base.secrets import is_secret
 from miles.base.stacks import answer_requests, own_stacks
+from miles.base.storage import is_url
 from miles.config.cluster import ClusterArguments
 from miles.config.components import import_code, train_backend_spec
 from miles.config.flags_view import flags_view
 from miles.config.host_share import sharers_at_start, sharers_of_trainer
 from miles.config.settings import Settings
-from miles.engine.weight_sync.delta_writer import DeltaWriter
-from miles.run.background_save import BackgroundSave
-from miles.run.cpu_tuning import importing, use_threads
+from miles.engine.weight_sync.deltas import DeltaWriter
+from miles.run.checkpoints import BackgroundSave
 from miles.run.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
+from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
 from miles.run.stored_weights import Weights, store, store_packed
-from miles.training import checkpoint_folder
-from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
-from miles.training.determinism import be_deterministic
+from miles.training import checkpoint_files
+from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
+from miles.training.optimizer import be_deterministic
 from miles.types.metrics import Metric
 from miles.types.train_batch import TokenColumns, TrainShard
 
 if TYPE_CHECKING:
-    from miles.run.folders.uploads import Uploads
+    from miles.run.remote_checkpoints import Uploads
     from miles.training.backend import TrainBackend
     from miles.training.trainer import Trainer
 
@@ -172,21 +171,21 @@ class TrainDriver:
         root = given.local(given.save).absolute()
         uploads = self._uploads if is_url(given.save) else None
         if uploads is not None:
-            uploads.make_room(checkpoint_folder.checkpoint_path(root, iterations_done))
-        staged = checkpoint_folder.staging_path(root, iterations_done)
+            uploads.make_room(checkpoint_files.checkpoint_path(root, iterations_done))
+        staged = checkpoint_files.staging_path(root, iterations_done)
         what = f"--save {given.save}: the checkpoint after {iterations_done} iterations"
         naming = partial(naming_disk, staged, staged, what, _INTACT, _FAILURES)
 
         def publish(by_rank: list[dict[str, FileRecord]]) -> None:
             records = {name: record for of_rank in by_rank for name, record in of_rank.items()}
-            saved = checkpoint_folder.publish(root, iterations_done, records)
+            saved = checkpoint_files.publish(root, iterations_done, records)
             if uploads is None:
                 remove_superseded(saved, self.settings, best)
             else:
                 uploads.add_checkpoint(saved, best)
 
         with naming():
-            folder = checkpoint_folder.staging(root, iterations_done)
+            folder = checkpoint_files.staging(root, iterations_done)
             if not given.async_save:
                 publish(self._on_all("save", folder, state))
                 return
@@ -196,9 +195,7 @@ class TrainDriver:
     def save_progress(self) -> str | None:
         """Say how much of a checkpoint is on the disk while it is written, or how many uploads are left; else None."""
         given = self.settings.checkpoint.save
-        written = (
-            None if given is None else checkpoint_folder.bytes_being_written(self.settings.checkpoint.local(given))
-        )
+        written = None if given is None else checkpoint_files.bytes_being_written(self.settings.checkpoint.local(given))
         if written is not None:
             return f"{written / 1e9:.2f} GB"
         left = 0 if self._uploads is None else self._uploads.left
@@ -229,7 +226,7 @@ class TrainDriver:
         the weights only.
         """
         given = self.settings.checkpoint
-        folder = checkpoint_folder.at(given.local(given.load)) if given.load is not None else None
+        folder = checkpoint_files.at(given.local(given.load)) if given.load is not None else None
         if folder is None:
             if given.load is not None and given.finetune:
                 raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
@@ -295,7 +292,7 @@ class TrainActor:
 
     def serve_store(self) -> tuple[str, int]:
         """Open the rendezvous on a free port of this node's address; returns both. Rank 0 only."""
-        from miles.engine.weight_sync.tcp_store import serve_store
+        from miles.engine.weight_sync.broadcast import serve_store
 
         host = ray.util.get_node_ip_address()
         self.store = serve_store(host, self._timeout)
@@ -310,7 +307,7 @@ class TrainActor:
         import torch
         import torch.distributed as dist
 
-        from miles.engine.weight_sync.tcp_store import TCPStore
+        from miles.engine.weight_sync.broadcast import TCPStore
 
         # Here, in the thread that computes: some libraries keep the number for each thread.
         use_threads(self.device.type, sharers_at_start(self.settings))

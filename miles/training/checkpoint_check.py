@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.components import TRAIN_BACKENDS
-from miles.training.checkpoint_files import DamagedFile, read_json_object
-from miles.training.checkpoint_folder import (
+from miles.training.checkpoint_files import (
+    MANIFEST,
     STATE,
+    CheckCost,
+    DamagedFile,
+    check_against_manifest,
+    check_lists,
     critic_folder,
+    has_manifest,
     is_random_state,
     is_reference,
     iterations_of,
     random_state_of,
+    read_json_object,
     read_state,
     reference_folder,
 )
-from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, check_lists, has_manifest
 from miles.types.data_position import check_position
 
 
@@ -100,7 +105,7 @@ def _check_contents(folder: Path, state: dict[str, Any], is_verified: bool) -> N
 
 
 def _check_tensors(folder: Path) -> None:
-    from miles.training.restricted_pickle import check_files_of_index, read_index, read_tensors  # imports torch
+    from miles.training.checkpoint_io import check_files_of_index, read_index, read_tensors  # imports torch
 
     check_files_of_index(folder, read_index(folder))
     for path in sorted(folder.glob("*.pt")):

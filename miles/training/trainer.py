@@ -15,9 +15,9 @@ from typing import Any, Generic
 
 import torch
 
-from miles.base.spans import span
-from miles.batch.data_postprocess import postprocessed
-from miles.batch.token_record import TokenRecorder
+from miles.base.profiling import span
+from miles.batch.collate import TokenRecorder
+from miles.batch.convert import postprocessed
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
 from miles.objective.chosen import Objective, build_objective
@@ -35,8 +35,7 @@ from miles.training.backend import (
     TrainedModel,
     ValueScorer,
 )
-from miles.training.scoring import needs_of, score, with_engine_log_probs
-from miles.training.token_selection import TokenSelector
+from miles.training.scoring import TokenSelector, needs_of, score, with_engine_log_probs
 from miles.types.metrics import Metric
 from miles.types.train_batch import MicroBatch, TrainShard
 

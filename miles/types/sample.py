@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.types.token_sets import TokenSets
+    from miles.types.replay import TokenSets
 
 
 class SampleStatus(StrEnum):

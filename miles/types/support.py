@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from miles.types.token_sets import WHOLE, TokenSets
+from miles.types.replay import WHOLE, TokenSets
 
 EXCLUDED = -1e20  # a logit whose exponential is 0; finite, so that 0 times it is 0
 

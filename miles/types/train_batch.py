@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from miles.types.groups import ContextGroup
+    from miles.types.replay import TokenSets
     from miles.types.support import Support
-    from miles.types.token_sets import TokenSets
 
 _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass", "tis_mean")
 
@@ -151,7 +151,7 @@ class TrainShard:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Columns of a sample's tokens that the policy loss read, float32 [response] each (batch/token_record.py).
+    """Columns of a sample's tokens that the policy loss read, float32 [response] each (batch/collate.py).
 
     Attributes:
         advantages: The advantages that the loss used, after phase 2.
@@ -204,7 +204,7 @@ class MicroBatch:
         logit_index  = [1, 1, 2]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
 
     Under context parallelism (``context.size`` above 1) ``T`` and ``R`` are this rank's share: the zig-zag chunks of
-    every sample, padded (types/context_parallel.py), and the response tokens that their logits predict. Everything
+    every sample, padded (types/parallel.py), and the response tokens that their logits predict. Everything
     on the response axis is sliced alike; ``response_index`` gives each token's position in the whole responses. Every
     response token is on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
 

@@ -13,7 +13,7 @@ import pytest
 
 import miles
 from miles.base.flags import FlagError
-from miles.base.user_code.loading import load_function
+from miles.base.user_code import load_function
 from miles.config.parser import judge, read_command
 from miles.tasks.rewards.built_in.f1 import f1
 from tests.fast.config.conftest import minimal
@@ -100,7 +100,7 @@ def test_functions_reach_another_process(tmp_path):
     assert function_path(f1, tmp_path, "reward") == "miles.tasks.rewards.built_in.f1:f1"
     bonus = 2.5
     added = function_path(lambda samples: [bonus for _ in samples], tmp_path, "reward")
-    code = f"from miles.base.user_code.loading import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
+    code = f"from miles.base.user_code import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
     assert python(code, tmp_path).stdout == "[2.5, 2.5]\n"
     lock = threading.Lock()
     with pytest.raises(ValueError, match="^reward lambda: cannot be sent to the process that runs it"):
@@ -118,7 +118,7 @@ def test_a_module_that_only_the_script_finds_is_sent_along(tmp_path):
     path = python(code, tmp_path).stdout.strip()
     assert re.fullmatch(r"scaled-\w{12}\.pkl:scaled", path)
     ended = python(
-        f"from miles.base.user_code.loading import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path
+        f"from miles.base.user_code import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path
     )
     assert ended.stdout == "[3]\n", ended.stderr
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,10 +41,14 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(child)
 
 
-def imports(source: str, module: str = "", is_package: bool = False) -> set[str]:
-    """Return the dotted names that a module imports or uses as attributes (``torch.distributed.barrier``)."""
+def imports(source: str, module: str = "", is_package: bool = False, with_types: bool = False) -> set[str]:
+    """Return the dotted names that a module imports or uses as attributes (``torch.distributed.barrier``).
+
+    ``with_types``: also names that are imported for annotations only.
+    """
     names: set[str] = set()
-    for node in runtime_nodes(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree) if with_types else runtime_nodes(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,72 +80,67 @@ def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-# Low to high: a module may import from its own layer and from those before it (docs/architecture.md, "Layers").
-LAYERS = [
-    ("input_error", "one_line", "host", "threads"),
-    ("strict_json",),
-    ("components", "secret_values", "metrics", "weights", "user_code", "junit", "stacks"),
-    ("flags", "hidden_secrets", "replay"),
-    ("choices", "remote"),
-    ("sample", "train_batch", "profiling"),
-    ("parallel", "model_families", "tiny_models"),
-    ("objective",),
-    ("rewards",),
-    ("environments",),
-    ("arguments",),
-    ("data", "tracking", "weight_sync", "batching"),
-    ("engine", "report"),
-    ("rollout", "training"),
-    ("cluster", "rehearsal"),
-    ("saved_runs", "smoke", "one_process"),
-    ("loop",),
-    ("generation_loop",),
-    ("launcher",),
-    ("translate",),
-    ("doctor", "quickstart", "sweep"),
-    ("commands",),
-    ("api",),
-    ("cli",),
-    ("__main__",),
-]
-BASICS = ("input_error", "one_line", "strict_json")  # what leaves may import
-LEAVES = ("components", "metrics", "weights", "secret_values")
-LEAVES += ("sample", "train_batch", "junit", "stacks")
+# What each room may import of the others (docs/architecture.md, "Rooms"). Imports for annotations count too.
+ROOMS = {
+    "base": (),
+    "types": ("base",),
+    "models": ("base", "types"),
+    "objective": ("base", "types"),
+    "tasks": ("base", "types"),
+    "config": ("base", "types", "models", "objective", "tasks"),
+    "compat": ("base", "types", "models", "objective", "tasks", "config"),
+    "engine": ("base", "types", "models", "config"),
+    "batch": ("base", "types", "models", "objective", "config"),
+    "rollout": ("base", "types", "models", "objective", "tasks", "config", "engine", "batch"),
+    "training": ("base", "types", "models", "objective", "config", "batch"),
+    "observe": ("base", "types", "objective", "config"),
+}
+ROOMS["run"] = (*(room for room in ROOMS if room != "compat"),)
+ROOMS["commands"] = (*ROOMS,)
+LOOSE = ("__init__", "__main__", "api", "cli")
+
+# Imports that break the table still, as (module, room). Remove one when it is gone; add none.
+REMAINING = {
+    ("miles.base.locks", "config"),
+    ("miles.config.flags_view", "compat"),
+    ("miles.config.parser", "compat"),
+    ("miles.config.validate", "compat"),
+    ("miles.engine.base", "objective"),
+    ("miles.engine.embedded.model_runner", "objective"),
+    ("miles.engine.embedded.model_runner", "tasks"),
+    ("miles.engine.embedded.torch_engine", "tasks"),
+    ("miles.engine.sglang.engine", "tasks"),
+    ("miles.engine.sglang.requests", "objective"),
+    ("miles.objective.hooks", "compat"),
+    ("miles.objective.loss_types.custom_loss", "compat"),
+    ("miles.observe.health", "tasks"),
+    ("miles.rollout.pipeline", "observe"),
+    ("miles.run.launcher.attempt", "commands"),
+    ("miles.run.launcher.run", "compat"),
+    ("miles.tasks.data.end_tokens", "models"),
+}
 
 # (module, what it must not import, exceptions)
 FORBIDDEN = [
-    *((f"miles.{leaf}", "miles", tuple(f"miles.{b}" for b in BASICS)) for leaf in LEAVES if leaf != "weights"),
-    ("miles.base.user_code", "miles", ("miles.base.user_code", "miles.base.threads", *(f"miles.{b}" for b in BASICS))),
     ("miles.base.host", "torch", ()),
-    ("miles.base.flags", "miles", ("miles.base.secret_values", *(f"miles.{b}" for b in BASICS))),
-    ("miles.base.hidden_secrets", "miles", ("miles.base.secret_values",)),
-    ("miles.base.secret_values", "torch", ()),
+    ("miles.base.secrets", "torch", ()),
     ("miles.config", "torch", ()),
     ("miles.config", "transformers", ()),
     ("miles.objective", "ray", ()),
     ("miles.objective", "torch.distributed", ()),
-    ("miles.commands.doctor_parts", "torch", ()),
-    ("miles.commands.doctor_parts", "miles.run", ()),  # which imports Ray: a broken one must not break the doctor
-    ("miles.observe.report", "torch", ()),
-    ("miles.observe.report", "numpy", ()),
-    ("miles.rollout", "miles.training", ()),
+    ("miles.commands.doctor", "torch", ()),
+    ("miles.commands.doctor", "miles.run", ()),  # which imports Ray: a broken one must not break the doctor
+    *((f"miles.observe.{page}", library, ()) for page in ("page", "health") for library in ("torch", "numpy")),
     ("miles.rollout", "miles.engine.sglang", ()),
     ("miles.rollout", "miles.engine.embedded", ()),
-    ("miles.tasks.rewards", "miles.training", ()),
-    ("miles.training", "miles.rollout", ()),
-    ("miles.training", "miles.tasks.rewards", ()),
     ("miles.engine.embedded", "miles.engine.sglang", ()),
     ("miles.engine.sglang", "miles.engine.embedded", ()),
     ("miles.training.fsdp", "miles.training.megatron", ()),
     ("miles.training.megatron", "miles.training.fsdp", ()),
-    ("miles.engine.weight_sync", "miles.training", ()),
     ("miles.commands.rehearsal", "miles.run", ()),
     ("miles.commands.rehearsal", "miles.rollout", ()),
     ("miles.engine.weight_sync", "transformers", ()),
 ]
-
-# Imports that still point up, as (importing folder, imported folder). Add none.
-ARROWS_UP: set[tuple[str, str]] = set()
 
 # (library, the only modules that may import it)
 RESERVED = [
@@ -165,20 +163,18 @@ def test_layer_does_not_import(found: dict[str, set[str]], who: str, forbidden: 
     assert not against_the_rule
 
 
-def test_imports_point_down(found: dict[str, set[str]]) -> None:
-    level = {folder: number for number, layer in enumerate(LAYERS) for folder in layer}
-    arrows = {
-        (module.split(".")[1], name.split(".")[1])
-        for module, names in found.items()
-        for name in names
-        if inside(module, "miles") and inside(name, "miles") and "." in module and "." in name
+def test_rooms_import_what_the_table_allows() -> None:
+    places = {path.name if path.is_dir() else path.stem for path in (ROOT / "miles").iterdir()}
+    assert places - {"__pycache__", "py"} == {*ROOMS, *LOOSE}, "a file or folder of miles is in no room"
+    broken = {
+        (module, room)
+        for path in SOURCES
+        if (module := module_name(path)).count(".") and module.split(".")[1] in ROOMS
+        for name in imports(path.read_text(), module, path.name == "__init__.py", with_types=True)
+        if inside(name, "miles") and "." in name and (room := name.split(".")[1]) in ROOMS
+        if room not in (*ROOMS[module.split(".")[1]], module.split(".")[1])
     }
-    folders = {name for arrow in arrows for name in arrow} - {"__version__"}
-    assert folders <= level.keys(), "name the layer of every folder and module of miles"
-    known = {(a, b) for a, b in arrows if a in level and b in level}
-    up = {(a, b) for a, b in known if level[a] < level[b] or (level[a] == level[b] and a != b and (b, a) in known)}
-    assert up <= ARROWS_UP, "an import runs up, or two folders import each other"
-    assert up >= ARROWS_UP, "remove from ARROWS_UP what no longer runs up"
+    assert broken == REMAINING
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -236,9 +232,8 @@ def test_imports_are_found_anywhere() -> None:
     assert "hidden" not in names
 
 
-def test_modules_and_functions_are_small() -> None:
+def test_functions_are_small() -> None:
     texts = {module_name(p): p.read_text() for p in SOURCES}
-    assert not [name for name, text in texts.items() if len(text.splitlines()) > 600]
     functions = [
         (f"{name}.{node.name}", node.end_lineno - node.lineno + 1)
         for name, text in texts.items()
@@ -246,13 +241,6 @@ def test_modules_and_functions_are_small() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     assert not [(name, lines) for name, lines in functions if lines > 60]
-
-
-@pytest.mark.parametrize("root", ["miles", "tests/fast"])
-def test_folder_is_small(root: str) -> None:
-    """At most 20 files beside ``__init__.py`` on one level."""
-    files = Counter(str(p.parent.relative_to(ROOT)) for p in (ROOT / root).rglob("*.py") if p.name != "__init__.py")
-    assert not {folder: number for folder, number in files.items() if number > 20}, "group its files into folders"
 
 
 def test_the_default_threads_of_asyncio_are_left_to_the_users_code() -> None:

@@ -63,12 +63,10 @@ def test_aggregation_is_followed_through_at_most_five_files():
     assert users - set(files) <= {
         "compat/losses/call.py",
         "objective/hooks.py",
-        "objective/hook_calls.py",
         "objective/loss_types/custom_loss.py",
         "objective/loss_types/sft_loss.py",
         "observe/sample_records.py",
         "compat/pages/objective_variants.py",
-        "compat/translate/examples.py",
-        "commands/rehearsal/assumptions.py",
-        "commands/rehearsal/contract.py",
+        "compat/translate/objective.py",
+        "commands/rehearsal/trace.py",
     }, "hooks, SFT, what a report stores, the page of objectives, the worked example of other trainers, rehearsals"

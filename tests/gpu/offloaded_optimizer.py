@@ -30,7 +30,7 @@ WAYS = {
 
 def trained(path: Path, sizes: MegatronArguments) -> tuple[dict[str, torch.Tensor], float]:
     """Return weights and state after three steps, and bytes per parameter on the GPU."""
-    from miles.training.megatron.checkpoint.optimizer_state import AdamState
+    from miles.training.megatron.checkpoint import AdamState
 
     case = Case(BATCHES["compacted"], loss_of("sample_mean"), ONE, seed=5)
     batch = batch_of(case)

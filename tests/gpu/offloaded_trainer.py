@@ -19,7 +19,7 @@ from one_gpu import ONE, batch_of, make_backend, settings_of, start, train
 
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.optimizer import OptimizerArguments
-from miles.training.determinism import be_deterministic
+from miles.training.optimizer import be_deterministic
 
 CASE = Case(BATCHES["compacted"], loss_of("sample_mean"), ONE, seed=5)
 OPTIMIZER = OptimizerArguments(lr=1e-3, weight_decay=0.1, adam_eps=1e-3)

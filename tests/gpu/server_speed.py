@@ -27,14 +27,13 @@ from transformers.models.auto import AutoModelForCausalLM
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
-from miles.engine.base import Engine, GenerationRequest, SamplingParams, start_engine
-from miles.engine.host import LocalHost
+from miles.engine.base import Engine, GenerationRequest, LocalHost, SamplingParams, start_engine
 from miles.engine.sglang.servers import Servers
 from miles.engine.sglang.weight_updates import WeightUpdates
 from miles.engine.weight_sync.sender import WeightSender
 from miles.models.reading import read_config
 from miles.training.fsdp.adapter import merged_weights
-from miles.training.fsdp.disk_names import as_on_disk
+from miles.training.fsdp.checkpoint import as_on_disk
 from miles.types.weights import WeightChunk, in_chunks
 from tests.gpu.engine_checks import prompts
 from tests.gpu.sglang_engine import ENGINE, RUN

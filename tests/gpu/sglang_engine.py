@@ -17,8 +17,7 @@ from typing import Any
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
-from miles.engine.base import start_engine
-from miles.engine.host import LocalHost
+from miles.engine.base import LocalHost, start_engine
 from tests.gpu.engine_checks import assert_follows, assert_stops, follow_an_update, stop_at_a_text, write_two
 from tests.gpu.tiny_families import DENSE, write_readable
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from miles.models.installed_transformers import READ_AS
+from miles.models.reading import READ_AS
 from tests.gpu.engine_checks import BOUND
 from tests.gpu.sglang_engine import DETERMINISTIC
 from tests.gpu.tiny_families import DENSE, FAMILIES, served_architectures

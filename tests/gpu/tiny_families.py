@@ -17,10 +17,10 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.models.installed_transformers import READ_AS
-from miles.models.tiny.config import shrunk_config
+from miles.models.reading import READ_AS
+from miles.models.tiny import shrunk_config
 from miles.training.fsdp.adapter import merged_weights
-from miles.training.fsdp.disk_names import as_on_disk
+from miles.training.fsdp.checkpoint import as_on_disk
 from miles.types.weights import WeightChunk, in_chunks
 from tests.fast.conftest import byte_tokenizer
 

@@ -15,8 +15,7 @@ import itertools
 import random
 from pathlib import Path
 
-from miles.models.tiny.small_task import Row, run_writer, write_rows, write_small_model
-from miles.models.tiny.write import END, character_tokenizer
+from miles.models.tiny import END, Row, character_tokenizer, run_writer, write_rows, write_small_model
 
 DIGITS = "123456789"  # no zero, which could be the first digit
 CHARACTERS = DIGITS + "=.,"

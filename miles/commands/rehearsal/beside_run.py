@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from miles.base.host.machine import GIB
+from miles.base.host import GIB
 from miles.config.settings import Settings
 from miles.types.metrics import Metric
 

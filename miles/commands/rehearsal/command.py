@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from miles.commands.rehearsal.page import as_page
 from miles.commands.rehearsal.rehearsal import advise, rehearse_settings
-from miles.commands.rehearsal.report import as_json, as_text
-from miles.commands.rehearsal.trace_all import Tracers
+from miles.commands.rehearsal.report import as_json, as_page, as_text
+from miles.commands.rehearsal.trace import Tracers
 from miles.config.validate import Validated
 
 

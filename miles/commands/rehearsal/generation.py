@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from miles.commands.rehearsal.assumptions import prompt_length, response_length
-from miles.commands.rehearsal.devices import Device
-from miles.commands.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Seconds
+from miles.commands.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Device, Seconds
+from miles.commands.rehearsal.trace import prompt_length, response_length
 from miles.config.abilities import has_servers
 from miles.config.settings import Settings
-from miles.config.sglang.server_flags import value_of
-from miles.models.cache_size import kv_bytes_per_token
+from miles.config.sglang.flags import value_of
+from miles.models.packing import kv_bytes_per_token
 
 WORKSPACE = 3 << 30  # bytes of an engine's CUDA graphs, activations and libraries
 MEMORY_SHARE = 0.9  # of a device of its own that an engine takes for weights, KV cache and workspace

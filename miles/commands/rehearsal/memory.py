@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from miles.commands.rehearsal.generation import Generation
-from miles.commands.rehearsal.record import Kind, Phase, Usage
+from miles.commands.rehearsal.meter import Kind, Phase, Usage
 from miles.commands.rehearsal.trace import RankTrace
 from miles.config.settings import Settings
 

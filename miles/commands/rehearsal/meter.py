@@ -8,9 +8,12 @@ everything computed from them are fake. If the trainer reads such a value (the g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,8 +26,418 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from miles.commands.rehearsal.known_operations import KnownOperations
-from miles.commands.rehearsal.record import Kind, Message, Phase, Record, Work
+from miles.objective import token_log_probs
+from miles.training import packed_attention
+
+# What a rank's operations did, in order: allocations, work and collectives, and copies of a part of these.
+
+
+class Kind(StrEnum):
+    """What memory holds."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"  # and whatever else the operations of a pass allocate
+    LOGITS = "logits"
+    COMMUNICATION = "communication"  # gathered weights, and the buffers of collectives
+    KV_CACHE = "KV cache"
+    ENGINE = "engine"  # its weights and workspace
+    RUNTIME = "runtime"  # CUDA context, libraries, fragmentation
+
+
+class Phase(StrEnum):
+    """A part of an iteration, in order."""
+
+    BUILD = "build"
+    GENERATE = "generate"
+    SCORE = "score"
+    TRAIN = "forward and backward"
+    REDUCE = "reduce gradients"
+    OPTIMIZE = "optimizer"
+    SYNC = "weight sync"
+
+
+class Work(NamedTuple):
+    """The size of one operation."""
+
+    flops: int
+    bytes: int  # read and written
+    itemsize: int  # bytes of a number in its first floating-point operand
+
+
+class Message(NamedTuple):
+    """One collective, as one rank sees it."""
+
+    name: str
+    bytes: int  # of the largest tensor in it: the whole that is gathered, reduced or exchanged
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class Tally:
+    """How often each operation and each collective of a phase runs."""
+
+    work: Counter[Work] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(work.flops * count for work, count in self.work.items())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that operations read and write."""
+        return sum(work.bytes * count for work, count in self.work.items())
+
+    def add(self, other: Tally) -> None:
+        """Count the work of ``other`` too."""
+        self.work.update(other.work)
+        self.messages.update(other.messages)
+
+    def beyond(self, earlier: Tally) -> Tally:
+        """Return what was counted since the tally was ``earlier``."""
+        return Tally(self.work - earlier.work, self.messages - earlier.messages)
+
+    def scaled(self, factor: float) -> Tally:
+        """Return the tally of ``factor`` times the work."""
+        return Tally(
+            Counter({work: count * factor for work, count in self.work.items()}),
+            Counter({message: count * factor for message, count in self.messages.items()}),
+        )
+
+
+Usage: TypeAlias = dict[Kind, int]  # bytes by kind
+
+
+class _Event(NamedTuple):
+    storage: int
+    change: int
+    phase: Phase
+
+
+class Moment(NamedTuple):
+    """A position in the record, with what was counted before it."""
+
+    position: int
+    tallies: dict[Phase, Tally]
+
+
+class Stretch(NamedTuple):
+    """The part of the record between two moments."""
+
+    start: int
+    end: int
+    tallies: dict[Phase, Tally]  # of this part alone
+
+
+class _Copies(NamedTuple):
+    """A part of the record that happens so many more times at its end, or what copies release there."""
+
+    start: int
+    end: int
+    times: int
+    released: Mapping[Kind, int]
+
+
+class Record:
+    """The changes of memory and the work of one rank.
+
+    Attributes:
+        tallies: Operations and collectives by phase.
+        kinds: What storages hold, by their numbers; activations if a number is not there.
+    """
+
+    def __init__(self) -> None:
+        self.tallies: dict[Phase, Tally] = {}
+        self.kinds: dict[int, Kind] = {}
+        self._events: list[_Event] = []
+        self._copies: list[_Copies] = []
+
+    def add(self, storage: int, change: int, phase: Phase) -> None:
+        """Note that the storage of this number has grown by ``change`` bytes."""
+        self._events.append(_Event(storage, change, phase))
+
+    def tally(self, phase: Phase) -> Tally:
+        """Return the tally of a phase, to count in it."""
+        return self.tallies.setdefault(phase, Tally())
+
+    def forget(self, phases: Iterable[Phase]) -> None:
+        """Drop the work of ``phases`` that was done so far; allocated memory stays."""
+        for phase in phases:
+            self.tallies.pop(phase, None)
+
+    def mark(self) -> int:
+        """Return the current position, for ``peaks`` and ``held``."""
+        return len(self._events)
+
+    def moment(self) -> Moment:
+        """Return the current moment, for ``since``."""
+        return Moment(len(self._events), {phase: tally.scaled(1) for phase, tally in self.tallies.items()})
+
+    def since(self, moment: Moment) -> Stretch:
+        """Return what was recorded since ``moment``."""
+        found = {p: tally.beyond(moment.tallies.get(p, Tally())) for p, tally in self.tallies.items()}
+        tallies = {phase: tally for phase, tally in found.items() if tally.work or tally.messages}
+        return Stretch(moment.position, len(self._events), tallies)
+
+    def is_equal(self, one: Stretch, other: Stretch) -> bool:
+        """Return whether memory changed alike in both stretches, and they have the same work."""
+        changes = [
+            [(event.change, event.phase) for event in self._events[stretch.start : stretch.end]]
+            for stretch in (one, other)
+        ]
+        return one.tallies == other.tallies and changes[0] == changes[1]
+
+    def copy(self, stretch: Stretch, times: int) -> None:
+        """Let ``stretch``, which ends now, happen ``times`` more times."""
+        assert stretch.end == len(self._events)
+        self._copies.append(_Copies(stretch.start, stretch.end, times, {}))
+        for phase, tally in stretch.tallies.items():
+            self.tally(phase).add(tally.scaled(times))
+
+    def release_copies(self) -> Usage:
+        """Let copies release what their originals have released by now outside of a stretch, and return it."""
+        net: Counter[int] = Counter()
+        first: dict[int, int] = {}
+        for position, event in enumerate(self._events):
+            net[event.storage] += event.change
+            first.setdefault(event.storage, position)
+        released = self._held_by(self._copies)
+        for start, end, times, _ in self._copies:
+            for event in {event.storage: event for event in self._events[start:end]}.values():
+                if start <= first[event.storage]:
+                    released[self._kind(event)] -= times * net[event.storage]
+        usage = {kind: size for kind, size in released.items() if size}
+        self._copies.append(_Copies(len(self._events), len(self._events), 0, usage))
+        return usage
+
+    def peaks(self, since: int = 0) -> dict[Phase, Usage]:
+        """Return what memory held when each phase was at its peak, counting from ``since`` on."""
+        held: Counter[Kind] = Counter()
+        total = position = 0
+        best: dict[Phase, int] = {}
+        found: dict[Phase, Usage] = {}
+
+        def walk(start: int, end: int) -> None:
+            nonlocal total
+            for number, event in enumerate(self._events[start:end], start):
+                held[self._kind(event)] += event.change
+                total += event.change
+                if number >= since and total > best.get(event.phase, -1):
+                    best[event.phase] = total
+                    found[event.phase] = {kind: size for kind, size in held.items() if size}
+
+        def add(change: Mapping[Kind, int], times: int) -> None:
+            nonlocal total
+            for kind, size in change.items():
+                held[kind] += times * size
+                total += times * size
+
+        for start, end, times, released in self._copies:
+            walk(position, end)
+            position = end
+            add(released, -1)
+            change = self._change(start, end)
+            if sum(change.values()) > 0:  # the last copy holds most
+                add(change, times - 1)
+                walk(start, end)
+            else:  # no copy holds more than the original
+                add(change, times)
+        walk(position, len(self._events))
+        return found
+
+    def held(self, until: int) -> Usage:
+        """Return what memory held at position ``until``."""
+        found = self._change(0, until)
+        found.update(self._held_by([copies for copies in self._copies if copies.end <= until]))
+        return {kind: size for kind, size in found.items() if size}
+
+    def _held_by(self, copies: Sequence[_Copies]) -> Counter[Kind]:
+        """Return what ``copies`` have allocated and not released."""
+        held: Counter[Kind] = Counter()
+        for start, end, times, released in copies:
+            for kind, size in self._change(start, end).items():
+                held[kind] += times * size
+            held.subtract(released)
+        return held
+
+    def _change(self, start: int, end: int) -> Counter[Kind]:
+        found: Counter[Kind] = Counter()
+        for event in self._events[start:end]:
+            found[self._kind(event)] += event.change
+        return found
+
+    def _kind(self, event: _Event) -> Kind:
+        return self.kinds.get(event.storage, Kind.ACTIVATIONS)
+
+
+# Repeat the results of operations without running them, if they were run before on tensors of the same shapes.
+#
+# Fake tensors have a cache of their own. To look something up there takes several times as long as here, because it is
+# made for symbolic shapes and for devices of all kinds.
+
+
+Key: TypeAlias = tuple[Any, ...]
+
+_VALUES_DECIDE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_NOTED_APART = ("c10d", "_c10d_functional", "fsdp")
+
+
+class _Made(NamedTuple):
+    """A tensor that an operation returns: a tensor that it is given, a view of one, or a new one."""
+
+    given: int | None  # place of that tensor
+    is_view: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Known(NamedTuple):
+    """What an operation does."""
+
+    made: tuple[_Made, ...]
+    container: type | None  # of the tensors that it returns; None for one tensor
+    work: Work | None
+    converted: int  # bytes that a host copies for it
+
+
+class KnownOperations:
+    """Operations by what decides their results. Those of all traces of a process are in one place."""
+
+    _known: dict[Key, Known | None] = {}
+    _repeatable: dict[Any, bool] = {}
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake = fake
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor of this mode
+
+    def key(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[Key | None, list[torch.Tensor]]:
+        """Return what decides the result of a call, or None if more than that does, and the tensors it is given."""
+        parts: list[Any] = [func, torch.get_default_dtype()]
+        given: list[torch.Tensor] = []
+        places: dict[int, int] = {}
+        is_decided = _describe(args, parts, given, places)
+        if kwargs:
+            parts.append(tuple(kwargs))
+            is_decided = _describe(kwargs.values(), parts, given, places) and is_decided
+        if not is_decided or not self._is_repeatable(func):
+            return None, given
+        return tuple(parts), given
+
+    def _is_repeatable(self, func: Any) -> bool:
+        """Return whether nothing but dtypes and shapes of tensors decides what ``func`` does."""
+        found = self._repeatable.get(func)
+        if found is None:
+            is_free = func is torch.ops.aten.index.Tensor or _VALUES_DECIDE.isdisjoint(func.tags)  # without masks
+            found = self._repeatable[func] = is_free and func.namespace not in _NOTED_APART
+        return found
+
+    def find(self, key: Key) -> Known | None:
+        """Return what the operation does, if that is known."""
+        return self._known.get(key)
+
+    def learn(
+        self,
+        key: Key,
+        given: list[torch.Tensor],
+        result: Any,
+        made: list[torch.Tensor],
+        work: Work | None,
+        converted: int,
+    ) -> None:
+        """Note the result of a call, unless it is not clear how to repeat it."""
+        if key in self._known:
+            return
+        places = {id(tensor): place for place, tensor in enumerate(given)}
+        storages = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(given)])}
+        found = [_made(tensor, places, storages) for tensor in made]
+        is_simple = isinstance(result, torch.Tensor) or (
+            type(result) in (tuple, list) and len(result) == len(made)  # nothing else is in it
+        )
+        new = [t.untyped_storage()._cdata for t, how in zip(made, found, strict=True) if how and how.given is None]
+        if not is_simple or None in found or len(set(new)) < len(new):
+            self._known[key] = None
+            return
+        container = None if isinstance(result, torch.Tensor) else type(result)
+        self._known[key] = Known(tuple(how for how in found if how), container, work, converted)
+
+    def repeat(self, known: Known, given: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """Return the result of a known operation on other tensors, and the tensors in it."""
+        made = [self._repeated(how, given) for how in known.made]
+        return (made[0] if known.container is None else known.container(made)), made
+
+    def _repeated(self, how: _Made, given: list[torch.Tensor]) -> torch.Tensor:
+        if how.given is not None and not how.is_view:
+            return given[how.given]
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            like = torch.empty_strided(how.shape, how.stride, dtype=how.dtype, device="meta")
+            if how.given is not None:
+                like.set_(given[how.given].untyped_storage(), how.offset, how.shape, how.stride)
+            return self._as_fake(like, how.device)
+
+    def _as_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Do what the constructor of fake tensors does, in a third of its time."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            attributes = self._attributes[device] = vars(FakeTensor(self._fake, tensor, device))
+        made: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
+
+
+def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor], places: dict[int, int]) -> bool:
+    """Append what decides a result to ``parts``, and tensors to ``given``. Return whether nothing else decides.
+
+    ``places`` are those of tensors in ``given``: an operation reads a tensor once, however often it is given.
+    """
+    is_decided = True
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            is_fake = False
+            if type(value) is FakeTensor:
+                is_fake = True
+                is_decided = is_decided and value.constant is None
+            elif isinstance(value, FakeTensor) or value.dtype is torch.bool:  # a mask: its values decide
+                is_decided = False
+            place = places.setdefault(id(value), len(given))
+            given.append(value)
+            parts += (place, is_fake, value.dtype, value.shape, value.stride(), value.storage_offset())
+            parts.append(value.requires_grad)
+        elif isinstance(value, list | tuple):
+            parts += (type(value), len(value))
+            is_decided = _describe(value, parts, given, places) and is_decided
+        else:
+            parts += (type(value), value)  # 1 and 1.0 are equal, and give other results
+    return is_decided
+
+
+def _made(tensor: torch.Tensor, places: dict[int, int], storages: dict[int, int]) -> _Made | None:
+    """Return how to make such a tensor, or None if there is more to it."""
+    place = places.get(id(tensor))
+    if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
+        return None
+    if tensor.constant is not None or tensor.is_conj() or tensor.is_neg() or (place is None and tensor.requires_grad):
+        return None
+    storage = tensor.untyped_storage()
+    shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    how = (shape, stride, offset, tensor.dtype, tensor.fake_device)
+    if place is not None:
+        return _Made(place, False, *how)
+    if storage._cdata in storages:
+        return _Made(storages[storage._cdata], True, *how)
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
+    if offset or storage.nbytes() != extent * tensor.itemsize:
+        return None
+    return _Made(None, False, *how)
+
 
 aten = torch.ops.aten
 
@@ -387,3 +800,113 @@ def _ranks_of(args: Any, kwargs: Any) -> tuple[int, ...] | None:
         if group is not None:
             return tuple(dist.get_process_group_ranks(group))
     return None
+
+
+# Attention as the fused kernel of a GPU computes it: memory linear in the length of a sequence.
+#
+# The trace runs on the host, where PyTorch would choose another kernel. The layout of the rows, masks and heads stays
+# production code (training/packed_attention.py); only the innermost call is replaced.
+
+
+@torch.library.custom_op("miles_rehearsal::attention", mutates_args=())
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("only fake tensors come here")
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, and the log-sum-exp of every query that the backward pass reads."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("miles_rehearsal::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pairs: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise AssertionError("only fake tensors come here")
+
+
+@_attention_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pairs: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return three gradients, and the fp32 sum that the kernel writes the first to."""
+    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.new_empty(q.shape, dtype=torch.float32))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, pairs: int
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        out, lse = _attention(q, k, v, pairs)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pairs, ctx.mask = pairs, mask  # the backward pass of PyTorch's kernel reads the mask, so it is held
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return (*_attention_backward(grad, *ctx.saved_tensors, ctx.pairs)[:3], None, None)
+
+
+def _forward_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: int) -> int:
+    return 2 * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
+
+
+def _backward_flops(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> int:
+    """Count five products: the scores again, and the gradients of scores, queries, keys and values."""
+    pairs = int(rest[-1])
+    return 2 * pairs * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+EXTRA_FLOPS[torch.ops.miles_rehearsal.attention] = _forward_flops
+EXTRA_FLOPS[torch.ops.miles_rehearsal.attention_backward] = _backward_flops
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square.
+
+    Logits are worked on as on a GPU too: a whole chunk at a time. So are the rows of short samples, which leave out the
+    queries that another row has on a CPU only.
+    """
+    original, cached = packed_attention._attend, token_log_probs.CACHED_BYTES
+    leave_out = packed_attention._without_repeated_queries
+    packed_attention._attend, token_log_probs.CACHED_BYTES = _attend, 0
+    packed_attention._without_repeated_queries = lambda spans, packed: iter(spans)
+    try:
+        yield
+    finally:
+        packed_attention._attend, token_log_probs.CACHED_BYTES = original, cached
+        packed_attention._without_repeated_queries = leave_out
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
+) -> torch.Tensor:
+    queries, keys = q.shape[2], k.shape[2]
+    mask = None
+    if visible is None:
+        pairs = q.shape[0] * (queries * keys - queries * (queries - 1) // 2)
+    else:
+        mask = q.new_zeros(visible.shape)  # PyTorch makes numbers of the scores' dtype of a mask of booleans
+        if isinstance(visible, FakeTensor):  # chosen keys: values decide which, and a kernel skips none of the others
+            pairs = q.shape[0] * queries * keys
+        else:
+            with unset_fake_temporarily():
+                pairs = int(visible.sum()) * (q.shape[0] // visible.shape[0])
+    out: torch.Tensor = _Attention.apply(q, k, v, mask, pairs)  # type: ignore[no-untyped-call]
+    return out

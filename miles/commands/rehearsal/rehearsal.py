@@ -12,14 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import memory
-from miles.commands.rehearsal.assumptions import step_of_one_rank
 from miles.commands.rehearsal.changes import Change, changes
-from miles.commands.rehearsal.devices import Device, device_of
 from miles.commands.rehearsal.generation import Generation, foresee_generation, sync_seconds
-from miles.commands.rehearsal.record import Phase, Usage
-from miles.commands.rehearsal.roofline import NOTHING, Seconds, seconds
-from miles.commands.rehearsal.trace import RankTrace, trace_rank
-from miles.commands.rehearsal.trace_all import Job, Tracers
+from miles.commands.rehearsal.meter import Phase, Usage
+from miles.commands.rehearsal.roofline import NOTHING, Device, Seconds, device_of, seconds
+from miles.commands.rehearsal.trace import Job, RankTrace, Tracers, step_of_one_rank, trace_rank
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.settings import Settings
 from miles.models.reading import read_config

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from miles.commands.rehearsal.record import Phase
+from miles.commands.rehearsal.meter import Phase
 from miles.commands.rehearsal.rehearsal import Rehearsal
 from miles.commands.rehearsal.roofline import NOTHING, Seconds
 

@@ -7,29 +7,252 @@ work is multiplied.
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from miles.commands.rehearsal.assumptions import step_of_one_rank
-from miles.commands.rehearsal.equal_layers import UnequalLayers, leave_out_equal
-from miles.commands.rehearsal.kernels import fused_attention
-from miles.commands.rehearsal.meter import Meter
-from miles.commands.rehearsal.record import Kind, Phase, Record, Tally, Usage
+from miles.batch.convert import convert
+from miles.batch.schedule import schedule_step
+from miles.commands.rehearsal.meter import Kind, Meter, Moment, Phase, Record, Stretch, Tally, Usage, fused_attention
+from miles.config.explain import explain_layout
 from miles.config.settings import Settings
+from miles.objective.aggregation import MODES, AggregationFlags, StepDenominators, step_denominators
+from miles.objective.canary import mass_is_known
 from miles.objective.chosen import build_objective
-from miles.training.backend import TrainBackend
-from miles.training.rehearsed import LeaveOut, RehearsedBackend, build_rehearsed
+from miles.objective.explain import objective_formula
+from miles.objective.settings import LossArguments
+from miles.training.backend import LeaveOut, RehearsedBackend, TrainBackend, build_rehearsed
 from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
-from miles.types.train_batch import MicroBatchPlan, TrainShard
+from miles.types.dims import ParallelDims
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
+
+# The step that is rehearsed: every response has the assumed length, and micro-batches are cut as in a run.
+
+
+PROMPT = 512  # tokens, if neither flag says how many
+
+
+def prompt_length(settings: Settings) -> int:
+    """Return the assumed tokens of a prompt. Without a flag, a short context is mostly left to the response."""
+    given, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
+    if given.rehearse_prompt_len is not None:
+        return given.rehearse_prompt_len
+    context = settings.rollout.rollout_max_context_len
+    if context is not None and given.rehearse_response_len is not None:
+        return min(PROMPT, longest or PROMPT, context - given.rehearse_response_len)
+    return min(PROMPT, longest or (PROMPT if context is None else max(1, context // 4)))
+
+
+def response_length(settings: Settings) -> int:
+    """Return the assumed tokens of a response: the longest that the limits of a response and of a sequence allow."""
+    length = settings.rehearsal.rehearse_response_len or settings.rollout.rollout_max_response_len
+    assert length is not None, "check_rehearsal() requires one of the two"
+    context = settings.rollout.rollout_max_context_len
+    return length if context is None else min(length, context - prompt_length(settings))
+
+
+def step_of_one_rank(settings: Settings) -> TrainShard:
+    """Schedule what one replica trains on in a step, and return the shard of its first rank.
+
+    Replicas are alike, since all samples are equally long. Under dynamic context parallelism the whole step is
+    scheduled, because its micro-batches use all ranks.
+    """
+    dims, per_prompt = settings.dims, settings.rollout.n_samples_per_prompt
+    whole = settings.parallel.dynamic_context_parallel
+    replicas = 1 if whole else dims.replicas
+    samples = max(1, -(-settings.global_batch_size // replicas))
+    batch = _batch(samples, per_prompt, prompt_length(settings), response_length(settings), settings.loss)
+    ranks = dims.token_ranks if whole else dims.context_parallel_size
+    share = not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay)  # as ShardBuilder does
+    shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
+    columns = [np.zeros(length, np.float32) for length in batch.select(range(len(shard.batch))).response_lengths]
+    is_shown = settings.loss.rollout_data_postprocess_path is not None  # it may change both
+    has_old = settings.steps_per_iteration > 1 or is_shown or build_objective(settings.loss).needs.old_log_probs
+    scored = replace(
+        shard.batch,
+        old_log_probs=columns if has_old or settings.loss.use_rollout_logprobs else None,
+        tis_mean=1.0 if settings.loss.tis_batch_normalize else None,
+        ref_log_probs=columns if settings.loss.needs_reference else None,
+        values=columns if settings.loss.has_critic else None,
+        returns=columns if settings.loss.has_critic else None,
+        advantages=columns if settings.loss.estimates_by_token or is_shown else None,
+        selected=columns if build_objective(settings.loss).selects_tokens else None,
+        top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
+    )
+    return replace(shard, batch=scored)
+
+
+@lru_cache(maxsize=2)  # most changes that are tried have the same samples
+def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int, given: LossArguments) -> TrainBatch:
+    """Convert samples to what a replica trains on.
+
+    The converter gets responses of one token, and its columns are made longer afterwards: numbers that are all alike
+    need no lists.
+    """
+    default = AggregationFlags()  # the sample mean: the groups of a replica need not be whole
+    loss = replace(given, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
+    (batch,) = convert(_groups(samples, per_prompt), loss=loss, global_batch_size=samples)
+    ones, zeros = np.ones(response_tokens, np.float32), np.zeros(response_tokens, np.float32)
+    tokens = np.zeros((samples, prompt_tokens + response_tokens), np.int64)
+    for i, row in enumerate(tokens):
+        _write_digits(i // per_prompt, row[:prompt_tokens])
+        _write_digits(i % per_prompt, row[prompt_tokens:])
+    return replace(
+        batch,
+        tokens=[*tokens],
+        response_lengths=[response_tokens] * samples,
+        loss_masks=[ones] * samples,
+        rollout_log_probs=[zeros] * samples,
+        teacher_log_probs=None if batch.teacher_log_probs is None else [zeros] * samples,
+        sample_denoms=[float(response_tokens)] * samples,
+        trajectory_token_counts=[float(response_tokens)] * samples,
+        num_loss_tokens=samples * response_tokens,
+    )
+
+
+def _groups(samples: int, per_prompt: int) -> list[PromptGroup]:
+    """Return groups of samples with one token each."""
+    groups = []
+    for index, first in enumerate(range(0, samples, per_prompt)):
+        prompt = Prompt("", (0,))
+        made = [
+            Sample(prompt, index, i, [0], "", [1], [0.0], teacher_log_probs=[0.0], reward=float(i % 2))
+            for i in range(first, min(first + per_prompt, samples))
+        ]
+        groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
+    return groups
+
+
+def _write_digits(number: int, row: np.ndarray) -> None:
+    """Write token ids that any vocabulary has: the hexadecimal digits of ``number``, the last first.
+
+    So prompts, and the responses to one, share at most their first few tokens.
+    """
+    digits = [int(digit, 16) for digit in reversed(f"{number:x}")][: len(row)]
+    row[: len(digits)] = digits
+
+
+# Run a few of a row of equal layers, and count the others as copies of these.
+#
+# The first three and the last two layers of the row run. What was recorded between the starts of the third and the
+# next
+# is copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. With
+# Megatron all layers exist. With FSDP those that are left out are removed before weights are sharded, and the layer
+# before them holds parameters as large as theirs.
+#
+# Layers have to be equal in structure, and the records of the third and of the next have to be equal: the same changes
+# of
+# memory in the same order, and the same work.
+
+
+FIRST = 3  # layers that run; FSDP gathers the weights of the first two backward passes earlier than those of others
+LAST = 2
+PLACES = frozenset({"layer_idx", "layer_number"})  # attributes that say where a layer is
+
+
+class UnequalLayers(Exception):
+    """Layers of equal structure do not do the same, so each of them must run."""
+
+
+class _Mark(NamedTuple):
+    """The start of a layer's forward pass, or the end of its backward pass."""
+
+    place: int  # among the layers of the row that run
+    is_backward: bool
+    moment: Moment
+
+
+class _Row:
+    """The layers of a row that run, watched."""
+
+    def __init__(self, layers: Sequence[nn.Module], left_out: int, record: Record) -> None:
+        self._left_out, self._record = left_out, record
+        self._last: _Mark | None = None
+        self._neighbour: Stretch | None = None  # between the last two marks, if they are of one pass
+        for place, layer in enumerate(layers):
+            self._watch(layer, place)
+
+    def _watch(self, layer: nn.Module, place: int) -> None:
+        row, kind = self, type(layer)
+
+        def called(self: nn.Module, *given: Any, **named: Any) -> Any:
+            is_recomputed = torch._C._current_graph_task_id() != -1  # a backward pass is running
+            if not is_recomputed:
+                row._pass(place, is_backward=False)
+                hidden = given[0] if given else named["hidden_states"]
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda _: row._pass(place, is_backward=True))
+            return kind.__call__(self, *given, **named)
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": called})
+
+    def _pass(self, place: int, is_backward: bool) -> None:
+        """Compare and copy what was recorded since the mark before, which is the neighbour's if a pass continues."""
+        last, before, record = self._last, self._neighbour, self._record
+        expected = place + 1 if is_backward else place - 1
+        follows = last is not None and (last.place, last.is_backward) == (expected, is_backward)
+        self._neighbour = record.since(last.moment) if last is not None and follows else None
+        if self._neighbour is not None:
+            across, beside = (FIRST - 1, FIRST - 1) if is_backward else (FIRST, FIRST + 1)
+            if place == beside and (before is None or not record.is_equal(before, self._neighbour)):
+                raise UnequalLayers("neighbours in a row were recorded differently")
+            if place == across:
+                record.copy(self._neighbour, self._left_out)
+        self._last = _Mark(place, is_backward, record.moment())
+
+
+def leave_out_equal(record: Record, layers: Sequence[nn.Module]) -> list[int]:
+    """Return the places between the ends of each row of equal layers, which ``record`` copies from the ends."""
+    left_out: list[int] = []
+    for row in rows(layers):
+        middle = row[FIRST:-LAST]
+        if middle:
+            _Row([layers[place] for place in row if place not in middle], len(middle), record)
+            left_out += middle
+    return left_out
+
+
+def rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """Yield the places of equal layers that are next to each other."""
+    structures = [_structure(layer) for layer in layers]
+    for _, row in groupby(range(len(layers)), key=lambda place: structures[place]):
+        yield list(row)
+
+
+def _structure(layer: nn.Module) -> list[Any]:
+    """Return what a layer is made of, apart from its place: modules, their settings, parameters and buffers."""
+    found: list[Any] = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None) and key not in PLACES
+        }
+        tensors = [
+            (key, tensor.shape, tensor.dtype, tensor.requires_grad)
+            for held in (module._parameters, module._buffers)
+            for key, tensor in held.items()
+            if tensor is not None
+        ]
+        found.append((name, type(module), settings, tensors))
+    return found
+
 
 STEPS = 1_000_000  # of the run; only the learning rate depends on them
 
@@ -282,3 +505,137 @@ def _tokens(shard: TrainShard, plan: MicroBatchPlan) -> int:
         return max(1, sum(totals))
     prompts = {batch.tokens[i][: totals[n] - batch.response_lengths[i]].tobytes() for n, i in enumerate(plan.samples)}
     return max(1, sum(batch.response_lengths[i] for i in plan.samples) + sum(len(prompt) // 8 for prompt in prompts))
+
+
+# Trace several ranks at once, each in a process on a core of its own.
+
+
+@dataclass(frozen=True)
+class Job:
+    """The first rank of a pipeline stage, with the load of its experts relative to the average."""
+
+    settings: Settings
+    stage: int
+    imbalance: float = 1.0
+
+
+class Tracers:
+    """The processes that trace, one for each core. A context: they end when it does.
+
+    The first rank is traced in this process, which then has imported the backend and met most operations: that takes
+    longer than the traces of other ranks do afterwards. Then this process is forked. With GPUs this process traces
+    nothing: autograd starts threads for them, which a fork lacks.
+    """
+
+    def __init__(self) -> None:
+        self._workers = len(os.sched_getaffinity(0))
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Tracers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def trace(self, jobs: Sequence[Job]) -> list[RankTrace | str]:
+        """Return the trace of each job, or why it cannot be rehearsed."""
+        if self._workers < 2:
+            return [_trace(job) for job in jobs]
+        traces_here = self._pool is None and not torch.cuda.is_available()
+        first = [_trace(job) for job in jobs[:1]] if traces_here else []
+        others = jobs[len(first) :]
+        if others and self._pool is None:
+            fork = multiprocessing.get_context("fork")  # a fork has none of the threads of a parallel loop
+            self._pool = ProcessPoolExecutor(self._workers, fork, initializer=torch.set_num_threads, initargs=(1,))
+        return first + (list(self._pool.map(_trace, others)) if self._pool is not None else [])
+
+
+def _trace(job: Job) -> RankTrace | str:
+    rank = job.stage * job.settings.dims.ranks_per_stage
+    try:
+        return trace_rank(job.settings, rank, job.imbalance)
+    except ValueError as error:
+        return str(error)
+
+
+# The loss contract of a rehearsed layout: what losses are divided by, which ranks share tokens, and the loss mass.
+
+
+WIDTH = 118
+
+
+def contract_text(settings: Settings) -> list[str]:
+    """Return the lines of the report."""
+    lines = objective_formula(settings.loss, settings.step_shape, settings.added_losses).splitlines()
+    mass = expected_mass(settings)
+    if mass is not None:
+        lines.append(
+            f"divided by   {MODES[settings.loss.loss_aggregation].words}, of the whole step of N = "
+            f"{settings.global_batch_size}, before it is split"
+        )
+    lines += explain_layout(settings)[1:]
+    if mass is not None:
+        lines.append(f"canary       the weights of all tokens must add up to {mass:g}")
+    return [row for line in lines for row in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 13)]
+
+
+def contract_data(settings: Settings) -> dict[str, Any]:
+    """Return the same as data. Denominators and mass are None if they are not known."""
+    return {
+        "aggregation": settings.loss.loss_aggregation,
+        "trajectories": settings.global_batch_size,
+        "denominators": _denominators(settings),
+        "expected_mass": expected_mass(settings),
+        "ranks": _ranks(settings.dims),
+    }
+
+
+def expected_mass(settings: Settings) -> float | None:
+    """Return the loss mass of a step in which no token is masked (objective/canary.py); None if it is not known."""
+    step = _of_step(settings)
+    return None if step is None else step.expected_loss_mass
+
+
+def _of_step(settings: Settings) -> StepDenominators | None:
+    """Compute the denominators of a step as a run does, for responses of the assumed length; None if it has others."""
+    if not mass_is_known(settings.loss):
+        return None
+    count, loss = settings.global_batch_size, settings.loss
+    return step_denominators(
+        loss.loss_aggregation,
+        token_counts=[response_length(settings)] * count,
+        trajectory_ids=range(count),
+        group_indices=[i // settings.rollout.n_samples_per_prompt for i in range(count)],
+        divisor=loss.loss_aggregation_divisor,
+        alpha=loss.loss_aggregation_alpha,
+    )
+
+
+def _denominators(settings: Settings) -> dict[str, Any] | None:
+    """Return the numbers: a token weighs 1 / (``trajectories`` times its sample's denominator), on whichever rank."""
+    step = _of_step(settings)
+    if step is None:
+        return None
+    return {
+        "of_a_sample": MODES[settings.loss.loss_aggregation].denominator,
+        "of_a_sample_without_masked_tokens": step.sample_denoms[0],
+        "weight_of_a_token": 1 / (step.num_trajectories * step.sample_denoms[0]),
+        "trajectories": step.num_trajectories,
+        "prompts": -(-step.num_trajectories // settings.rollout.n_samples_per_prompt),
+        "loss_tokens": step.num_loss_tokens,
+    }
+
+
+def _ranks(dims: ParallelDims) -> dict[str, Any]:
+    """Return groups of ranks; every rank is in one group of each kind.
+
+    Under dynamic context parallelism each micro-batch chooses the size of the groups that share its sequences.
+    """
+    shared = None if dims.dynamic_context_parallel else dims.context_groups(dims.context_parallel_size)
+    return {
+        "same_tokens_other_weights": dims.weight_groups,
+        "share_each_sequence": shared,
+        "context_parallel_sizes": dims.context_sizes,
+        "same_weights_other_tokens": dims.token_groups,
+    }

@@ -15,22 +15,20 @@ from typing import Literal
 
 from transformers.utils.logging import disable_progress_bar
 
-from miles.base.input_error import InputError
-from miles.base.secret_values import HIDDEN
+from miles.base.secrets import HIDDEN
+from miles.base.text import InputError
 from miles.config.components import engine_spec
 from miles.config.evaluation import fill_evaluation
 from miles.config.settings import Settings
 from miles.config.spelling import group_words
-from miles.engine.base import Engine, start_engine
-from miles.engine.host import LocalHost
+from miles.engine.base import Engine, LocalHost, start_engine
 from miles.rollout.chosen_generator import group_generator
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools, response_seed, sampling_params
-from miles.rollout.intervals import Estimate, mean_over_prompts
 from miles.rollout.metrics import pass_at_k, powers_of_two
+from miles.rollout.ordering import Estimate, mean_over_prompts
 from miles.rollout.supply import load_held_out
-from miles.tasks.data.notes import Notes
-from miles.tasks.data.row import Row
+from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer, load_tokenizer
 from miles.tasks.rewards.passing import passes
 from miles.tasks.rewards.registry import get_reward_function

@@ -16,13 +16,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from miles.base.input_error import InputError
-from miles.commands.saved_runs.remote_run import on_this_machine, run_folder
-from miles.commands.saved_runs.run import SavedRun, Step
+from miles.base.text import InputError
+from miles.commands.saved_runs.run import SavedRun, Step, on_this_machine, run_folder
 from miles.config.settings import Settings
 from miles.training.adapter_folder import adapter_folder, holds_adapter
-from miles.training.checkpoint_files import DamagedFile, appearing_whole
-from miles.training.checkpoint_manifest import check_against_manifest
+from miles.training.checkpoint_files import (
+    DamagedFile,
+    appearing_whole,
+    check_against_manifest,
+)
 
 
 def add_step_flag(parser: argparse._ActionsContainer) -> None:

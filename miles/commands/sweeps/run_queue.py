@@ -13,29 +13,248 @@ cores of the thread that starts it. The main thread receives what happens, and s
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
+import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 import miles
-from miles.base.one_line import one_line
-from miles.base.secret_values import public_words
-from miles.commands.sweeps.child_process import Child, Starter, start_process
-from miles.commands.sweeps.slots import Slot
-from miles.commands.sweeps.swept_run import Attempt
+from miles.base.flags import FlagError, count
+from miles.base.host import cpu_quota, has_gpu
+from miles.base.secrets import public_words
+from miles.base.text import one_line
+from miles.commands.sweeps.swept_run import Attempt, SweptRun
+from miles.config.settings import Settings
+from miles.observe.console import in_words
 from miles.run.stop_requests import STOPS
+
+# Places for runs at a time: each has its share of the cores, and GPUs of its own as far as there are enough.
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one run at a time.
+
+    Attributes:
+        cores: The cores that its run may use.
+        gpus: The GPUs that its run sees, as CUDA_VISIBLE_DEVICES names them; None: whatever this process sees.
+    """
+
+    cores: frozenset[int]
+    gpus: tuple[str, ...] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that limit a run to it."""
+        return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus)}
+
+    def __str__(self) -> str:
+        cores = count(len(self.cores), "core")
+        return cores if self.gpus is None else f"{cores} and GPU {','.join(self.gpus)}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use: cores by number, how many of them it may keep busy, and GPUs."""
+
+    cores: tuple[int, ...]
+    busy: float
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Machine:
+        """Look at this machine."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        found = tuple(name for path in devices.glob("nvidia*") if re.fullmatch(r"\d+", name := path.name[6:]))
+        gpus = tuple(str(number) for number in range(len(found)))
+        if VISIBLE in environment:
+            gpus = tuple(filter(None, (part.strip() for part in environment[VISIBLE].split(","))))
+        return cls(cores, min(len(cores), cpu_quota() or len(cores)), gpus)
+
+
+def devices_of(settings: Settings) -> int:
+    """Return the devices of a run: those of the trainer and, unless they share, those for generation."""
+    trainer = settings.cluster.world_size if settings.trains else 0
+    if settings.cluster.colocate:
+        return trainer
+    return trainer + (settings.engine_devices if settings.num_engines else 1)
+
+
+def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[Slot]:
+    """Return the places for runs at a time.
+
+    Args:
+        jobs: How many, ``--jobs``; by default as many as have devices of their own. On CPU a device is a core. Runs on
+            a cluster, or with engines that are running already, are one at a time by default.
+        runs: The settings of the runs.
+        machine: What there is.
+
+    Raises:
+        FlagError: A run needs more GPUs than there are, or several at a time would write their weights to one engine.
+    """
+    needed = max(devices_of(settings) for settings in runs)
+    joined = any(settings.cluster.ray_address is not None for settings in runs)
+    devices = {settings.cluster.device for settings in runs}
+    uses_gpus = not joined and ("cuda" in devices or ("auto" in devices and has_gpu()))
+    if uses_gpus and needed > len(machine.gpus):
+        what_to_do = "lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or use another machine"
+        raise FlagError(f"a run needs {count(needed, 'GPU')} and this machine has {len(machine.gpus)}; {what_to_do}")
+    share_engines = sum(settings.sglang.rollout_external and settings.generates for settings in runs) > 1
+    if share_engines and jobs is not None and jobs > 1:
+        rule = "all runs write their weights to the engines of --rollout-external, so only one may run at a time"
+        raise FlagError(f"--jobs {jobs}: {rule}; give --jobs 1, or drop --rollout-external")
+    if jobs is None:
+        there = len(machine.gpus) if uses_gpus else int(machine.busy)
+        jobs = 1 if joined or share_engines else max(1, there // needed)
+    found = []
+    for number in range(min(jobs, len(runs))):
+        gpus = (
+            tuple(machine.gpus[(number * needed + k) % len(machine.gpus)] for k in range(needed)) if uses_gpus else None
+        )
+        found.append(Slot(_share(machine.cores, number, min(jobs, len(runs))), gpus))
+    return found
+
+
+def _share(cores: Sequence[int], number: int, among: int) -> frozenset[int]:
+    """Return an even share of the cores; one core, which others have too, if there are more shares than cores."""
+    if among > len(cores):
+        return frozenset({cores[number % len(cores)]})
+    return frozenset(cores[number * len(cores) // among : (number + 1) * len(cores) // among])
+
+
+# How the queue starts a command: as a process, or as a fork of one process that has imported everything already.
+#
+# A training run needs seconds to import what it uses. A fork has it at once, and shares its memory.
+
+
+class Child(Protocol):
+    """A started command, in a session of its own."""
+
+    def poll(self) -> int | None:
+        """Return its exit status, negative for the signal that ended it; None while it runs."""
+
+    def wait(self) -> int:
+        """Wait for its end and return its exit status. One thread calls it."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+
+
+Starter = Callable[[Sequence[str], Path, Mapping[str, str]], Child]  # of words, log and environment
+
+
+def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process; it inherits the cores of the calling thread.
+
+    Args:
+        words: The program and its arguments.
+        log: The file to which it appends what it prints.
+        environment: All of its variables.
+    """
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches only the sweep
+        )
+
+
+class Forks:
+    """Starts commands as forks of one process, which imports some modules before the first of them."""
+
+    def __init__(self, prefix: Sequence[str], function: Callable[[list[str]], object], modules: Sequence[str]) -> None:
+        """Start nothing yet.
+
+        Args:
+            prefix: The words with which every command begins, and which are not passed on.
+            function: Called in each fork with the other words; a function of a module. It raises SystemExit for a
+                status other than 0.
+            modules: Imported once. They must not start threads, which a fork would lack.
+        """
+        self._prefix = list(prefix)
+        self._function = function
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*modules])
+        self._lock = threading.Lock()  # the lists of multiprocessing are not made for several threads
+
+    def __call__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+        """Start a fork on the cores of the calling thread; as ``start_process``."""
+        begin = len(self._prefix)
+        assert list(words[:begin]) == self._prefix, "the function stands for these words"
+        cores = frozenset(os.sched_getaffinity(0))
+        process = self._context.Process(
+            target=_run, args=(self._function, list(words[begin:]), str(log), dict(environment), cores)
+        )
+        with self._lock:
+            process.start()
+        return _Fork(process)
+
+
+class _Fork:
+    """A fork. The thread that waits for it is the only one that asks for its status."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None, "it has started"
+        self._process = process
+        self._pid = process.pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._status
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        self._status = self._process.exitcode
+        return self._status
+
+    def send_signal(self, sig: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and its status is on the way
+            os.kill(self._pid, sig)
+
+
+def _run(
+    function: Callable[[list[str]], object], words: list[str], log: str, environment: dict[str, str], cores: set[int]
+) -> None:
+    """Do what a new process would begin with, and call the function."""
+    os.setsid()
+    with open(log, "ab") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server of forks ignores it
+    os.environ.clear()
+    os.environ.update(environment)
+    os.sched_setaffinity(0, cores)
+    try:
+        function(words)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
 
 TICK_SECONDS = 1.0
 WRONG_FLAGS = 2  # exit status of a command that would fail again
@@ -234,3 +453,171 @@ def importing_miles() -> Mapping[str, str]:
     if str(package).startswith(sys.prefix):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))}
+
+
+# What a sweep prints while it runs: a line for every run that ends, how many are left, and for how long.
+
+
+class TimeLeft:
+    """Foresees when a queue ends, from the speed of its runs.
+
+    Args:
+        places: Runs at a time.
+        runs: The share of each run that is left to do (1: all of it).
+    """
+
+    def __init__(self, places: int, runs: Sequence[float]) -> None:
+        self._places = places
+        self._left = sum(runs)  # in whole runs, without what is running
+        self._done = 0.0
+        self._seconds = 0.0
+
+    def ended(self, share: float, seconds: float) -> None:
+        """Count a run that has ended; it did ``share`` of a whole run in ``seconds``."""
+        self._left -= share
+        self._done += share
+        self._seconds += seconds
+
+    def given_up(self, share: float) -> None:
+        """Count a run that failed for good; ``share`` of a whole run is left out."""
+        self._left -= share
+
+    def seconds(self, running: Sequence[tuple[float, float]]) -> float | None:
+        """Return the seconds until all runs have ended; None as long as nothing is known.
+
+        Args:
+            running: Of each run that is running: the share of a whole run that it has done, and its seconds so far.
+        """
+        done = self._done + sum(share for share, _ in running)
+        seconds = self._seconds + sum(seconds for _, seconds in running)
+        if done <= 0:
+            return None
+        left = max(0.0, self._left - sum(share for share, _ in running))
+        return left * seconds / done / self._places
+
+
+class SweepProgress:
+    """Prints what happens in a queue; on a terminal also a bar.
+
+    Args:
+        runs: The runs that are to be done.
+        finished: How many runs are finished already.
+        places: How many run at a time.
+        console: Where to print.
+        clock: Seconds, as ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[SweptRun],
+        finished: int,
+        places: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._total = len(runs) + finished
+        self._done = finished
+        self._begun_with = {id(run): run.fraction() for run in runs}
+        self._left = TimeLeft(min(places, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
+        self._running: dict[int, tuple[SweptRun, float]] = {}
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, TextColumn("{task.description}"), console=self._console)
+            self._task = self._bar.add_task("", total=self._total, completed=finished)
+            self._bar.start()
+
+    def close(self) -> None:
+        """Release the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def started(self, run: SweptRun) -> None:
+        """Remember when the run began."""
+        self._running[id(run)] = (run, self._clock())
+        self._refresh()
+
+    def ended(self, run: SweptRun, attempt: Attempt, is_finished: bool) -> None:
+        """Print that a run has ended, and what is left."""
+        self._running.pop(id(run), None)
+        self._done += is_finished
+        if is_finished:
+            self._left.ended(1 - self._begun_with[id(run)], attempt.seconds)
+            what = f"finished in {in_words(attempt.seconds)}"
+        else:
+            self._left.given_up(1 - self._begun_with[id(run)])
+            what = f"{_how(attempt.status)}: {attempt.last_line} ({run.log})"
+        left = self._seconds_left()
+        more = "" if left is None or left < 0.5 else f"; about {in_words(left)} left"
+        self._print(f"[{self._done}/{self._total}] {run.name}: {what}{more}")
+        self._refresh()
+
+    def repeats(self, run: SweptRun, attempt: Attempt) -> None:
+        """Print that a run failed and is tried once more."""
+        self._running.pop(id(run), None)
+        shown = f"{_how(attempt.status)}: {attempt.last_line} ({run.log}); trying once more: it {run.in_words()}"
+        self._print(f"[{self._done}/{self._total}] {run.name}: {shown}")
+
+    def stopping(self, number: int, times: int, running: int) -> None:
+        """Print what a signal does."""
+        name = signal.Signals(number).name
+        runs = count(running, "run")
+        if times == 1:
+            text = f"{name}: stopping; waiting for {runs} to finish an iteration and save (a second signal: sooner)"
+        elif times == 2:
+            text = f"{name}: stopping {runs} at the last checkpoint (a third signal kills)"
+        else:
+            text = f"{name}: killing {runs}"
+        self._print(text)
+
+    def tick(self) -> None:
+        """Bring the bar up to date."""
+        self._refresh()
+
+    def _seconds_left(self) -> float | None:
+        now = self._clock()
+        running = [
+            (max(0.0, run.fraction() - self._begun_with[id(run)]), now - began) for run, began in self._running.values()
+        ]
+        return self._left.seconds(running)
+
+    def _refresh(self) -> None:
+        if self._bar is not None:
+            left = self._seconds_left()
+            names = ", ".join(f"{run.name} {run.fraction():.0%}" for run, _ in self._running.values())
+            self._bar.update(
+                self._task,
+                completed=self._done,
+                description=names + ("" if left is None else f"  left {in_words(left)}"),
+            )
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def summary(ended: Ended, unfinished: int, again: str) -> str:
+    """Return the last lines: what failed, and how to continue.
+
+    Args:
+        ended: How the queue ended.
+        unfinished: Runs that are not finished.
+        again: The command that continues.
+    """
+    lines = []
+    if ended.failed:
+        lines.append(f"{count(len(ended.failed), 'run')} failed:")
+        for run, attempt in ended.failed:
+            lines.append(f"  {run.name}: {_how(attempt.status)}: {attempt.last_line} ({run.log})")
+    if unfinished:
+        runs = "1 run is" if unfinished == 1 else f"{unfinished} runs are"
+        lines.append(f"{runs} not finished; {again} continues, and runs nothing again that is finished")
+    return "\n".join(lines)
+
+
+def _how(status: int) -> str:
+    """Say how a process ended."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return "ended before its last step" if status == 0 else f"failed with status {status}"

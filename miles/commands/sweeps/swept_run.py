@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.flags import LONGEST_VALUE, flag_name
-from miles.base.folder_lock import is_held
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.base.secret_values import public_words
+from miles.base.locks import is_held
+from miles.base.secrets import public_words
+from miles.base.text import InputError, one_line
 from miles.commands.saved_runs.run import RunState, SavedRun
-from miles.commands.sweeps.plan import CHECKPOINTS, PlannedRun
+from miles.commands.sweeps.definition import CHECKPOINTS, PlannedRun
 from miles.config.spelling import group_words
-from miles.observe.tracking.run_header import FILE_NAME as RUN_HEADER
-from miles.training.checkpoint_folder import all_in
+from miles.observe.run_files import FILE_NAME as RUN_HEADER
+from miles.training.checkpoint_files import all_in
 
 FILE_NAME = "sweep-run.json"
 LOG = "log.txt"

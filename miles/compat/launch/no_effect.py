@@ -19,10 +19,10 @@ from miles.config.model import readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
 from miles.config.parallel import same_budget
 from miles.config.rollout import names_iteration
-from miles.config.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
+from miles.config.rules.modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.config.settings import Settings
-from miles.config.sglang.settings import SglangArguments
-from miles.config.values import environment_strings, is_object, set_name
+from miles.config.sglang.flags import SglangArguments
+from miles.config.suggest import environment_strings, is_object, set_name
 from miles.models.packing import why_not_shared
 from miles.objective.chosen import find_objective
 from miles.objective.distillation import TEACHER_FLAGS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.flags import Errors, flag_name
-from miles.base.remote_folder import is_url
+from miles.base.storage import is_url
 from miles.compat.launch.distillation import normalize_teacher
 from miles.compat.launch.foreign import Foreign, by_flag
 from miles.compat.launch.launcher_flags import CKPT_STEP, LAUNCHER_FLAGS

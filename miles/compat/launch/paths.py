@@ -9,9 +9,8 @@ from pathlib import Path
 
 import miles
 from miles.base.flags import LONGEST_VALUE, Errors, flag_name
-from miles.base.one_line import one_line
-from miles.base.user_code.loading import PICKLED
-from miles.base.user_code.source import missing_name, module_files
+from miles.base.text import one_line
+from miles.base.user_code import PICKLED, missing_name, module_files
 from miles.config.settings import Settings
 from miles.tasks.environments.chosen import FLAG as ENVIRONMENT
 from miles.tasks.environments.chosen import read_choice
@@ -34,7 +33,7 @@ HOOKS = {
     "custom_rm_path": Hook("reward", "async def reward(samples: Sequence[Sample]) -> list[float] (miles.types.sample)"),
     "rollout_function_path": Hook(
         "rollout",
-        "async def rollout(iteration: int, tools: RolloutTools) -> list[PromptGroup] (miles.rollout.rollout_function)",
+        "async def rollout(iteration: int, tools: RolloutTools) -> list[PromptGroup] (miles.rollout.hooks)",
     ),
     "custom_generate_function_path": Hook(
         "rollout", "async def generate(trajectory: Trajectory) -> None (miles.rollout.trajectory)"
@@ -45,7 +44,7 @@ HOOKS = {
     "buffer_filter_path": Hook(
         "rollout",
         "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
-        "(miles.rollout.hooks.buffer_filter)",
+        "(miles.rollout.hooks)",
     ),
     "rollout_sample_filter_path": Hook(
         "rollout", "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.types.sample)"
@@ -58,21 +57,22 @@ HOOKS = {
         "def log(iteration: int, args, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool",
     ),
     "custom_convert_samples_to_train_data_path": Hook(
-        "rollout", "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks.custom_convert)"
+        "rollout", "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks)"
     ),
     "custom_reward_post_process_path": Hook(
         "reward", "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.types.sample)"
     ),
     "eval_function_path": Hook(
         "evaluation",
-        "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.evaluation_function)",
+        "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.hooks)",
     ),
     "custom_eval_rollout_log_function_path": Hook(
         "evaluation", "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool"
     ),
     "curriculum_path": Hook(
         "data",
-        "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None (miles.tasks.data.curriculum)",
+        "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None "
+        "(miles.tasks.data.curriculum)",
     ),
     "data_source_path": Hook(
         "data", "class Source: __init__(args), draw(n), state() and restore(state) (miles.tasks.data.custom_source)"

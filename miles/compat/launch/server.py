@@ -9,7 +9,7 @@ from miles.config.abilities import has_servers
 from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.config.settings import Settings
 from miles.config.sglang.config_file import CONFIG, read_server_config
-from miles.config.sglang.server_flags import (
+from miles.config.sglang.flags import (
     ATTENTION_DATA_PARALLEL,
     DATA_PARALLEL,
     REPLACED,

@@ -11,11 +11,10 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.compat.losses.logits import ResponseLogits
 from miles.objective.aggregation import get_sum_of_sample_mean, is_per_token, is_plain_mean
-from miles.objective.hook_calls import token_columns
-from miles.objective.hooks import REDUCER, WHOLE_LOSS
+from miles.objective.hooks import REDUCER, WHOLE_LOSS, token_columns
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +109,7 @@ def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
     """Return prompt and response of each sample, int64; collective in the micro-batch's context group."""
     import torch
 
-    from miles.types.context_parallel import padded_length
+    from miles.types.parallel import padded_length
 
     if not micro.response_lengths:
         return []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.objective.kl import approximate_kl
 from miles.objective.policy_losses.ppo_clip import ClipFlags, clipped_losses
 

@@ -30,8 +30,7 @@ from miles.config.megatron.overrides import (
 from miles.config.notes import SAME
 from miles.config.parser import defaults
 from miles.config.settings import SECTIONS
-from miles.config.sglang.rules import NOT_ALONE, NOT_QUANTIZED
-from miles.config.sglang.server_flags import (
+from miles.config.sglang.flags import (
     DATA_PARALLEL,
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
@@ -41,6 +40,7 @@ from miles.config.sglang.server_flags import (
     known_router_flags,
     known_server_flags,
 )
+from miles.config.sglang.rules import NOT_ALONE, NOT_QUANTIZED
 from miles.config.spelling import OTHER_VALUES
 from miles.models.base import LAYER_FIELDS
 

@@ -22,8 +22,7 @@ from miles.compat.pages.objective_variants import (
     linked,
     markdown_row,
 )
-from miles.objective.adaptive.entropy import adaptive_entropy_formula
-from miles.objective.adaptive.kl import adaptive_kl_formula
+from miles.objective.adaptive import adaptive_entropy_formula, adaptive_kl_formula
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
 from miles.objective.policy_losses import POLICY_LOSSES

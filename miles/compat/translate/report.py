@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective
-from miles.compat.translate.settings import Setting
-from miles.compat.translate.translation import Entry, Translation
+from miles.compat.translate.translation import Entry, Setting, Translation
 
 REQUIRED = {
     "--hf-checkpoint": "the model",

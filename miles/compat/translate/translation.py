@@ -5,13 +5,90 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from miles.base.one_line import one_line
-from miles.compat.translate.settings import Document, Expression, Setting
+from miles.base.secrets import public
+from miles.base.text import InputError, one_line
+from miles.objective.estimators import ESTIMATORS
 from miles.tasks.data.settings import HUB_NAME, HUGGING_FACE
+
+# The settings of a file, by name, each with its line.
+
+
+LONGEST_SHOWN = 120
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Hold a value that is computed when the file is run, and so is not known: a variable, a call, an interpolation."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hold one setting: its name with dots between the levels, its value and its line in the file."""
+
+    key: str
+    value: Any
+    line: int | None
+
+    @property
+    def shown(self) -> str:
+        """The setting as the report shows it, without credentials."""
+        return f"{self.key} = {one_line(str(public(self.key, self.value)), LONGEST_SHOWN)}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Hold what was read from a file.
+
+    Attributes:
+        path: The file, as it was given.
+        kind: ``json``, ``yaml``, ``toml``, ``python`` or ``shell``.
+        settings: The settings in the order of the file. The last one of a name counts.
+        words: The command of a shell script, without its variables; empty for other files.
+        elsewhere: The words of the command that expand to flags set elsewhere, each with a sentence about it.
+    """
+
+    path: str
+    kind: str
+    settings: dict[str, Setting] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    elsewhere: dict[str, Setting] = field(default_factory=dict)
+
+    def fail(self, line: int | None, fault: str) -> NoReturn:
+        """Raise ``InputError`` with file and line."""
+        fail(self.path, line, fault)
+
+
+def fail(path: str, line: int | None, fault: str) -> NoReturn:
+    """Raise ``InputError``: one sentence that starts with the file and the line."""
+    place = path if line is None else f"{path}, line {line}"
+    raise InputError(f"{one_line(place, 300)}: {one_line(fault, 600)}")
+
+
+def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """Return the settings by name. The last one of a name counts, and keeps the place of the first."""
+    return {setting.key: setting for setting in settings}
+
+
+def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]:
+    """Return the leaves of nested objects, with dots between the levels. Lists are leaves."""
+    found: list[Setting] = []
+    for name, part in value.items():
+        key = f"{prefix}{name}"
+        if isinstance(part, dict) and part:
+            found += flatten(part, line, f"{key}.")
+        else:
+            found.append(Setting(key, part, line.get(key)))
+    return found
+
 
 _FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
@@ -256,3 +333,36 @@ def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
             translation.differ(key, row.why, *words)
         else:
             translation.carry(key, *words)
+
+
+# Write an estimator with what it needs here, and a KL that is subtracted from rewards.
+
+
+WHITENED = "advantages are whitened over the whole rollout there, over the tokens of a step here"
+
+
+def write_estimator(translation: Translation, key: str, *words: str) -> None:
+    """Record the estimator of ``key``, and that whitened advantages are whitened over other tokens."""
+    if "--normalize-advantages" in words:
+        translation.differ(key, WHITENED, *words)
+    else:
+        translation.carry(key, *words)
+
+
+def write_kl_in_rewards(translation: Translation, key: str, coefficient: float) -> bool:
+    """Record a KL that is subtracted from rewards there, in the loss if the estimator here does not read it.
+
+    Returns:
+        Whether it has a counterpart: it has none if the loss has a KL already.
+    """
+    words = translation.words
+    name = words[words.index("--advantage-estimator") + 1] if "--advantage-estimator" in words else "grpo"
+    if "kl_coef" in ESTIMATORS[name].reads:
+        translation.carry(key, "--kl-coef", coefficient)
+    elif "--use-kl-loss" in words:
+        translation.miss(key, f"subtracted from rewards there, which {name} does not do here; the loss has a KL too")
+        return False
+    else:
+        why = f"subtracted from rewards there, which {name} does not do here: it is a term of the loss"
+        translation.differ(key, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
+    return True

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from miles.config.values import whole_numbers
+from miles.config.suggest import whole_numbers
 
 DATACLASSES = {
     "TransformerConfig": "transformer/transformer_config.py",

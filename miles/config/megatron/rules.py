@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from miles.base.flags import Errors, collect_errors, count, flag_name, refuse
 from miles.config.components import TRAIN_BACKENDS, names_with, train_backend_spec
-from miles.config.lora import LoraArguments
-from miles.config.megatron.adapter import check_adapted_layers, check_adapter_flags, check_adapter_with_model
+from miles.config.lora import LoraArguments, check_adapted_layers, check_adapter_flags, check_adapter_with_model
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.megatron.overrides import Overrides, check_overrides
 from miles.config.megatron.settings import MegatronArguments

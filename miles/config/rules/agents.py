@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from miles.base.flags import Errors, flag_name
-from miles.config.rules.debug_modes import NOTHING_IS_GENERATED
+from miles.config.rules.modes import NOTHING_IS_GENERATED
 from miles.config.settings import Settings
 from miles.tasks.environments.chosen import read_choice
 from miles.tasks.rewards.settings import ENVIRONMENT

@@ -7,7 +7,7 @@ from dataclasses import replace
 from miles.base.flags import Errors, changed
 from miles.config.critic import check_critic, check_no_critic
 from miles.config.settings import Settings
-from miles.objective.adaptive.kl import check_adaptive_kl
+from miles.objective.adaptive import check_adaptive_kl
 from miles.objective.chosen import check_objective, find_objective
 from miles.objective.estimators.base import Estimator
 from miles.objective.settings import LossArguments, StepShape

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.config.sglang.installed import server_flags
 
 CONFIG = "--config"

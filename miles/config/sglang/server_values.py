@@ -13,8 +13,8 @@ from miles.base.flags import Errors, fault_of_text, flag_name
 from miles.config.abilities import has_servers
 from miles.config.settings import Settings
 from miles.config.sglang.config_file import CONFIG
+from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags
 from miles.config.sglang.installed import Accepted, Reading, has_plugins, router_flags, server_flags
-from miles.config.sglang.server_flags import ROUTER, SERVER, ServerFlags
 from miles.config.spelling import group_words
 from miles.config.suggest import near_choice
 

@@ -13,9 +13,16 @@ import torch
 from transformers import PreTrainedConfig
 
 from miles.engine.embedded import attention
-from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
+from miles.engine.embedded.attention import (
+    DecodeStep,
+    KVCache,
+    LayerStates,
+    PrefillStep,
+    PrefixStep,
+    Step,
+    bound_time_steps,
+)
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
-from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
 from miles.models.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
 from miles.models.reading import read_config, read_model
 from miles.models.routers import Routers

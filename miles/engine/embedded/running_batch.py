@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from miles.base.spans import span
+from miles.base.profiling import span
 from miles.engine.base import FinishReason, Generation, SamplingParams
 from miles.engine.embedded.model_runner import ModelRunner
-from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
-from miles.engine.embedded.stop_text import StopText
-from miles.types.token_sets import TokenSetsBuilder
+from miles.engine.embedded.sampling import RowSampling, StopText, sample, seeded_uniforms
+from miles.types.replay import TokenSetsBuilder
 
 PREFILL_TOKENS = 16384  # per prefill pass, with padding
 MASK_STEP = 16  # attended widths are multiples of this, which suits the fused kernels

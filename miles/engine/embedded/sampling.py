@@ -7,7 +7,7 @@ sorted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -213,3 +213,25 @@ def _supports(kept: torch.Tensor, tokens: torch.Tensor, rows: Sequence[int]) -> 
     counts = positive.sum(-1).tolist()
     flat = tokens[positive].cpu().numpy()
     return dict(zip(rows, np.split(flat, np.cumsum(counts)[:-1]), strict=True))
+
+
+# End a response as soon as it contains one of the texts of ``--rollout-stop``.
+
+
+_MARGIN = 4  # tokens before those that may hold a text: a decoder may drop the space of the first
+
+
+class StopText:
+    """Say whether the last token of a response completes one of ``texts``."""
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        """``decode`` returns the text of tokens, special ones too."""
+        self._texts = tuple(texts)
+        self._decode = decode
+        # A token has at least one byte, so a text of n bytes is in the last n tokens.
+        self._tail = _MARGIN + max(len(text.encode("utf-8")) for text in texts)
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Return whether ``token_ids`` end a response. Call it after each token: only the end is looked at."""
+        text = self._decode(list(token_ids[-self._tail :]))
+        return any(stop in text for stop in self._texts)

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.models.packing import is_compared_by_test, model_type
 

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
+import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 
-from miles.base.secret_values import public
-from miles.base.spans import span
+from miles.base.profiling import span
+from miles.base.secrets import public
 from miles.config.components import stop_pattern
 from miles.engine.base import Generation, SamplingParams
-from miles.engine.sglang import fast_json
 from miles.engine.sglang.keys import bearer
-from miles.types.expert_choices import dtype_for
-from miles.types.token_sets import TokenSets
+from miles.types.replay import TokenSets, dtype_for
+
+# Read and write the JSON of requests and answers, by orjson if it is installed (SGLang needs it), else by ``json``.
+#
+# This is much of what a request costs: an answer of 256 tokens with log-probs takes 26 µs instead of 126 to decode, a
+# prompt of 256 tokens 1 µs instead of 18 to encode.
+
+
+# Not there if engines run elsewhere and none of SGLang's packages is installed here.
+orjson: Any = importlib.import_module("orjson") if importlib.util.find_spec("orjson") else None
+
+
+def encode(content: Any) -> bytes:
+    """Return ``content`` as JSON. Raises ``TypeError`` or ``ValueError`` if it is none."""
+    if orjson is not None:
+        with suppress(TypeError):  # a number of more than 64 bits, for instance
+            encoded: bytes = orjson.dumps(content)
+            return encoded
+    return json.dumps(content, default=_as_list).encode()
+
+
+def _as_list(content: Any) -> Any:
+    return list(content)  # other sequences than lists and tuples
+
+
+def decode(content: bytes) -> Any:
+    """Return what the JSON says. Raises ``ValueError`` if it is none."""
+    if orjson is not None:
+        with suppress(ValueError):  # NaN, which Python reads
+            return orjson.loads(content)
+    return json.loads(content)
+
 
 T = TypeVar("T", int, float)
 
@@ -183,7 +215,7 @@ class SglangClient:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         sent, headers = None, bearer(key)
         if body is not None:
-            sent, headers = fast_json.encode(body), {**(headers or {}), "Content-Type": "application/json"}
+            sent, headers = encode(body), {**(headers or {}), "Content-Type": "application/json"}
         try:
             request = self._session().request(method, self.url + path, data=sent, timeout=timeout, headers=headers)
             async with request as response:
@@ -202,7 +234,7 @@ class SglangClient:
             return {}
         try:
             with span("decode an answer"):
-                answer = fast_json.decode(content)
+                answer = decode(content)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):

@@ -19,19 +19,17 @@ from functools import partial
 from pathlib import Path
 
 from miles.config.settings import Settings
-from miles.config.sglang.settings import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, RemoteSenders
-from miles.engine.host import EngineHost, Server, ServerPart
+from miles.config.sglang.flags import SglangArguments
+from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.health import Health
 from miles.engine.sglang.keys import NO_KEYS, Keys, keys_of
 from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
 from miles.engine.sglang.processes import allow_open_files
-from miles.engine.sglang.requests import Requests
+from miles.engine.sglang.requests import Requests, SenderConfig
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.servers import Servers
-from miles.engine.sglang.shared_servers import SenderConfig
 from miles.engine.sglang.spanning import SpanningServer
 from miles.engine.sglang.weight_updates import WeightUpdates
 from miles.engine.weight_sync.sender import WeightSender

@@ -10,10 +10,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.one_line import one_line
-from miles.config.sglang.settings import SglangArguments
-from miles.engine.concurrency import gather_or_cancel
+from miles.base.disk_faults import WriteFailed
+from miles.base.text import one_line
+from miles.config.sglang.flags import SglangArguments
+from miles.engine.base import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.servers import ManagedServer, Servers, ServerState

@@ -15,18 +15,18 @@ from weakref import finalize
 
 import httpx
 
-from miles.base.host.disk_faults import disk_fault, naming_disk
-from miles.base.host.machine import num_cores
-from miles.base.secret_values import split_secret_words
+from miles.base.disk_faults import disk_fault, naming_disk
+from miles.base.host import num_cores
+from miles.base.secrets import split_secret_words
 from miles.base.stacks import RUN_FOLDER
-from miles.config.sglang.server_flags import has_flag
-from miles.engine.host import ServerFailed
+from miles.config.sglang.flags import has_flag
+from miles.engine.base import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import begin_notes, remove_server_folder
 from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, free_port, is_taken
 from miles.engine.sglang.server_log import LogFile
-from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
@@ -160,7 +160,7 @@ def cpu_support() -> Path:
 
 
 class SglangServer:
-    """Start and stop a server on this host; ``miles.engine.host.ServerProcess``.
+    """Start and stop a server on this host; ``miles.engine.base.ServerProcess``.
 
     It can be started again after each stop. Each start takes a free port; all starts share one log file.
     """
@@ -277,7 +277,7 @@ def answers(url: str, path: str, key: str | None = None) -> bool:
 
 
 class ExternalServer:
-    """Use a server that somebody else starts and stops; ``miles.engine.host.Server``.
+    """Use a server that somebody else starts and stops; ``miles.engine.base.Server``.
 
     It is one address of ``--rollout-external-engine-addrs``. After a failure it is waited for instead of restarted: it
     is used again when it answers again.

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from miles.base.parent import die_with_parent
-from miles.base.secret_values import secrets_in
+from miles.base.secrets import secrets_in
 from miles.base.stacks import answer_requests
-from miles.engine.host import ServerFailed
+from miles.engine.base import ServerFailed
 from miles.engine.sglang.server_log import LogFile, ServerLog
 
 POLL_SECONDS = 0.5

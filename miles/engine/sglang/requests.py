@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from miles.engine.base import Generation, GenerationRequest, SamplingParams
-from miles.engine.concurrency import gather_or_cancel
+from miles.engine.base import Generation, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
+from miles.engine.sglang.keys import Keys
+from miles.engine.sglang.processes import allow_open_files
+from miles.objective.settings import LossArguments
+from miles.types.sample import Sample
 
 REQUEST_TRIES = 8
 BACK_OFF_SECONDS = 0.25  # doubled from try to try
@@ -207,3 +212,277 @@ class Requests:
         """Close the connections to the router."""
         if self._router is not None:
             await self._router.close()
+
+
+# Send requests to the servers of an engine from another process.
+#
+# ::
+#
+#     the engine's process                                another process
+#     Servers ── SeenServers, at each change ───────────> SharedServers ── Requests (requests.py) ──> the servers
+#     Health <── "a request has failed" ────────────────────┘
+#
+# The other process checks, updates and restarts nothing. It knows the servers by the newest ``SeenServers``.
+
+
+@dataclass(frozen=True)
+class SeenServer:
+    """A server in use. ``start`` counts its processes: another one has other requests, be it at the same address."""
+
+    name: str
+    start: int
+    url: str
+
+
+@dataclass(frozen=True)
+class SeenServers:
+    """What those must know of the servers who send requests.
+
+    Attributes:
+        version: Of the weights that every server in use should have, as in ``Servers``.
+        oldest: The version before it while an update is in progress.
+        in_use: The servers that requests may go to.
+        end: Why no answer will come any more; None if answers may come.
+    """
+
+    version: int | None
+    oldest: int | None
+    in_use: tuple[SeenServer, ...]
+    end: Exception | None
+
+
+class SharedServer:
+    """A server in use, with a client of this process; ``requests.UsedServer``."""
+
+    def __init__(self, name: str, client: SglangClient) -> None:
+        self.name = name
+        self.client = client
+        self.requests: set[asyncio.Task[Any]] = set()
+
+
+class SharedServers:
+    """The servers by the newest ``SeenServers``; ``requests.UsedServers``."""
+
+    def __init__(self, restarts: bool, connect: Callable[[str], SglangClient]) -> None:
+        """Know no server yet. ``connect`` makes the client for a URL; ``restarts`` is as in ``Servers``."""
+        self.restarts = restarts
+        self.version: int | None = None
+        self.oldest: int | None = None
+        self._connect = connect
+        self._by_seen: dict[SeenServer, SharedServer] = {}
+        self._end: Exception | None = None
+        self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def in_use(self) -> list[SharedServer]:
+        """The servers that are used now."""
+        return list(self._by_seen.values())
+
+    def show(self, seen: SeenServers) -> None:
+        """Know ``seen`` from now on, and end the wait of requests to servers that are out of use."""
+        self.version, self.oldest, self._end = seen.version, seen.oldest, seen.end
+        for gone in self._by_seen.keys() - set(seen.in_use):
+            server = self._by_seen.pop(gone)
+            for request in server.requests:
+                request.cancel()
+            closing = asyncio.ensure_future(server.client.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for found in seen.in_use:
+            if found not in self._by_seen:
+                self._by_seen[found] = SharedServer(found.name, self._connect(found.url))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until_one_in_use(self) -> None:
+        """Wait until a server is used. Raises what the engine has said if no server can come back."""
+        while not self._by_seen:
+            if self._end is not None:
+                raise self._end
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*self._closing, *(server.client.close() for server in self.in_use))
+
+
+class SglangSender:
+    """Send requests as the engine does; ``miles.engine.base.RequestSender``."""
+
+    def __init__(self, servers: SharedServers, requests: Requests) -> None:
+        self._servers = servers
+        self._requests = requests
+        self._end: Exception | None = None
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed, in order; raises what ``SglangEngine.generate`` raises."""
+        return await self._requests.generate(request)
+
+    def show(self, state: SeenServers) -> None:
+        """Know the servers as the engine shows them."""
+        self._servers.show(state)
+        if state.end is not None and self._end is None:
+            self._end = state.end
+            self._requests.end_all(state.end)
+
+    async def aborted(self) -> None:
+        """Send nothing of what was asked for before, and return when what was sent has ended."""
+        await self._requests.aborted()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests have been sent and not answered."""
+        return self._requests.in_flight
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._requests.close()
+        await self._servers.close()
+
+
+@dataclass(frozen=True)
+class SenderConfig:
+    """What a process needs to send requests; ``miles.engine.base.SenderConfig``.
+
+    Attributes:
+        requests: At a time, of all processes together.
+        vocab_size: The size of the model's vocabulary.
+        eos_ids: The model's own stop tokens.
+        keeps_cache: Whether an update of the weights leaves what the old ones have computed.
+        restarts: Whether failed servers are started again.
+        router: The address that requests go to; None if there is one server.
+        keys: The keys of router and servers.
+        experts_shape: Layers and k of a model with experts.
+        seconds: The time limit of control calls.
+        why: The flag that asks for so many requests, and its value.
+    """
+
+    requests: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    keeps_cache: bool
+    restarts: bool
+    router: str | None
+    keys: Keys
+    experts_shape: tuple[int, int] | None
+    seconds: float
+    why: str
+
+    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> SglangSender:
+        """Return what sends up to ``requests`` at a time, over as many connections, and keeps these.
+
+        Raises:
+            ValueError: The system allows too few open files.
+        """
+        allow_open_files(requests, self.why)
+        connect = partial(SglangClient, connections=requests, seconds=self.seconds)
+        servers = SharedServers(self.restarts, partial(connect, key=self.keys.server))
+        router = None if self.router is None else connect(self.router, key=self.keys.router)
+        asked = Requests(
+            servers,
+            requests,
+            self.vocab_size,
+            self.eos_ids,
+            self.keeps_cache,
+            router,
+            check_servers,
+            self.experts_shape,
+        )
+        return SglangSender(servers, asked)
+
+
+# Ask SGLang servers for a teacher's log-probs of sampled tokens (``--opd-type server``).
+
+
+IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
+SECONDS = 600.0  # of one request
+WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
+
+
+class ServedTeacher:
+    """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
+
+    def __init__(
+        self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
+    ) -> None:
+        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at a time each.
+
+        ``key`` is that of the metadata.
+        """
+        self._key = key
+        self._waits = waits
+        self._clients = {name: SglangClient(url, in_flight, SECONDS) for name, url in urls.items()}
+        self._slots = {name: asyncio.Semaphore(in_flight) for name in urls}
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Give every sample the ``teacher_log_probs`` of its response.
+
+        Raises:
+            ValueError: A prompt names no teacher, or a server refuses the request or has another vocabulary.
+            EngineUnavailable: A server gives no sound answer, several times.
+        """
+        await gather_or_cancel(self._score(sample) for sample in samples)
+
+    async def _score(self, sample: Sample) -> None:
+        name = self._teacher_of(sample)
+        if not sample.response_ids:
+            return
+        async with self._slots[name]:
+            sample.teacher_log_probs = await self._asked(self._clients[name], sample)
+
+    async def _asked(self, client: SglangClient, sample: Sample) -> list[float]:
+        for wait in (*self._waits, None):
+            try:
+                answer = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
+                return read_input_log_probs(answer, sample.response_ids, client.shown)
+            except EngineUnavailable:
+                if wait is None:
+                    raise
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _teacher_of(self, sample: Sample) -> str:
+        if len(self._clients) == 1:
+            return next(iter(self._clients))
+        name = sample.metadata.get(self._key)
+        if not isinstance(name, str) or name not in self._clients:
+            raise ValueError(
+                f"--opd-teacher-urls: the metadata of prompt {sample.prompt.source or sample.group_index} has "
+                f"{self._key} {name!r:.40}, which is none of {', '.join(self._clients)}; correct the row, or "
+                "--opd-teacher-key"
+            )
+        return name
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            await client.close()
+
+
+def connect(loss: LossArguments, share: Callable[[int], int]) -> ServedTeacher:
+    """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
+    return ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
+
+
+def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:
+    """Return the log-probs of the last tokens of a request, which are ``response_ids``.
+
+    Raises:
+        EngineUnavailable: The answer has no such log-probs.
+        ValueError: They are those of other tokens.
+    """
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"][-len(response_ids) :]
+        token_ids = [int(entry[1]) for entry in entries]
+        log_probs = [float(entry[0]) for entry in entries]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineUnavailable(f"{url}: an answer without log-probs ({error!r}): {str(answer)[:300]}") from error
+    if token_ids != list(response_ids):
+        raise ValueError(
+            f"--opd-teacher-urls {url}: the server gives log-probs of other tokens than those it was sent; the teacher "
+            "must have the tokenizer of --hf-checkpoint"
+        )
+    if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
+        raise EngineUnavailable(f"{url}: an answer with values that are no log-probs: {str(log_probs)[:300]}")
+    return log_probs

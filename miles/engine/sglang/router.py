@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import httpx
 
-from miles.base.secret_values import split_secret_words
+from miles.base.secrets import split_secret_words
 from miles.base.threads import in_thread
-from miles.config.sglang.server_flags import has_flag
-from miles.engine.host import ServerFailed
+from miles.config.sglang.flags import has_flag
+from miles.engine.base import ServerFailed
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken

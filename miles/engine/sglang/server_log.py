@@ -10,8 +10,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
-from miles.base.secret_values import hide_in_text
-from miles.config.sglang.settings import SglangArguments
+from miles.base.secrets import hide_in_text
+from miles.config.sglang.flags import SglangArguments
 
 TAIL_LINES = 30  # in messages
 KEPT_LINES = 1000  # a fault may be followed by the tracebacks of what fails because of it

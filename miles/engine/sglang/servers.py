@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.engine.host import Server
+from miles.base.disk_faults import WriteFailed
+from miles.engine.base import Server
 from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.shared_servers import SeenServer, SeenServers
+from miles.engine.sglang.requests import SeenServer, SeenServers
 
 log = logging.getLogger(__name__)
 

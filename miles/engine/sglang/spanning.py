@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from miles.engine.host import ServerPart
-from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.base import ServerPart
+from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 
 
 class SpanningServer:
-    """Start and stop the processes of a server together; ``miles.engine.host.Server``.
+    """Start and stop the processes of a server together; ``miles.engine.base.Server``.
 
     The process of the first node answers all requests and passes on to the others what concerns them: generation, new
     weights, pauses, memory. If one of them ends, the first no longer generates, which the health checks find out.

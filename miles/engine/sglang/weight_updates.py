@@ -6,11 +6,11 @@ import base64
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from miles.config.sglang.settings import SglangArguments
-from miles.engine.host import Server
+from miles.config.sglang.flags import SglangArguments
+from miles.engine.base import Server
 from miles.engine.sglang.client import RequestRefused, SglangClient
 from miles.engine.sglang.servers import Failures, ManagedServer, Servers, ServerState
-from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 from miles.engine.weight_sync.sender import WeightSender
 from miles.types.weights import WeightChunk
 

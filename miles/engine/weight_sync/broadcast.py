@@ -16,11 +16,35 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, untyped
+from torch._C._distributed_c10d import TCPStore as TCPStore  # torch.distributed has it too, untyped
 
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.tcp_store import TCPStore, serve_store
 from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.types.weights import WeightChunk
+
+# Serve a torch TCP store, by which the ranks of a process group find each other, at one address only.
+
+
+def serve_store(host: str, timeout: timedelta) -> TCPStore:
+    """Serve a store on a free port of ``host``.
+
+    A store that opens its own socket listens on all interfaces, whatever ``host`` is, and takes reads and writes from
+    everybody who can connect. This one is handed a socket that is bound to ``host``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=2048) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store closes it
+    return store
+
 
 JOIN_TIMEOUT = timedelta(seconds=120)  # for forming a group, and for one broadcast
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl"}  # the library, by the device of the tensors

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from miles.base.host.disk_faults import naming_disk
+from miles.base.disk_faults import naming_disk
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.delta_files import MAKE_ROOM
-from miles.engine.weight_sync.local_copy import WeightFolder
+from miles.engine.weight_sync.deltas import MAKE_ROOM, CopySource, DeltaRefused, OffersDelta, WeightFolder
 from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
@@ -55,3 +55,65 @@ class DiskTransport:
             for earlier in self._root.glob("version_*"):
                 shutil.rmtree(earlier)
             return WeightFolder.of(staging.rename(folder))
+
+
+# Send only what has changed, through a file system that the trainer and the engines' hosts share (``disk-delta``).
+#
+# ::
+#
+#     trainer rank 0 ── DeltaWriter ──> delta_0000012/ ── LocalCopy of each host ──> engine
+#           │                           (shared folder)        │ cannot follow: DeltaRefused
+#           └────── all weights <──── OfferedWeights ──────────┘
+#
+# The trainer compares its weights with those that it sent last. Each host that has engines keeps a copy of all
+# weights,
+# applies the delta to it, compares the checksums of all tensors, and its engines load the copy. On any doubt (another
+# base, a file that is missing, cut or altered, a checksum that differs, a host without a copy) all weights are sent,
+# and
+# become the host's copy if their checksums are right too.
+
+
+class DiskDeltaTransport:
+    """Have the hosts follow the delta of weights that offer one; write all weights for those that do not."""
+
+    def __init__(self, root: Path, copies: str | None) -> None:
+        """Use the shared folder ``root``, and the folder ``copies`` of each host (None: that of temporary files)."""
+        self._root = root.absolute()
+        self._copies = copies
+        self._files = DiskTransport(self._root / "whole")
+
+    async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Send the delta if there is one, then all weights to the receivers that lack them."""
+        updated: set[str] = set()  # by URL
+        result = None
+        if isinstance(chunks, OffersDelta):
+            updated, result = await self._offer(delivery, chunks, version), chunks.offer.result
+        if all(receiver.url in updated for receiver in delivery.alive):
+            return
+        folder = await self._files.write(chunks, version)
+        source = CopySource(uuid.uuid4().hex, folder.path, None, self._copies, str(self._root), result)
+
+        async def adopt(receiver: WeightReceiver) -> None:
+            if receiver.url not in updated:
+                await receiver.load_copy(source, version)
+
+        await delivery.each(adopt)
+        shutil.rmtree(folder.path)
+
+    async def _offer(self, delivery: Delivery, weights: OffersDelta, version: int) -> set[str]:
+        """Offer the delta to all receivers; return the URLs of those that have followed it."""
+        source = CopySource(weights.offer.result, None, weights.offer, self._copies, str(self._root))
+        followed: set[str] = set()
+
+        async def follow(receiver: WeightReceiver) -> None:
+            try:
+                await receiver.load_copy(source, version)
+                followed.add(receiver.url)
+            except DeltaRefused as refusal:
+                weights.refuse(f"the engine at {receiver.url}", refusal)
+
+        await delivery.each(follow)
+        return followed
+
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """Keep nothing: copies belong to hosts, and say themselves what they hold."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import SglangArguments
 from miles.engine.weight_sync.disk import DiskTransport
 from miles.engine.weight_sync.table import SendingSide, build_transport
 from miles.engine.weight_sync.transport import Delivery, WeightReceiver

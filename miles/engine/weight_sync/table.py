@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from miles.engine.weight_sync.broadcast import BroadcastTransport
-from miles.engine.weight_sync.disk import DiskTransport
-from miles.engine.weight_sync.disk_delta import DiskDeltaTransport
+from miles.engine.weight_sync.disk import DiskDeltaTransport, DiskTransport
 from miles.engine.weight_sync.shared_memory import SharedMemoryTransport
 from miles.engine.weight_sync.transport import Transport
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from typing import Protocol
 
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.local_copy import CopySource, WeightFolder
+from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 from miles.types.weights import WeightChunk
 
 

@@ -87,7 +87,7 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
         terms.append(Term(text, "miles.objective.token_advantages"))
     path = flags.rollout_data_postprocess_path
     if path is not None:
-        terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batch.data_postprocess", path))
+        terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batch.convert", path))
     if flags.drop_zero_std_groups:
         text = "a step is without the groups whose A are all 0, and its counts too, unless it has no other groups"
         terms.append(Term(text, "miles.batch.convert"))

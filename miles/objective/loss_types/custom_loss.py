@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles.compat.losses.call import four_argument_loss, sample_tokens, try_four_arguments
-from miles.objective.adaptive.kl import adaptive_kl_formula
+from miles.objective.adaptive import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
-from miles.objective.hook_calls import token_columns
-from miles.objective.hooks import WHOLE_LOSS, LossInputs
+from miles.objective.hooks import WHOLE_LOSS, LossInputs, token_columns
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from miles.objective.adaptive.entropy import adaptive_entropy_formula
-from miles.objective.adaptive.kl import adaptive_kl_formula
+from miles.objective.adaptive import adaptive_entropy_formula, adaptive_kl_formula
 from miles.objective.aggregation import (
     aggregation_formula,
     get_default_pg_loss_reducer,

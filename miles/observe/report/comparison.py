@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.observe.report.figures import charts, evaluation_names, number
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.report.page import single_file
-from miles.observe.tracking.run_files import METRICS
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.health import MetricsFile, charts, evaluation_names, number
+from miles.observe.page import single_file
+from miles.observe.run_files import METRICS, RunHeader
 
 MOST_POINTS = 1500
 _MEASURED = ("time/", "perf/", "weight_sync/", "memory/", "engine/")  # depend on the machine: they never agree

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from miles.base.connections import SECONDS_TO_ANSWER, SECONDS_TO_ASK, BoundedServer
-from miles.base.one_line import one_line
-from miles.observe.report.metrics_file import to_json
-from miles.observe.report.page import SCRIPTS, STYLES, asset, live_page
-from miles.observe.report.run_view import MOST_BARS, MOST_POINTS, RunView
+from miles.base.text import one_line
+from miles.observe.health import to_json
+from miles.observe.page import MOST_BARS, MOST_POINTS, SCRIPTS, STYLES, RunView, asset, live_page
 
 HOST = "127.0.0.1"
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"

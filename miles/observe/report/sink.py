@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from miles.base.host.disk_faults import WriteFailed
+from miles.base.disk_faults import WriteFailed
 from miles.config.tracking import TrackingArguments
-from miles.observe.report.health import unhealthy, verdicts
-from miles.observe.report.metrics_file import MetricsFile
+from miles.observe.health import MetricsFile, unhealthy, verdicts
+from miles.observe.page import write_report
 from miles.observe.report.server import ReportServer
-from miles.observe.report.static_report import write_report
-from miles.observe.tracking.notifications import Notifier
-from miles.observe.tracking.run_files import METRICS
+from miles.observe.run_files import METRICS
+from miles.observe.sinks import Notifier
 
 
 class ReportSink:

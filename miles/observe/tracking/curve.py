@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.observe.tracking.run_files import METRICS, RunFiles
+from miles.observe.run_files import METRICS, RunFiles
 
 Row = Mapping[str, float]
 

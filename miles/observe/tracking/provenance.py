@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import miles
-from miles.base.host.machine import has_gpu, memory_bytes
+from miles.base.host import has_gpu, memory_bytes
 from miles.config.settings import Settings
 
 PACKAGES = (

@@ -8,16 +8,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-from miles.base.one_line import name_and_words, one_line
-from miles.base.user_code.calls import while_waiting
-from miles.base.user_code.errors import UserCodeError, ordinary_errors
+from miles.base.text import name_and_words, one_line
+from miles.base.user_code import UserCodeError, ordinary_errors, while_waiting
 from miles.config.settings import Settings
-from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
-from miles.rollout.agents.chat_request import ChatRequest, read_messages
-from miles.rollout.agents.program import time_is_up
+from miles.rollout.agents.chat import OUT_OF_ROOM, ApiError, ChatRequest, read_messages
+from miles.rollout.agents.generator import SessionGenerator, time_is_up
 from miles.rollout.agents.server import SessionServer
 from miles.rollout.agents.session import Session
-from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.trajectory import Trajectory
 from miles.tasks.environments.base import ConversationTooLong, Environment, Message
 from miles.tasks.environments.chosen import environment_maker

@@ -3,21 +3,263 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import signal
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from miles.base.input_error import InputError
+from miles.base.flags import json_object
+from miles.base.secrets import is_secret
+from miles.base.text import InputError, one_line
+from miles.config.components import engine_spec
 from miles.config.settings import Settings
-from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
+from miles.engine.base import Engine, SamplingParams
+from miles.rollout.agents.chat import ChatFormat
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
-from miles.rollout.agents.session_generator import SessionGenerator
-from miles.rollout.trajectory import Trajectory
-from miles.types.sample import Sample, SampleStatus
+from miles.rollout.groups import SeedOf
+from miles.rollout.trajectory import Trajectory, generate_trajectories
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
+
+# What makes trajectories by recorded calls: the part that agent programs and environments share.
+
+
+class SessionGenerator(ABC):
+    """A ``GroupGenerator`` that makes each trajectory by calls of the model, which a session records."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        """Read the flags.
+
+        Args:
+            settings: The run.
+            name: The flag and its value, for messages about a trajectory.
+        """
+        rollout = settings.rollout
+        self._name = name
+        self._seconds = rollout.agent_timeout
+        self._template_kwargs = json_object("apply_chat_template_kwargs", settings.data.apply_chat_template_kwargs)
+        # Servers have a tokenizer only under --rollout-stop. An answer that --partial-rollout has interrupted is
+        # continued without the text before.
+        engine = engine_spec(rollout.rollout_engine)
+        sees_text = bool(rollout.stop_texts) or not engine.has_servers
+        self._takes_stop_texts = sees_text and not rollout.partial_rollout
+        self._stop_text_limits = engine.stop_text_limits
+        self._chat: ChatFormat | None = None
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup:
+        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
+
+        A program or environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error``
+        says.
+
+        Raises:
+            Exception: Whatever the engine raises.
+        """
+        return await generate_trajectories(
+            self._run,
+            self._name,
+            group,
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n_samples,
+            seed_of=seed_of,
+            max_context_len=max_context_len,
+        )
+
+    @abstractmethod
+    async def _run(self, trajectory: Trajectory) -> list[Sample]:
+        """Make one trajectory."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the trajectories in progress, and release what they share."""
+
+    def _session(self, trajectory: Trajectory) -> Session:
+        """Return a session that records the calls of ``trajectory``."""
+        if self._chat is None:
+            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
+        return Session(
+            trajectory,
+            self._chat,
+            takes_stop_texts=self._takes_stop_texts,
+            stop_text_limits=self._stop_text_limits,
+        )
+
+
+# Run an agent program once: in a process group of its own, within its time, and leave nothing of it behind.
+
+
+MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
+SHOWN = 400  # characters of standard error in a message
+DRAIN_SECONDS = 2.0  # for the rest of the output; a process that has left the group may hold it open
+_CHILD = Path(__file__).with_name("child.py")
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a program ended.
+
+    Attributes:
+        status: Its exit status, negative for the signal that killed it; None if it was killed here.
+        last_line: The last line of its standard output that has text.
+        errors: The end of its standard error, on one line.
+    """
+
+    status: int | None
+    last_line: str
+    errors: str
+
+    @property
+    def fault(self) -> str:
+        """What is wrong, with the end of standard error; empty after status 0."""
+        if self.status == 0:
+            return ""
+        if self.status is None:
+            fault = "was killed"
+        else:
+            fault = f"exited with status {self.status}" if self.status > 0 else f"was killed by signal {-self.status}"
+        return f"{fault}; its standard error ends with {self.errors!r}"
+
+
+def row_of(prompt: Prompt) -> str:
+    """Return what a program reads of its prompt: a JSON object."""
+    row = {"input": prompt.input, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
+    return json.dumps(row, default=str) + "\n"
+
+
+def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program: ``given`` without its credentials, and the API's address.
+
+    Proxies are not used for the API. Credentials are left out, since the program runs what a model writes.
+    """
+    public = {name: value for name, value in given.items() if not is_secret(name)}
+    environment = {**public, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+    host = url.split("/")[2].split(":")[0]
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, [given.get(name, ""), host]))
+    return environment
+
+
+async def run_program(
+    command: Sequence[str], row: str, environment: Mapping[str, str], session: Session, seconds: float
+) -> ProgramEnd:
+    """Run ``command`` until it ends, until the session ends, or until it has taken ``seconds`` by itself.
+
+    The time in which calls are being answered does not count. In every case, cancellation included, the processes of
+    its group are killed before this returns.
+
+    Args:
+        command: The program and its arguments.
+        row: The line that it reads from standard input.
+        environment: All its environment variables.
+        session: Answers its calls.
+        seconds: Its time.
+    """
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryFile() as standard_input:
+        standard_input.write(row.encode())
+        standard_input.seek(0)
+        readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+        try:
+            # Pipes of its own: asyncio would wait until no process holds them, also one that has left the group.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_CHILD), str(os.getpid()), *command),
+                stdin=standard_input,
+                stdout=writers[0],
+                stderr=writers[1],
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except BaseException:
+            for reader in readers:
+                os.close(reader)
+            raise
+        finally:
+            for writer in writers:
+                os.close(writer)
+    outputs = [_Output(), _Output()]
+    copying = [loop.create_task(output.copy(reader)) for output, reader in zip(outputs, readers, strict=True)]
+    waiting = [
+        loop.create_task(process.wait()),
+        loop.create_task(time_is_up(session, seconds)),
+        loop.create_task(session.ended.wait()),
+    ]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        status = process.returncode
+    finally:
+        with suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        for task in waiting[1:]:
+            task.cancel()
+        await waiting[0]
+        await asyncio.wait(copying, timeout=DRAIN_SECONDS)
+        for task in copying:
+            task.cancel()
+        await asyncio.gather(*waiting, *copying, return_exceptions=True)
+    return _end(status, *(output.text for output in outputs))
+
+
+def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = errors.strip()
+    start = "…" if len(errors) > SHOWN else ""
+    return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-SHOWN:], SHOWN))
+
+
+async def time_is_up(session: Session, seconds: float) -> None:
+    """Return when a program or an environment has taken ``seconds`` by itself."""
+    while True:
+        await session.idle.wait()
+        try:
+            async with asyncio.timeout(seconds - session.own_seconds):
+                await session.busy.wait()
+        except TimeoutError:
+            return
+
+
+class _Output:
+    """The end of what a program writes."""
+
+    def __init__(self) -> None:
+        self._end = b""
+
+    @property
+    def text(self) -> str:
+        """Return it as text."""
+        return self._end.decode("utf-8", errors="replace")
+
+    async def copy(self, pipe: int) -> None:
+        """Read ``pipe`` to its end, and close it."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        file = os.fdopen(pipe, "rb", buffering=0)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+        try:
+            while read := await reader.read(MAX_OUTPUT):
+                self._end = (self._end + read)[-MAX_OUTPUT:]
+        finally:
+            transport.close()
 
 
 class AgentGenerator(SessionGenerator):

@@ -16,8 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from miles.base.connections import SECONDS_TO_ASK, leaves_descriptors
-from miles.rollout.agents.api_error import ApiError
-from miles.rollout.agents.chat_request import ChatRequest, read_request
+from miles.rollout.agents.chat import ApiError, ChatRequest, read_request
 from miles.rollout.agents.session import Answer, Session
 
 MODEL = "policy"  # the one model; a call may name any

@@ -22,18 +22,24 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.config.components import StopTextLimits
 from miles.engine.base import Generation, GenerationRequest
-from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
-from miles.rollout.agents.chat_format import ChatFormat
-from miles.rollout.agents.chat_request import ChatRequest, Message, message_key, read_messages
-from miles.rollout.agents.tool_calls import ToolCall, parse_tool_calls
+from miles.rollout.agents.chat import (
+    OUT_OF_ROOM,
+    ApiError,
+    ChatFormat,
+    ChatRequest,
+    Message,
+    ToolCall,
+    message_key,
+    parse_tool_calls,
+    read_messages,
+)
 from miles.rollout.groups import STATUS
 from miles.rollout.trajectory import Trajectory
-from miles.types.expert_choices import continued
+from miles.types.replay import continued, extended
 from miles.types.sample import NO_WEIGHTS, Sample, SampleStatus
-from miles.types.token_sets import extended
 
 
 @dataclass(frozen=True)

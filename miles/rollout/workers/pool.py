@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from miles.base.process_trace import ProcessTrace
+from miles.base.profiling import ProcessTrace
 from miles.engine.base import SenderConfig, SharesServers
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
@@ -46,8 +46,8 @@ from miles.rollout.workers.messages import (
     decode_error,
     encode,
     encode_error,
+    unpack,
 )
-from miles.rollout.workers.packed import unpack
 from miles.types.sample import PromptGroup
 
 START_TRIES = 3  # in a row, of one worker

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from miles.base.host.machine import memory_limit
+from miles.base.host import memory_limit
+from miles.base.profiling import span
 from miles.base.recorder import Recorder
-from miles.base.spans import span
-from miles.base.user_code.calls import limit_calls
+from miles.base.user_code import limit_calls
 from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest, RequestSender, SenderConfig, connect_teacher
 from miles.rollout.chosen_generator import get_group_generator, session_generator
@@ -37,8 +37,8 @@ from miles.rollout.workers.messages import (
     decode_error,
     encode,
     encode_error,
+    pack,
 )
-from miles.rollout.workers.packed import pack
 from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import PromptGroup

@@ -2,7 +2,7 @@
 
 It is a checkpoint beside the others, and stays until a better one is complete. The file is replaced after that, so it
 never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
-(training/checkpoint_pruning.py) if they are given; without them it goes unless it was due anyway.
+(training/checkpoint_files.py) if they are given; without them it goes unless it was due anyway.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from typing import Any, Literal
 
 from miles.config.checkpoint import checkpoint_name, read_best
 from miles.config.settings import Settings
-from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, write_through
-from miles.training.checkpoint_folder import at, remove, whole_of
-from miles.training.checkpoint_pruning import prune
+from miles.training.checkpoint_files import (
+    DamagedFile,
+    at,
+    prune,
+    read_json_object,
+    remove,
+    sync,
+    whole_of,
+    write_through,
+)
 from miles.types.metrics import Metric
 
 FILE_NAME = "best.json"

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.config.checkpoint import default_remote_cache
-from miles.config.files.run_config import FILE_NAME, run_config
+from miles.config.files import FILE_NAME, run_config
 
 if TYPE_CHECKING:
     from miles.commands.rehearsal.beside_run import ForeseenMemory
     from miles.config.checkpoint import CheckpointArguments
     from miles.config.cluster import Offload
     from miles.config.settings import Settings
-    from miles.observe.tracking.notifications import Notifier
-    from miles.observe.tracking.sinks import Sink
-    from miles.observe.tracking.tracker import Tracker
-    from miles.run.failure_files.folder import FailureFiles
-    from miles.run.folders.uploads import Uploads
+    from miles.observe.sinks import Notifier, Sink
+    from miles.observe.tracker import Tracker
+    from miles.run.failure_files import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
+    from miles.run.remote_checkpoints import Uploads
     from miles.run.restarts import Continuation, Restarts
     from miles.run.session import Placement
     from miles.run.sides import RolloutSide, TrainerSide
@@ -64,9 +63,9 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         placement: The devices.
         context: What its attempts share.
     """
+    from miles.observe.console import Loading
     from miles.observe.report.sink import ReportSink
-    from miles.observe.tracking.phase_progress import Loading
-    from miles.observe.tracking.sinks import PrometheusSink
+    from miles.observe.sinks import PrometheusSink
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.liveness import Workers
     from miles.run.rollout_actor import RolloutDriver
@@ -146,11 +145,11 @@ def _run_loop(
     foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
-    from miles.observe.tracking.phase_timer import PhaseTimer
-    from miles.run.folders.saved_settings import settings_to_save
+    from miles.observe.console import PhaseTimer
+    from miles.run.checkpoints import RunCheckpoints
     from miles.run.generation_loop import GenerationLoop
     from miles.run.loop import TrainingLoop, nothing_foreseen
-    from miles.run.run_checkpoints import RunCheckpoints
+    from miles.run.resume import settings_to_save
     from miles.run.sides import Sides
 
     steps, stop = settings.steps_per_iteration, context.stop
@@ -190,11 +189,10 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
     from miles.objective.explain import objective_formula, objective_in_words
     from miles.observe.report.sink import HealthWatch
-    from miles.observe.tracking.identity import RunIdentity
+    from miles.observe.run_files import RunHeader, RunIdentity
+    from miles.observe.tracker import Tracker
     from miles.observe.tracking.provenance import provenance
-    from miles.observe.tracking.run_header import RunHeader
-    from miles.observe.tracking.tracker import Tracker
-    from miles.run.run_checkpoints import saved_wandb_run
+    from miles.run.checkpoints import saved_wandb_run
 
     found, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
     header = RunHeader.from_sections(

@@ -17,24 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.base.hidden_secrets import hidden_in_output
-from miles.base.secret_values import secrets_in
+from miles.base.secrets import hidden_in_output, secrets_in
 from miles.config.checkpoint import NOT_OF_ITS_OWN
 from miles.config.host_share import host_line
 from miles.config.notes import grouped
 from miles.run.launcher.attempt import RunContext, train
 
 if TYPE_CHECKING:
-    from miles.base.folder_lock import FolderLocks
-    from miles.base.remote_lock import RemoteLock
+    from miles.base.locks import FolderLocks, RemoteLock
     from miles.config.checkpoint import CheckpointArguments
     from miles.config.notes import Note
     from miles.config.settings import Settings
     from miles.config.validate import Validated
-    from miles.observe.tracking.notifications import Event, Notifier
-    from miles.run.failure_files.folder import FailureFiles
-    from miles.run.folders.resume_point import ResumePoint
+    from miles.observe.sinks import Event, Notifier
+    from miles.run.failure_files import FailureFiles
     from miles.run.restarts import Continuation
+    from miles.run.resume import ResumePoint
     from miles.run.stop_requests import StopRequests
 
     FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
@@ -88,13 +86,13 @@ def launch(
     from miles.compat.losses.call import check_whole_loss
     from miles.config.flags_view import flags_view
     from miles.objective.hooks import check_hooks
-    from miles.observe.tracking.json_output import as_json_lines
-    from miles.observe.tracking.notifications import Notifier
-    from miles.observe.tracking.tracker import check_services
-    from miles.run.failure_files.folder import FailureFiles
+    from miles.observe.console import as_json_lines
+    from miles.observe.sinks import Notifier
+    from miles.observe.tracker import check_services
+    from miles.run.failure_files import FailureFiles
     from miles.run.failures import notifying
-    from miles.run.folders.run_identity import own_save_folder
-    from miles.run.folders.uploads import uploading
+    from miles.run.remote_checkpoints import uploading
+    from miles.run.resume import own_save_folder
     from miles.run.stop_requests import StopRequests
 
     settings = validated.settings
@@ -141,8 +139,7 @@ def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArgume
 
 def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
     """Remove half-written checkpoints, and put an export into place that a killed run was exchanging."""
-    from miles.training.checkpoint_files import recover_exports
-    from miles.training.checkpoint_folder import remove_unfinished
+    from miles.training.checkpoint_files import recover_exports, remove_unfinished
 
     if checkpoint.save is not None:
         remove_unfinished(checkpoint.local(checkpoint.save))
@@ -159,11 +156,9 @@ def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
 
 def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
     """Return the point at which the run begins, and the checkpoint if it is a branch; print all notes about it."""
-    from miles.run.folders.remote_checkpoints import index_all
-    from miles.run.folders.resume_point import check_frozen_models, resume_point
-    from miles.run.folders.run_identity import branch_of, check_load_folder
-    from miles.run.folders.saved_settings import check_settings
-    from miles.run.run_checkpoints import check_same_steps
+    from miles.run.checkpoints import check_same_steps
+    from miles.run.remote_checkpoints import index_all
+    from miles.run.resume import branch_of, check_frozen_models, check_load_folder, check_settings, resume_point
 
     settings = validated.settings
     given = settings.checkpoint
@@ -183,8 +178,7 @@ def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
 @contextmanager
 def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None]]:
     """Hold the locks of the folders that a run writes, for the length of the block; yield them."""
-    from miles.base.folder_lock import locked_folders
-    from miles.base.remote_lock import locked_in_remote_storage
+    from miles.base.locks import locked_folders, locked_in_remote_storage
 
     given = settings.checkpoint
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}

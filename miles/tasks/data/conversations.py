@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.end_tokens import end_of_turn, next_added_token
-from miles.tasks.data.notes import Notes
-from miles.tasks.data.row import Row
+from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.sources import read_rows
 from miles.tasks.data.tokenizer import PromptRenderer

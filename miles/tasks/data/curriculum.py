@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from miles.base.input_error import InputError
-from miles.base.user_code.loading import load_function
-from miles.tasks.data.mixture import Mixture
+from miles.base.text import InputError
+from miles.base.user_code import load_function
 from miles.tasks.data.settings import fault_of_weights
-from miles.tasks.data.stream import TrainingStream
+from miles.tasks.data.stream import Mixture, TrainingStream
 from miles.types.sample import Prompt, PromptGroup
 
 FLAG = "--curriculum-path"
@@ -83,8 +82,8 @@ def load_curriculum(path: str) -> CurriculumFunction:
     except TypeError:
         signature = inspect.signature(function)
         raise InputError(
-            f"{FLAG} {path}: its signature is {signature}, and it must take one Curriculum (miles.tasks.data.curriculum); "
-            "give it this signature"
+            f"{FLAG} {path}: its signature is {signature}, and it must take one Curriculum "
+            "(miles.tasks.data.curriculum); give it this signature"
         ) from None
     return function
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from miles.base.input_error import InputError
-from miles.base.user_code.errors import ordinary_errors
-from miles.base.user_code.loading import load_function
+from miles.base.text import InputError
+from miles.base.user_code import load_function, ordinary_errors
 from miles.tasks.data.stream import TrainingStream
 from miles.types.sample import Prompt, PromptGroup
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.models.reading import read_config
 from miles.tasks.data.tokenizer import load_tokenizer
 

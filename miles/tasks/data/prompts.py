@@ -10,14 +10,13 @@ from decimal import Decimal
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data import reasoning_gym_task, verifiers_task
-from miles.tasks.data.notes import Notes
-from miles.tasks.data.row import Row
+from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.sources import read_rows
 from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt
-from miles.tasks.rewards.reference import plain_number
+from miles.tasks.rewards.answer_text import plain_number
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from miles.base.input_error import InputError
-from miles.base.one_line import name_and_words, one_line
+from miles.base.text import InputError, name_and_words, one_line
 from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import REASONING_GYM as SCHEME
 from miles.tasks.data.settings import read_task

@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Optional
 
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, count, flag, flag_name
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.tasks.environments.options import read_options
+from miles.base.text import InputError, one_line
+from miles.tasks.environments.base import read_options
 from miles.tasks.environments.verifiers_tasks import SCHEME as VERIFIERS
 
 SOURCES = (

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.base import strict_json
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
+from miles.base.text import InputError, one_line
 from miles.tasks.data.reasoning_gym_task import read_reasoning_gym
 from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import HUGGING_FACE, REASONING_GYM, SOURCES

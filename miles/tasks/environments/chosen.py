@@ -7,11 +7,10 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
-from miles.base.input_error import InputError
-from miles.base.user_code.loading import load_function
-from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker
+from miles.base.text import InputError
+from miles.base.user_code import load_function
+from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, read_options
 from miles.tasks.environments.built_in import ENVIRONMENTS
-from miles.tasks.environments.options import read_options
 
 FLAG = "--environment"
 

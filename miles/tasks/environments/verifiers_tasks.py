@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypedDict
 
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.tasks.environments.options import read_options
+from miles.base.text import InputError, one_line
+from miles.tasks.environments.base import read_options
 
 SCHEME = "verifiers:"
 METADATA = "verifiers"  # the key of a row's metadata that holds its ``Origin``

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import re
+import secrets
+import struct
+import zlib
+from contextlib import suppress
+from dataclasses import replace
+from decimal import Decimal
 from itertools import product
+from numbers import Integral, Real
+from typing import IO, Any
+
+from miles.base import strict_json
+from miles.types.sample import Prompt
 
 END_OF_REASONING = "</think>"
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -90,3 +101,115 @@ def _is_another(begins: re.Match[str], fence: str) -> bool:
 
 def _closes(text: str, fence: str) -> bool:
     return text.startswith(fence) and not text.strip(fence[0])
+
+
+# The reference answer of a prompt, as the built-in rewards want it.
+
+
+def plain_number(number: float | Real | Decimal) -> str:
+    """Return the shortest plain decimal that is ``number`` at its own width.
+
+    >>> plain_number(1e-7), plain_number(1e16), plain_number(42.0), plain_number(Decimal("18.90"))
+    ('0.0000001', '10000000000000000', '42', '18.9')
+    """
+    if isinstance(number, Integral):
+        return str(int(number))
+    text = f"{Decimal(str(number)):f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def reference_text(prompt: Prompt, rm_type: str) -> str:
+    """Return the prompt's label as stripped text; a number is its ``plain_number``.
+
+    Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
+    """
+    label = prompt.label
+    if label is None:
+        raise ValueError(
+            f"--rm-type {rm_type}: the prompt {prompt.source} has no label to compare with; name the column of the "
+            f"reference answers with --label-key"
+        )
+    if isinstance(label, bool) or not isinstance(label, str | Real | Decimal) or not str(label).strip():
+        raise ValueError(
+            f"--rm-type {rm_type}: the label of the prompt {prompt.source} is {label!r}; it must be text or a number: "
+            f"name another column with --label-key, or correct the row"
+        )
+    return label.strip() if isinstance(label, str) else plain_number(label)
+
+
+def reference_texts(prompt: Prompt, rm_type: str) -> list[str]:
+    """Return the labels of a prompt: its label, or each of a list of alternatives, as ``reference_text`` gives them.
+
+    Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
+    """
+    alternatives = prompt.label if isinstance(prompt.label, list) and prompt.label else [prompt.label]
+    return [reference_text(replace(prompt, label=label), rm_type) for label in alternatives]
+
+
+def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]:
+    """Return the object with one of ``keys`` that the prompt's metadata or label holds; a label may be its JSON text.
+
+    Raises:
+        ValueError: Neither holds one.
+    """
+    label = prompt.label
+    if isinstance(label, str):
+        with suppress(ValueError):
+            label = strict_json.loads(label)
+    for found in (prompt.metadata, label):
+        if isinstance(found, dict) and any(key in found for key in keys):
+            return found
+    raise ValueError(
+        f"--rm-type {rm_type}: the prompt {prompt.source} has no {' or '.join(keys)} in its metadata or label; name "
+        f"their columns with --metadata-key or --label-key"
+    )
+
+
+# Messages between the rollout side and the process of a reward function, by pipes that user code can reach.
+#
+# A message begins with a random token that both sides have and no command line or environment shows. So what user code
+# writes into a pipe is no message, however it looks, and what it cuts or mixes with a message has another checksum.
+
+
+# What user code has done if messages do not arrive.
+PIPE_CLOSED = "closed a pipe of its process (a file descriptor above 2 that it did not open, as os.closerange does)"
+PIPE_READ = "read from a pipe of its process, or changed it (a file descriptor above 2 that it did not open)"
+PIPE_WRITTEN = "wrote into a pipe of its process (a file descriptor above 2 that it did not open)"
+TOKEN_BYTES = 16
+_HEAD = struct.Struct(f"!{TOKEN_BYTES}sQI")  # token, length, CRC-32
+
+
+class NotAMessage(Exception):
+    """What was read is no message of the other side."""
+
+
+def new_token() -> bytes:
+    """Return a token for the messages of one process."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def write_message(file: IO[bytes], token: bytes, message: bytes) -> None:
+    """Write and flush ``message``."""
+    file.write(_HEAD.pack(token, len(message), zlib.crc32(message)) + message)
+    file.flush()
+
+
+def read_message(file: IO[bytes], token: bytes) -> bytes | None:
+    """Return the next message; None at the end of the file, also in the middle of a message.
+
+    Raises:
+        NotAMessage: Something else comes next.
+    """
+    head = file.read(_HEAD.size)
+    if head is None:
+        raise NotAMessage  # user code has made the pipe a non-blocking one
+    if len(head) < _HEAD.size:
+        return None
+    found, length, crc32 = _HEAD.unpack(head)
+    if not secrets.compare_digest(found, token):
+        raise NotAMessage
+    message = file.read(length)
+    if message is None or len(message) == length and zlib.crc32(message) != crc32:
+        raise NotAMessage
+    return message if len(message) == length else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,8 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from miles.base.choices import Choice
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
+from miles.base.text import InputError, one_line
 from miles.types.sample import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -138,3 +138,20 @@ class Reward(Choice):
     def __call__(self, samples: Sequence[Sample]) -> Rewards:
         """Return the rewards with the default flags."""
         return self.score(samples, None if self.own_flags is None else self.own_flags())
+
+
+# Log the answers that a built-in reward cannot judge.
+
+
+_logger = logging.getLogger(__name__)
+
+
+def log_no_verdict(rm_type: str, sample: Sample, error: Exception) -> None:
+    """Log that ``sample`` is scored 0, because judging it raised ``error``."""
+    _logger.warning(
+        "--rm-type %s: no verdict (%s), scored 0: prompt %s, response ends %r",
+        rm_type,
+        one_line(f"{type(error).__name__}: {error}", 200),
+        sample.prompt.source,
+        sample.response[-80:],
+    )

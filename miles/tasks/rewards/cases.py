@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 from miles.base import strict_json
 from miles.base.flags import LARGEST_FLOAT
-from miles.base.input_error import InputError
 from miles.base.junit import CheckResult
-from miles.base.one_line import one_line
+from miles.base.text import InputError, one_line
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.types.sample import Prompt, Sample, SampleStatus

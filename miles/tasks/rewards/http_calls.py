@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from miles.base import strict_json
 from miles.base.flags import Errors
-from miles.base.one_line import name_and_words, one_line
-from miles.base.secret_values import hide_in_text, public, secrets_in
+from miles.base.secrets import hide_in_text, public, secrets_in
+from miles.base.text import name_and_words, one_line
 
 if TYPE_CHECKING:
     import httpx

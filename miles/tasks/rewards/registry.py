@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from miles.base.flags import Errors
-from miles.base.user_code.calls import call_user_code
+from miles.base.user_code import call_user_code
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.reward_process import RewardProcess
-from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward
-from miles.tasks.rewards.weighted import WeightedReward
+from miles.tasks.rewards.settings import CUSTOM, RewardArguments, WeightedReward, check_reward
 from miles.types.sample import Sample
 
 

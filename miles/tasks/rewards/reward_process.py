@@ -31,14 +31,12 @@ from typing import Any
 
 import psutil
 
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
 from miles.base.stacks import RUN_FOLDER, frames, request_stacks
+from miles.base.text import InputError, one_line
 from miles.base.threads import in_thread
-from miles.base.user_code.calls import UserCodeTimeout, call_slots
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import UserCodeError, UserCodeTimeout, call_slots
+from miles.tasks.rewards.answer_text import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.tasks.rewards.base import NotAReward
-from miles.tasks.rewards.messages import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.types.sample import Sample
 
 MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuck, not slow

@@ -1,4 +1,4 @@
-"""The process of a user's reward function: ``python -m miles.tasks.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD FD``.
+"""Run a user's reward function: ``python -m miles.tasks.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD FD``.
 
 It is two processes. The worker imports the function and answers calls, many at a time. The supervisor runs no user
 code: it ends the worker, and every process that the worker has started, when the rollout side is gone, when they use
@@ -24,15 +24,20 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from miles.base.one_line import few_lines, name_and_words, one_line
 from miles.base.parent import die_with_parent
 from miles.base.processes import kill_all
 from miles.base.stacks import answer_requests
-from miles.base.user_code.calls import UserCall, makes_coroutines
-from miles.base.user_code.errors import UserCodeError
-from miles.base.user_code.loading import import_function
+from miles.base.text import few_lines, name_and_words, one_line
+from miles.base.user_code import UserCall, UserCodeError, import_function, makes_coroutines
+from miles.tasks.rewards.answer_text import (
+    PIPE_CLOSED,
+    PIPE_READ,
+    TOKEN_BYTES,
+    NotAMessage,
+    read_message,
+    write_message,
+)
 from miles.tasks.rewards.base import NotAReward, as_reward, shown
-from miles.tasks.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
 from miles.tasks.rewards.sandboxed import uses_more
 
 CHECK_SECONDS = 0.25  # between two looks at the memory

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.tasks.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
 
 _START_SECONDS = 30.0  # of wall time, for the processes around the program

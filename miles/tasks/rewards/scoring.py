@@ -7,9 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from miles.base.one_line import one_line
-from miles.base.user_code.calls import UserCodeTimeout
-from miles.base.user_code.errors import UserCodeError
+from miles.base.text import one_line
+from miles.base.user_code import UserCodeError, UserCodeTimeout
 from miles.tasks.rewards.base import NotAReward, RewardFunction, RewardSum, as_reward
 from miles.tasks.rewards.reward_process import RewardProcessDied, RewardStuck
 from miles.types.sample import Sample

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from miles.base.flags import collect_errors
 from miles.config.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
 from miles.training.adapter_folder import peft_config, write_adapter
-from miles.training.fsdp.sparse_attention import INDEXER
+from miles.training.fsdp.layers import INDEXER
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
 

@@ -18,14 +18,14 @@ from miles.config.components import engine_spec
 from miles.config.lora import LoraArguments
 from miles.config.settings import Settings
 from miles.models.routers import Routers
-from miles.training import checkpoint_folder
+from miles.training import checkpoint_files
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
-from miles.training.checkpoint_folder import saved_reference
+from miles.training.checkpoint_files import saved_reference
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
-from miles.training.fsdp.disk_names import as_on_disk
+from miles.training.fsdp.checkpoint import as_on_disk
 from miles.training.fsdp.models import (
     Policy,
     ShardedModule,
@@ -34,10 +34,9 @@ from miles.training.fsdp.models import (
     load_value_model,
     shard_model,
 )
-from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.packing_check import check_layout, check_untested_model
-from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel
-from miles.training.reference_refresh import check_can_follow, check_same_positions, follow, names_of_state
+from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel, ShardedOptimizer
+from miles.training.scoring import check_can_follow, check_same_positions, follow, names_of_state
 from miles.types.groups import ContextGroups
 from miles.types.weights import WeightChunk, in_chunks
 
@@ -114,7 +113,7 @@ class FsdpBackend:
         dtype = dtype or self.compute_dtype
         hf_checkpoint = self.settings.model.hf_checkpoint
         assert hf_checkpoint is not None
-        folder = checkpoint_folder.at(Path(path)) if path is not None else None
+        folder = checkpoint_files.at(Path(path)) if path is not None else None
         if path is None or folder is not None:
             model = self._load_policy("--hf-checkpoint", hf_checkpoint, dtype)
         else:

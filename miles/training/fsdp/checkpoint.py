@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,58 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
-from miles.training.checkpoint_folder import (
+from miles.training.adapter_folder import adapter_folder, check_adapter
+from miles.training.checkpoint_files import (
     critic_folder,
     read_run_state,
     reference_folder,
     saved_critic,
     write_run_state,
 )
-from miles.training.checkpoint_io import StagedFiles, StagingWriter, checked_index, loading, save_errors
-from miles.training.fsdp.disk_names import as_on_disk
-from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.random_state import restore_random_state, write_random_state
+from miles.training.checkpoint_io import (
+    StagedFiles,
+    StagingWriter,
+    checked_index,
+    loading,
+    restore_random_state,
+    save_errors,
+    write_random_state,
+)
+from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
+from miles.training.fsdp.models import load_policy
+from miles.training.fsdp.runner import ShardedOptimizer
+
+# Give weights the names and shapes that they have in checkpoints of the model's publishers.
+#
+# transformers changes some while it loads a model: it holds the experts of a layer as one tensor, for instance.
+# Servers
+# load the names on disk. SGLang 0.5.23 passes over others in silence (``models/qwen3_moe.py``, ``glm4_moe.py``) or
+# ends
+# (``qwen3_next.py``), and knows the names of transformers for some families only.
+
+
+def as_on_disk(
+    model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``weights`` of ``model`` as ``save_pretrained`` would write them, in the same order.
+
+    One tensor of the model at a time becomes one or more on disk. If several become one, the model is converted as a
+    whole, which takes the memory of all weights.
+    """
+    changes = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    if not changes:
+        yield from weights
+    elif any(len(change.target_patterns) > 1 for change in changes if isinstance(change, WeightConverter)):
+        yield from revert_weight_conversion(model, dict(weights)).items()
+    else:
+        for name, weight in weights:
+            yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 def save(
@@ -174,3 +212,22 @@ def export_hf(
             model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
         save_torch_state_dict(state, folder)
     dist.barrier()
+
+
+# Export the weights of a checkpoint in one process.
+
+
+def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
+    """Write the weights of ``checkpoint`` into ``folder`` as ``FsdpBackend.export_hf`` would. One rank."""
+    assert settings.model.hf_checkpoint is not None
+    dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+    temperature, chunk_size = settings.rollout.rollout_temperature, settings.loss.log_probs_chunk_size
+    loaded = dtype if settings.lora.trains_adapter else torch.float32  # as FsdpBackend loads it
+    model = load_policy(settings.model.hf_checkpoint, temperature, chunk_size, loaded).language_model
+    if settings.lora.trains_adapter:
+        add_adapter(model, settings.lora, settings.training.seed)
+    check_adapter(checkpoint, settings.lora, names_on_disk(model), str(checkpoint))
+    load_weights(checkpoint, model, str(checkpoint))
+    export_hf(folder, model, merged_weights(model, dtype), dtype)
+    if settings.lora.trains_adapter:
+        save_adapter(adapter_folder(folder), model, settings.lora, settings.model.hf_checkpoint)

@@ -23,8 +23,7 @@ from miles.models.reading import choose_experts, read_config, read_model
 from miles.models.routers import Routers
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
-from miles.training.fsdp.recurrent_layers import reset_states_between_samples
-from miles.training.fsdp.sparse_attention import choose_keys_within_samples
+from miles.training.fsdp.layers import choose_keys_within_samples, reset_states_between_samples
 from miles.training.packed_attention import NAME, PackedLayout
 from miles.types.train_batch import MicroBatch
 

@@ -1,4 +1,4 @@
-"""The FSDP2 backend without weights (training/rehearsed.py)."""
+"""The FSDP2 backend without weights (training/backend.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from miles.config.settings import Settings
+from miles.training.backend import LeaveOut, RehearsedBackend
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.models import Policy, ShardedModule, build_model, decoder_layers
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
-from miles.training.rehearsed import LeaveOut, RehearsedBackend
 from miles.types.train_batch import TrainShard
 
 

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from miles.config.settings import Settings
-    from miles.training.backend import TrainBackend
+    from miles.training.backend import LeaveOut, RehearsedBackend, TrainBackend
     from miles.training.megatron.backend import MegatronBackend
-    from miles.training.rehearsed import LeaveOut, RehearsedBackend
 
 # When it is imported, Megatron warns of every optional package that is not there; nothing here needs one.
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")
@@ -48,7 +47,7 @@ def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBa
 def build_rehearsed(
     settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
 ) -> AbstractContextManager[RehearsedBackend]:
-    """Build a rank without weights, under fake tensors (training/rehearsed.py)."""
+    """Build a rank without weights, under fake tensors (training/backend.py)."""
     from miles.training.megatron.cpu_support import support_cpu
 
     support_cpu()

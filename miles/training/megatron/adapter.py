@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from miles.base.flags import collect_errors
-from miles.config.lora import LoraArguments
-from miles.config.megatron.adapter import check_adapter_with_model
+from miles.config.lora import LoraArguments, check_adapter_with_model
 from miles.config.settings import Settings
 from miles.training.adapter_folder import adapter_folder, write_adapter
 from miles.training.megatron.model.adapter import Adapter
-from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.weights.converter import WeightConverter
+from miles.training.megatron.weights import WeightConverter
 
 
 def add_adapter(

@@ -15,37 +15,36 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import PretrainedConfig
 
+import miles.training.megatron.checkpoint as checkpoint
 from miles.config.lora import LoraArguments
 from miles.config.megatron.rules import check_same_shape, check_with_model
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
 from miles.models.parameters import is_of_head
 from miles.models.reading import read_config
-from miles.training import checkpoint_folder
+from miles.training import checkpoint_files
 from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
-from miles.training.checkpoint_folder import critic_folder, reference_folder, saved_critic, saved_reference
+from miles.training.checkpoint_files import critic_folder, reference_folder, saved_critic, saved_reference
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
-from miles.training.megatron.checkpoint import save_load as checkpoint
-from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
-from miles.training.megatron.model.value_model import ValueModel
-from miles.training.megatron.offload import (
+from miles.training.megatron.optimizer import (
     HostCopies,
+    MegatronOptimizer,
     free_buffers_of_layers,
     gradients,
     model_state,
     optimizer_state,
 )
-from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.policy_model import PolicyModel, ValueModel
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.reference import FollowingReference
 from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
-from miles.training.megatron.weights.converter import build_converter
-from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
-from miles.training.reference_refresh import check_same_positions
+from miles.training.megatron.weights import build_converter
+from miles.training.scoring import check_same_positions
 from miles.types.weights import WeightChunk, in_chunks
 
 
@@ -124,7 +123,7 @@ class MegatronBackend:
 
     def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
-        folder = checkpoint_folder.at(Path(path)) if path is not None else None
+        folder = checkpoint_files.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
         if path is not None and folder is None:
             hf_config, weights = read_config(path), self._weights_at(flag, path)

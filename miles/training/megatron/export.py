@@ -11,13 +11,13 @@ from miles.models.base import HEADS_IN_CONFIG
 from miles.models.reading import read_config
 from miles.training.adapter_folder import check_adapter
 from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
-from miles.training.megatron.checkpoint.save_load import load_weights
-from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.checkpoint import load_weights
+from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.transformer_config import transformer_config
+from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.versions import megatron_version
-from miles.training.megatron.weights.converter import build_converter
-from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
+from miles.training.megatron.weights import build_converter
 
 
 def export(settings: Settings, checkpoint: Path, folder: Path) -> None:

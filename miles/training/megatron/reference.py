@@ -1,4 +1,4 @@
-"""The reference model on Megatron under ``--ref-update-interval`` (training/reference_refresh.py has the formula)."""
+"""The reference model on Megatron under ``--ref-update-interval`` (training/scoring.py has the formula)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+import miles.training.megatron.checkpoint as checkpoint
 from miles.training.checkpoint_io import StagedFiles
-from miles.training.megatron.checkpoint import save_load as checkpoint
-from miles.training.megatron.model.policy_model import PolicyModel
-from miles.training.megatron.moe.router import expert_biases
+from miles.training.megatron.moe import expert_biases
+from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-from miles.training.reference_refresh import check_can_follow, follow
+from miles.training.scoring import check_can_follow, follow
 
 
 class FollowingReference:

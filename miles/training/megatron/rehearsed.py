@@ -1,4 +1,4 @@
-"""The Megatron backend without weights (training/rehearsed.py).
+"""The Megatron backend without weights (training/backend.py).
 
 Three things that a run learns from values are given here: the shapes that pipeline stages send each other, the experts
 of each token, and the sums that the stages exchange.
@@ -27,14 +27,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from miles.base.flags import refuse
 from miles.batch.collate import collate
 from miles.config.settings import Settings
+from miles.training.backend import LeaveOut, RehearsedBackend
 from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.hf_files import HuggingFaceWeights
+from miles.training.megatron.layers import PackedRotaryEmbedding
 from miles.training.megatron.model.packed_tokens import PackedTokens
-from miles.training.megatron.model.policy_model import PolicyModel
-from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding
-from miles.training.megatron.moe.router import BalancedRouter
+from miles.training.megatron.moe import BalancedRouter
+from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
-from miles.training.megatron.weights.hf_files import HuggingFaceWeights
-from miles.training.rehearsed import LeaveOut, RehearsedBackend
 from miles.types.train_batch import TrainShard
 
 

@@ -25,7 +25,7 @@ def report():
     from miles.observe.report.server import ReportServer
     return ReportServer(Path(sys.argv[2]), 0).url
 def prometheus():
-    from miles.observe.tracking.sinks import PrometheusSink
+    from miles.observe.sinks import PrometheusSink
     sink = PrometheusSink(0)
     return sink.url
 def agents():

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from miles.base import folder_lock
-from miles.base.folder_lock import HEARTBEAT_SECONDS, NAME, STALE_SECONDS, is_held, locked_folders
+from miles.base import locks as folder_lock
+from miles.base.locks import HEARTBEAT_SECONDS, NAME, STALE_SECONDS, is_held, locked_folders
 
-REPO = Path(__file__).resolve().parents[4]
+REPO = Path(__file__).resolve().parents[3]
 HOLD = """
 import sys
 from pathlib import Path
-from miles.base.folder_lock import locked_folders
+from miles.base.locks import locked_folders
 with locked_folders([("--save", Path(sys.argv[1]))]):
     print("held", flush=True)
     sys.stdin.read()
@@ -93,8 +93,8 @@ def test_both_placeholders_name_the_same_exports(tmp_path):
 ENDS_AT_ONCE = """
 import sys
 from pathlib import Path
+from miles.base.locks import locked_folders
 from miles.run import session
-from miles.base.folder_lock import locked_folders
 
 class Guard:
     def close(self):

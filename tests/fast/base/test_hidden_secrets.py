@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from miles.base.hidden_secrets import hidden_in_output
+from miles.base.secrets import hidden_in_output
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SHOW = """
 import pathlib, sys
-from miles.base.hidden_secrets import hide_on_command_line
+from miles.base.secrets import hide_on_command_line
 hide_on_command_line(sys.argv[1:])
 print(pathlib.Path("/proc/self/cmdline").read_bytes().decode().split("\\0")[3:-1])
 print(sys.argv[1:])

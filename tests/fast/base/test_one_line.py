@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 
-from miles.base import one_line
-from miles.base.one_line import few_lines, name_and_words
+from miles.base import text as one_line
+from miles.base.text import few_lines, name_and_words
 
 
 class Silent(BaseException):

@@ -6,7 +6,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.base.process_trace import (
+from miles.base.profiling import (
     OPERATION,
     SPAN,
     Event,
@@ -14,11 +14,11 @@ from miles.base.process_trace import (
     from_kineto,
     idle_times,
     self_times,
+    span,
+    waiting,
 )
 from miles.base.recorder import LoopPhases, Recorder, clock_name, clock_offset
-from miles.base.spans import span, waiting
-from miles.observe.profiling.merged_trace import IDLE, write_trace
-from miles.observe.profiling.table import KINDS, PYTHON, kind_of, seconds_by_kind, table
+from miles.observe.profile import IDLE, KINDS, PYTHON, kind_of, seconds_by_kind, table, write_trace
 
 
 @st.composite

@@ -11,9 +11,8 @@ import pytest
 from miles.config.checkpoint import CheckpointArguments, explain_checkpoint, first_iteration
 from miles.config.model import ModelArguments
 from miles.config.settings import Settings
-from miles.run.folders.resume_point import check_frozen_models, resume_point
-from miles.run.folders.run_identity import check_load_folder, own_save_folder
 from miles.run.restarts import loading_its_own
+from miles.run.resume import check_frozen_models, check_load_folder, own_save_folder, resume_point
 
 NOBODY = 65534
 

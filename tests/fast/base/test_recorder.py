@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import sys
 from miles.base.recorder import Recorder
-from miles.base.spans import span, waiting
+from miles.base.profiling import span, waiting
 
 recorder = Recorder("worker", operations=False)
 assert recorder.stop() is None

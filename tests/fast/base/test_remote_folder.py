@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from miles.base.remote_folder import RemoteError, RemoteFolder, fault_of_url, is_inside
+from miles.base.storage import RemoteError, RemoteFolder, fault_of_url, is_inside
 from tests.fast.support.failing_storage import register
 
 
@@ -140,7 +140,7 @@ import asyncio, sys, threading
 from pathlib import Path
 import fsspec
 from fsspec.asyn import AsyncFileSystem
-from miles.base.remote_folder import RemoteFolder
+from miles.base.storage import RemoteFolder
 
 started = threading.Barrier(3)
 

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-from miles.base import remote_lock
-from miles.base.folder_lock import NAME
-from miles.base.remote_folder import RemoteFolder
-from miles.base.remote_lock import RemoteLock, is_locked
+from miles.base import locks
+from miles.base.locks import NAME, RemoteLock, is_locked
+from miles.base.storage import RemoteFolder
 from tests.fast.support.failing_storage import register
 
 
@@ -91,8 +90,8 @@ def test_a_file_that_is_no_lock_locks_nothing(folder, content):
 
 
 def test_storage_that_never_answers_does_not_keep_a_run_from_ending(folder, monkeypatch, capsys):
-    monkeypatch.setattr(remote_lock, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(remote_lock, "END_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "REMOTE_HEARTBEAT", 0.01)
+    monkeypatch.setattr(locks, "END_SECONDS", 0.01)
     storage, beats, answers = register(folder._system[0].root), threading.Event(), threading.Event()
 
     def before(verb, path):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from miles.base.secret_values import (
+from miles.base.secrets import (
     HIDDEN,
     hide_in_text,
     is_secret,
@@ -16,7 +16,7 @@ from miles.base.secret_values import (
 )
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import defaults
-from miles.config.sglang.server_flags import known_router_flags, known_server_flags
+from miles.config.sglang.flags import known_router_flags, known_server_flags
 
 
 def test_every_flag_with_a_suspicious_name_is_classified():

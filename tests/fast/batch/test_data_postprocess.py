@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from miles.batch.data_postprocess import postprocessed
+from miles.batch.convert import postprocessed
 from miles.objective.chosen import build_objective
 from miles.objective.hooks import check_hooks
 from miles.objective.settings import LossArguments

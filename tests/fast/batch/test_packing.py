@@ -9,9 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.batch.packing import PackedSamples, pack_shares, rows_by_budget
-from miles.batch.partition import WIDE, balanced_partition
-from miles.batch.schedule import split_to_count
+from miles.batch.schedule import WIDE, PackedSamples, balanced_partition, pack_shares, rows_by_budget, split_to_count
 
 
 class PackedSample(NamedTuple):

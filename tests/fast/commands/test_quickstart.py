@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles.base.folder_lock import locked_folders
+from miles.base.locks import locked_folders
 from miles.commands import quickstart, train
 from miles.commands.quickstart_parts.data import split_pairs
 from miles.commands.quickstart_parts.summary import summarize

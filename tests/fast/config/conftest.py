@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import parse
+from miles.config.parser import judge, parse, read_command
 from miles.config.validate import Validated, validate
 
 MINIMAL = {
@@ -51,3 +51,24 @@ def refused() -> Callable[..., tuple[str, ...]]:
         return caught.value.messages
 
     return messages
+
+
+RANKS = ["--actor-num-gpus-per-node", "2"]
+
+
+@pytest.fixture
+def accepted() -> Callable[..., Validated]:
+    def run(flags: str = "", without: str = "") -> Validated:
+        return judge(read_command([*RANKS, *minimal(flags, without)]))
+
+    return run
+
+
+@pytest.fixture
+def refusals() -> Callable[..., tuple[str, ...]]:
+    def run(flags: str = "", without: str = "") -> tuple[str, ...]:
+        with pytest.raises(FlagError) as caught:
+            judge(read_command([*RANKS, *minimal(flags, without)]))
+        return caught.value.messages
+
+    return run

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from miles.base.secret_values import HIDDEN, public, secrets_in
+from miles.base.secrets import HIDDEN, public, secrets_in
 from miles.config.checkpoint import CheckpointArguments, explain_checkpoint
-from miles.config.files.run_config import run_config
+from miles.config.files import run_config
 
 URL = "memory://bucket/run"
 

@@ -5,7 +5,7 @@ from socket import socket
 
 import pytest
 
-from miles.base.host.machine import has_bf16
+from miles.base.host import has_bf16
 from miles.config import parser
 from miles.config.choice import Choice, choose_backend, choose_device, choose_engine
 from miles.config.explain import explain

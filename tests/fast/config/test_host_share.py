@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from miles.base.host import machine
+from miles.base import host as machine
 from miles.config import host_share, parser
 from miles.config.explain import explain
-from miles.config.files.run_config import run_config
+from miles.config.files import run_config
 from miles.config.host_share import host_line
-from miles.run.cpu_tuning import use_threads
 from miles.run.launcher import run as launcher
+from miles.run.placement import use_threads
 
 GIB = 2**30
 # Sizes of Qwen3-0.6B: 2 (keys, values) x 28 layers x 8 heads x 128 x 2 bytes = 112 KiB for a token in bf16.

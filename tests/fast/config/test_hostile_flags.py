@@ -21,7 +21,7 @@ from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.parser import main_parse
 from miles.config.settings import SECTIONS
-from miles.config.sglang.server_flags import known_router_flags, known_server_flags
+from miles.config.sglang.flags import known_router_flags, known_server_flags
 
 ROOT = Path(__file__).parents[3]
 VALID = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config.parser import main_parse, parse
-from miles.config.values import whole_numbers
+from miles.config.suggest import whole_numbers
 
 LAYERS = {
     "model_type": "qwen3_moe",

@@ -12,8 +12,8 @@ from miles.config.parallel import ParallelArguments
 from miles.config.training import TrainingArguments
 from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
+from miles.types.replay import TokenSets
 from miles.types.sample import Prompt, PromptGroup, Sample
-from miles.types.token_sets import TokenSets
 from miles.types.train_batch import TokenColumns
 
 VOCABULARY = 64

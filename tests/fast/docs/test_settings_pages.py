@@ -6,7 +6,7 @@ import re
 import pytest
 
 from miles.commands import quickstart, sweep, train
-from miles.config.files.run_config import run_config
+from miles.config.files import run_config
 from miles.config.parser import judge, read_command
 from tests.fast.docs.tutorial_page import REPO
 

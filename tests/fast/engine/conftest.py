@@ -18,7 +18,7 @@ def chunks_of(model):
 
 
 class Started:
-    """A server that is already running; implements ``miles.engine.host.Server``."""
+    """A server that is already running; implements ``miles.engine.base.Server``."""
 
     def __init__(self, address):
         self.name = f"the engine at {address}"

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from miles.config.sglang.server_flags import ServerFlags
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.keys import keys_of
@@ -29,7 +28,7 @@ WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
 
 
 class FakeServer:
-    """One fake server in its own process; implements ``miles.engine.host.Server``."""
+    """One fake server in its own process; implements ``miles.engine.base.Server``."""
 
     def __init__(self, number, folder):
         self.name = f"engine {number}"

@@ -7,8 +7,7 @@ import signal
 import psutil
 import torch
 
-from miles.config.sglang.server_flags import ServerFlags
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.keys import keys_of
 from miles.engine.sglang.launch import ServerSpec, SglangServer
@@ -27,7 +26,7 @@ def server_of(model, log, seed=0, reads_text=False, devices=1, host=HOST):
 
 
 class LocalServer:
-    """A server started by this process; implements ``miles.engine.host.Server``. Tests can signal its processes."""
+    """A server started by this process; implements ``miles.engine.base.Server``. Tests can signal its processes."""
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"

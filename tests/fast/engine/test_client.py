@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.base import Generation, GenerationRequest, SamplingParams
-from miles.engine.sglang import fast_json
+from miles.engine.sglang import client as fast_json
 from miles.engine.sglang.client import (
     SLOWEST_TRANSFER,
     EngineUnavailable,
@@ -24,7 +24,7 @@ from miles.engine.sglang.client import (
 )
 from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.weight_updates import SglangReceiver
-from miles.engine.weight_sync.local_copy import WeightFolder
+from miles.engine.weight_sync.deltas import WeightFolder
 from miles.types.weights import WeightChunk
 
 

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.load import EngineLoad, MeteredEngine
+from miles.engine.base import EngineLoad, GenerationRequest, MeteredEngine, SamplingParams
 from miles.types.metrics import values
 
 

@@ -10,8 +10,7 @@ import torch
 from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
-from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.host import LocalHost, ServerFailed
+from miles.engine.base import GenerationRequest, LocalHost, SamplingParams, ServerFailed
 from miles.engine.sglang.launch import START_SECONDS, ServerSpec, SglangServer
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.spanning import SpanningServer

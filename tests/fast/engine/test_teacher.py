@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
-from miles.engine.sglang.teacher import ServedTeacher
+from miles.engine.sglang.requests import ServedTeacher
 from miles.types.sample import Prompt, Sample
 
 PASSWORD = "hunter2secret"

@@ -26,7 +26,7 @@ from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
 from miles.engine.embedded.attention import KVCache
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.models.cache_size import kv_bytes_per_token
+from miles.models.packing import kv_bytes_per_token
 
 torch.set_num_threads(1)
 SHAPE = dict(

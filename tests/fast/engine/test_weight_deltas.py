@@ -9,10 +9,8 @@ import pytest
 import torch
 from small_disk import fill, mounted_disk
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.engine.weight_sync.delta_writer import DeltaWriter
-from miles.engine.weight_sync.local_copy import chunks_in
-from miles.engine.weight_sync.offered import OfferedWeights
+from miles.base.disk_faults import WriteFailed
+from miles.engine.weight_sync.deltas import DeltaWriter, OfferedWeights, chunks_in
 from miles.types.weights import WeightChunk, unpack
 from tests.fast.engine.fake_servers import ask, started_engine
 

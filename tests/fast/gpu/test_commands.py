@@ -3,7 +3,7 @@
 import pytest
 
 from miles.config.parser import parse
-from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.flags import ServerFlags
 from miles.config.validate import validate
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import keys_of

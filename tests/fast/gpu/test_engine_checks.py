@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.models.installed_transformers import READ_AS
+from miles.models.reading import READ_AS
 from miles.types.weights import WeightChunk
 from tests.gpu.engine_checks import assert_follows, assert_stops, follow_an_update, stop_at_a_text, write_two
 from tests.gpu.tiny_families import (

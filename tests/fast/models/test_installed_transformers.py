@@ -2,8 +2,8 @@
 
 import pytest
 
-from miles.models.installed_transformers import linear_layers, why_not_loaded
 from miles.models.packing import PACKABLE, RECURRENT, WITH_TEXT_MODEL
+from miles.models.reading import linear_layers, why_not_loaded
 
 
 def test_what_tests_compare_with_transformers_is_loaded():

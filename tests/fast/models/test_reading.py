@@ -16,8 +16,7 @@ from transformers import DeepseekV3ForCausalLM
 
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.models.reading import read_config
-from miles.models.tiny.config import shrunk_config
-from miles.models.tiny.write import write_model
+from miles.models.tiny import shrunk_config, write_model
 from miles.training.fsdp.models import load_policy
 
 KIMI_K2 = dict(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from miles import models as model_families
+from miles.models import families as model_families
 from miles.models.registry import BRIDGED, CONVERTED, check_bridged, converted_family, families, megatron_shape
 from miles.models.tensor_layouts import (
     GateUp,
@@ -67,7 +67,7 @@ def test_models_that_are_known() -> None:
 
 def test_a_new_file_is_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else names it."""
-    source = "from miles.models.llama import Llama\nCONVERTED = (Llama('olive', has_qk_norm=True),)\n"
+    source = "from miles.models.families.llama import Llama\nCONVERTED = (Llama('olive', has_qk_norm=True),)\n"
     (tmp_path / "olive.py").write_text(source)
     monkeypatch.setattr(model_families, "__path__", [*model_families.__path__, str(tmp_path)])
     try:

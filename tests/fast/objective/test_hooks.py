@@ -16,8 +16,7 @@ from miles.config.validate import validate
 from miles.objective.aggregation import get_pg_loss_reducer
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import Estimator, SampleRewards
-from miles.objective.hook_calls import CustomAdvantages
-from miles.objective.hooks import ADVANTAGES, check_hooks
+from miles.objective.hooks import ADVANTAGES, CustomAdvantages, check_hooks
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages

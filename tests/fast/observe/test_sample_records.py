@@ -12,9 +12,8 @@ from tolerance import places
 from miles.batch.convert import convert
 from miles.objective.settings import LossArguments
 from miles.observe.report.ledger import expand, share, token_columns
+from miles.observe.run_files import SampleRecord, dump_line
 from miles.observe.sample_records import ALL, SampleRecorder, run_lengths, token_columns_of
-from miles.observe.tracking.jsonl import dump_line
-from miles.observe.tracking.run_files import SampleRecord
 from miles.types.sample import PromptGroup
 from miles.types.train_batch import TokenColumns, TrainShard
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import UserCodeError
 from miles.config.rollout import RolloutArguments, fill_over_sampling
 from miles.engine.base import SamplingParams
 from miles.rollout import filters

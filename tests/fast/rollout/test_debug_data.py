@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scored_groups import scored_group
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.input_error import InputError
+from miles.base.disk_faults import WriteFailed
+from miles.base.text import InputError
 from miles.rollout.debug_data import load_rollout, save_rollout
+from miles.types.replay import TokenSets
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
-from miles.types.token_sets import TokenSets
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 LOG_PROBS = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False)

@@ -12,8 +12,8 @@ import torch
 from scored_groups import scored_group
 from transformers import AutoModelForCausalLM
 
-from miles.base.input_error import InputError
-from miles.base.user_code.errors import UserCodeError
+from miles.base.text import InputError
+from miles.base.user_code import UserCodeError
 from miles.batch.schedule import ShardBuilder
 from miles.config.cluster import ClusterArguments
 from miles.config.evaluation import EvaluationArguments
@@ -23,8 +23,8 @@ from miles.config.settings import Settings
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.objective.settings import LossArguments
+from miles.observe.run_files import SampleRecord
 from miles.observe.sample_records import StoredSamples
-from miles.observe.tracking.run_files import SampleRecord
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision

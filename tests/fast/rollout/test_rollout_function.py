@@ -5,14 +5,14 @@ import re
 import pytest
 
 from miles.config.rollout import RolloutArguments
-from miles.rollout import rollout_function
+from miles.rollout import hooks
 from miles.rollout.collect import Rollout
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 
-PATH = "miles.rollout.rollout_function:mine"
+PATH = "miles.rollout.hooks:mine"
 
 
 async def ones(samples):
@@ -22,7 +22,7 @@ async def ones(samples):
 @pytest.fixture
 def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
     async def run(function):
-        monkeypatch.setattr(rollout_function, "mine", function, raising=False)
+        monkeypatch.setattr(hooks, "mine", function, raising=False)
         rollout = RolloutArguments(
             rollout_batch_size=2, n_samples_per_prompt=3, rollout_max_response_len=8, rollout_function_path=PATH
         )

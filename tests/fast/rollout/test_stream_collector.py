@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import UserCodeError
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation
 from miles.rollout.groups import GroupTools, generate_group

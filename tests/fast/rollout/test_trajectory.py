@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import UserCodeError
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout import trajectory as trajectories

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from small_checkpoint import LAUNCHER, one_rank, tensors
 
-from miles.base.host.disk_faults import WriteFailed
+from miles.base.disk_faults import WriteFailed
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.model import ModelArguments
-from miles.run import background_save
+from miles.run import checkpoints
 from miles.run.train_actor import TrainActor, TrainDriver
 from miles.training.checkpoint_check import check_checkpoint
-from miles.training.random_state import write_random_state
+from miles.training.checkpoint_io import write_random_state
 
 
 class Backend:
@@ -23,7 +23,7 @@ class Backend:
     def save(self, folder, state, staged=None):
         import torch.distributed.checkpoint as dcp
 
-        from miles.training.checkpoint_folder import write_run_state
+        from miles.training.checkpoint_files import write_run_state
         from miles.training.checkpoint_io import StagingWriter
 
         with one_rank():
@@ -48,7 +48,7 @@ def driver(tmp_path, monkeypatch):
     made._workers = SimpleNamespace(results=lambda calls: [call() for call in calls], end=lambda actor: None)
     made.actors = [SimpleNamespace(written=SimpleNamespace(remote=lambda: rank.written))]
     made._on_all = lambda verb, *arguments: [getattr(rank, verb)(*arguments)]
-    monkeypatch.setattr(background_save.ray, "get", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(checkpoints.ray, "get", lambda calls: [call() for call in calls])
     disk = threading.Event()
     flush = os.fsync
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from miles.base.host.machine import GIB
-from miles.run.cpu_tuning import importing, malloc_environment
+from miles.base.host import GIB
+from miles.run.placement import importing, malloc_environment
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
@@ -39,7 +39,7 @@ def test_memory_is_kept_where_there_is_plenty_unless_the_environment_says_otherw
 def test_a_freed_block_is_kept_by_a_process_with_this_environment():
     """The resident memory of a process that has freed a block; glibc reads the variables when the process starts."""
     code = (
-        "import ctypes; from miles.base.host.machine import resident_bytes as size\n"
+        "import ctypes; from miles.base.host import resident_bytes as size\n"
         "libc = ctypes.CDLL(None); libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
         "block = libc.malloc(64 << 20); ctypes.memset(block, 1, 64 << 20); libc.free(block); print(size() >> 20)"
     )

@@ -15,8 +15,8 @@ from ray.util.placement_group import placement_group
 from miles.config.cluster import ClusterArguments
 from miles.engine.sglang.spanning import SpanningServer
 from miles.run import session
-from miles.run.device_slots import Slot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
-from miles.run.rollout_processes.engine_servers import RayHost
+from miles.run.engine_actors import RayHost
+from miles.run.placement import Slot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
 from miles.run.session import EngineLayout, ray_session
 
 

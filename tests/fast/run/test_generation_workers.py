@@ -16,22 +16,22 @@ import ray
 import torch
 from transformers import AutoConfig
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.config.cluster import ClusterArguments
 from miles.config.evaluation import EvaluationArguments
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
-from miles.engine.host import LocalHost
+from miles.engine.base import LocalHost
 from miles.rollout import pipeline as pipelines
 from miles.rollout.groups import response_seed
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.run.rollout_processes.generation_workers import worker_starter
+from miles.run.engine_actors import worker_starter
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.weights import WeightChunk

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 VALID = (
     "--hf-checkpoint m --prompt-data reasoning_gym:gcd --rm-type length --rollout-batch-size 4 "
     "--n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 1 "

@@ -9,13 +9,13 @@ import pytest
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.cluster import Offload
 from miles.config.evaluation import EvaluationArguments
+from miles.observe.console import PhaseTimer
+from miles.observe.run_files import RunIdentity
 from miles.observe.sample_records import StoredSamples
-from miles.observe.tracking.identity import RunIdentity
-from miles.observe.tracking.phase_timer import PhaseTimer
+from miles.run.checkpoints import RunCheckpoints
 from miles.run.folders.best_checkpoint import BestCheckpoint
 from miles.run.generation_loop import GenerationLoop
 from miles.run.loop import TrainingLoop
-from miles.run.run_checkpoints import RunCheckpoints
 from miles.run.sides import Sides
 from miles.run.stop_requests import STOPS, StopRequested, StopRequests
 from miles.run.train_actor import TrainedIteration

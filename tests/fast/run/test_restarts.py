@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_checkpoint import save_checkpoint
 
-from miles.base.host.disk_faults import WriteFailed
+from miles.base.disk_faults import WriteFailed
 from miles.run.restarts import with_restarts
 
 STEPS, BATCH = 2, 4

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from miles.config.rollout import RolloutArguments
-from miles.config.sglang.settings import SglangArguments
-from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.config.sglang.flags import SglangArguments
+from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import IterationSummary
 from miles.run.liveness import WorkerLost

@@ -15,17 +15,17 @@ import ray
 from ray._private.node import Node
 
 from miles.config.cluster import ClusterArguments
-from miles.run.device_slots import Slot
+from miles.run.placement import Slot
 from miles.run.session import EngineLayout, Placement, ray_session
 from miles.run.stop_requests import STOPS, StopRequests
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-import miles.run.failures, miles.run.folders.resume_point, miles.run.restarts, miles.run.rollout_actor
+import miles.run.failures, miles.run.resume, miles.run.restarts, miles.run.rollout_actor
 import miles.run.session, miles.run.train_actor, miles.run.loop, miles.observe.report.sink
 from miles.config.cluster import ClusterArguments
-from miles.observe.tracking.sinks import TensorBoardSink
+from miles.observe.sinks import TensorBoardSink
 
 miles.run.session.resolve_device(ClusterArguments(device="cpu"))
 sink = TensorBoardSink(Path(sys.argv[1]), resume_step=3)

@@ -7,8 +7,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from miles.observe.tracking.run_files import RunFiles, SampleRecord
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.run_files import RunFiles, RunHeader, SampleRecord
 
 SETTINGS = {
     "loss": {"loss_aggregation": "sample_mean", "advantage_estimator": "grpo", "use_tis": False, "kl_coef": 0.0},

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from miles.training.checkpoint_folder import publish, staging, write_run_state
-from miles.training.random_state import write_random_state
+from miles.training.checkpoint_files import publish, staging, write_run_state
+from miles.training.checkpoint_io import write_random_state
 
 PROMPTS = {"num_prompts": 8, "shuffle": True, "seed": 42, "epoch": 0, "position": 3, "next_group_index": 3}
 LAUNCHER = {"rollouts_done": 2, "prompts": PROMPTS, "run": {"id": "abc", "started": "2026-01-01 10:00:00"}}

@@ -9,10 +9,9 @@ from typing import Any
 
 from run_folder import write_rows
 
-from miles.commands.sweeps.definition import Definition, read_definition
-from miles.commands.sweeps.plan import PlannedRun, plan
+from miles.commands.sweeps.definition import Definition, PlannedRun, plan, read_definition
 from miles.commands.sweeps.swept_run import SweptRun
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.run_files import RunHeader
 
 FLAGS: dict[str, Any] = {
     "device": "cpu",

@@ -13,7 +13,7 @@ from tiny_llama import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from miles.models.tiny.config import shrunk_config
+from miles.models.tiny import shrunk_config
 
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SHARED = EXPERTS | dict(shared_expert_intermediate_size=16)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 import miles
 from miles.config.parser import main_parse
-from miles.observe.tracking.phase_timer import PhaseTimer
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.tracker import Tracker
+from miles.observe.console import PhaseTimer
+from miles.observe.run_files import RunHeader
+from miles.observe.tracker import Tracker
+from miles.run.checkpoints import RunCheckpoints
 from miles.run.loop import TrainingLoop
 from miles.run.rollout_actor import GeneratedIteration, RolloutActor, Start
-from miles.run.run_checkpoints import RunCheckpoints
 from miles.run.sides import Sides
 from miles.run.stop_requests import StopRequests
 from miles.run.train_actor import TrainActor

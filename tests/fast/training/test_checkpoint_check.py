@@ -18,21 +18,22 @@ from hypothesis import strategies as st
 from small_checkpoint import one_rank, save_checkpoint, tensors
 
 from miles.training.checkpoint_check import check_checkpoint, check_weights
-from miles.training.checkpoint_files import DamagedFile
-from miles.training.checkpoint_folder import (
+from miles.training.checkpoint_files import (
+    MANIFEST,
     STATE,
+    DamagedFile,
     at,
+    hash_files_of_rank,
     publish,
+    read_manifest,
     read_run_state,
     reference_folder,
     staging,
+    write_manifest,
     write_run_state,
 )
-from miles.training.checkpoint_io import loading
-from miles.training.checkpoint_manifest import MANIFEST, hash_files_of_rank, read_manifest, write_manifest
+from miles.training.checkpoint_io import loading, restore_random_state, restricted_loading
 from miles.training.fsdp import checkpoint
-from miles.training.random_state import restore_random_state
-from miles.training.restricted_pickle import restricted_loading
 
 SHARD, RANDOM, INDEX = "__0_0.distcp", "random_state_rank0.pt", ".metadata"
 FILES = (SHARD, RANDOM, INDEX, STATE, MANIFEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from miles.training.checkpoint_folder import at, bytes_being_written, newest, publish, remove_unfinished, staging
+from miles.training.checkpoint_files import at, bytes_being_written, newest, publish, remove_unfinished, staging
 
 
 def write(root, rollout, text):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles.training.checkpoint_folder import all_in, publish, remove_unfinished, staging
-from miles.training.checkpoint_pruning import prune
+from miles.training.checkpoint_files import all_in, prune, publish, remove_unfinished, staging
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from tolerance import RELATIVE_ERROR, attention_error, log_prob_error
 from transformers import LlamaForCausalLM
 
 from miles.training import packed_attention
-from miles.training.cpu import cached_attention
+from miles.training import packed_attention as cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
-from miles.types.context_parallel import padded_length, zigzag_chunks
+from miles.types.parallel import padded_length, zigzag_chunks
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
-from miles.training.token_selection import TokenSelector
+from miles.training.scoring import TokenSelector
 
 PROMPTS, ANSWERS, VOCABULARY = 2, 6, 5
 
@@ -41,13 +41,11 @@ def chosen(flags, scores, tokens, noise, size, monkeypatch):
             for i, row in enumerate(tokens)
         ]
 
-    monkeypatch.setattr("miles.training.token_selection.entropies", score)
-    monkeypatch.setattr("miles.training.token_selection.log_probs", score)
-    monkeypatch.setattr("miles.training.token_selection.gather_step", lambda own, group: own)
-    monkeypatch.setattr("miles.training.token_selection.dist.get_rank", lambda group: 0)
-    monkeypatch.setattr(
-        "miles.training.token_selection.replace", lambda thing, **given: SimpleNamespace(**vars(thing) | given)
-    )
+    monkeypatch.setattr("miles.training.scoring.entropies", score)
+    monkeypatch.setattr("miles.training.scoring.log_probs", score)
+    monkeypatch.setattr("miles.training.scoring.gather_step", lambda own, group: own)
+    monkeypatch.setattr("miles.training.scoring.dist.get_rank", lambda group: 0)
+    monkeypatch.setattr("miles.training.scoring.replace", lambda thing, **given: SimpleNamespace(**vars(thing) | given))
     shard = SimpleNamespace(batch=batch, samples_sent_by=lambda rank: range(len(tokens)))
     objective = build_objective(LossArguments(**flags))
     selector, backend = TokenSelector(objective), SimpleNamespace(policy=None)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles.tasks.data.custom_source import CustomStream
-from miles.tasks.data.mixture import Mixture, NamedSet
-from miles.tasks.data.stream import PromptStream
+from miles.tasks.data.stream import Mixture, NamedSet, PromptStream
 from miles.types.data_position import check_position
 from miles.types.sample import Prompt
 

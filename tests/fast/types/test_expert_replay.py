@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.batch.collate import collate
 from miles.batch.convert import convert
-from miles.config.rules.replay import WITH_KNOWN_ROUTERS
+from miles.config.rules.modes import WITH_KNOWN_ROUTERS
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.models.routers import WEIGHTS, Routers
@@ -20,7 +20,7 @@ from miles.objective.settings import LossArguments
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.trajectory import Trajectory
 from miles.training.fsdp.models import load_policy
-from miles.types.expert_choices import at_tokens, continued, dtype_for
+from miles.types.replay import at_tokens, continued, dtype_for
 from miles.types.sample import Prompt, PromptGroup, Sample
 
 CPU = torch.device("cpu")

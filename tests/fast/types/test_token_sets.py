@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.types.replay import TokenSets, extended
 from miles.types.support import EXCLUDED, Support
-from miles.types.token_sets import TokenSets, extended
 
 
 @st.composite

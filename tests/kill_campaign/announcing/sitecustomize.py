@@ -37,7 +37,7 @@ def announce_loads(module):
     module.TrainingLoop = AnnouncedLoop
 
 
-CHANGES = {"miles.observe.tracking.phase_timer": announce_phases, "miles.run.loop": announce_loads}
+CHANGES = {"miles.observe.console": announce_phases, "miles.run.loop": announce_loads}
 
 
 class Changer(PathFinder):

@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 
 from miles.compat.translate import launchers
 from miles.compat.translate.objective import Objective
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Translation
+from miles.compat.translate.translation import Document, Translation
 
 
 class Launcher(ABC):

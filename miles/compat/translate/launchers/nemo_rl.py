@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 
-from miles.compat.translate.estimators import write_kl_in_rewards
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import sequence_mean_of_unmasked, token_mean
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Row, Translation, apply
+from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
+from miles.compat.translate.translation import Document, Row, Translation, apply, write_kl_in_rewards
 
 SOURCE = "NVIDIA-NeMo/RL 006907a, nemo_rl/algorithms/loss/loss_functions.py"
 

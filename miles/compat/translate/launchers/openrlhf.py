@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from miles.compat.translate.estimators import write_estimator, write_kl_in_rewards
 from miles.compat.translate.launchers import openrlhf_underscores
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import sequence_mean_of_unmasked, token_mean
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Row, Translation, apply
+from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
+from miles.compat.translate.translation import Document, Row, Translation, apply, write_estimator, write_kl_in_rewards
 from miles.objective.policy_losses import POLICY_LOSSES
 
 SOURCE = "OpenRLHF 0.11.2, openrlhf/models/loss.py and openrlhf/utils/loss_utils.py"

@@ -5,8 +5,7 @@ The names are those of ``openrlhf/cli/train_ppo_ray.py`` in the wheels of 0.8.0,
 
 from __future__ import annotations
 
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import sequence_mean, token_mean_of_micro_batches
+from miles.compat.translate.objective import Objective, sequence_mean, token_mean_of_micro_batches
 from miles.compat.translate.translation import Row, Translation
 
 SOURCE = "OpenRLHF 0.9.10, openrlhf/models/loss.py and openrlhf/models/utils.py"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import token_mean, token_mean_of_ranks
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Row, Translation, apply
+from miles.compat.translate.objective import Objective, token_mean, token_mean_of_ranks
+from miles.compat.translate.translation import Document, Row, Translation, apply
 
 SOURCE = "prime-rl since pull request 2562, src/prime_rl/trainer/rl/train.py"
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"

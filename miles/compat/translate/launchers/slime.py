@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles.compat.translate.launchers.command_lines import CommandLine
-from miles.compat.translate.settings import Document
+from miles.compat.translate.translation import Document
 
 
 class Slime(CommandLine):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import (
+from miles.compat.translate.objective import (
+    Objective,
     Reduction,
     over_longest,
     sequence_mean,
@@ -15,8 +15,7 @@ from miles.compat.translate.reductions import (
     token_mean_of_generation,
     token_mean_of_micro_batches,
 )
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Row, Translation, apply
+from miles.compat.translate.translation import Document, Row, Translation, apply
 from miles.objective.aggregation import Aggregation
 
 SOURCE = "TRL 1.16.0, trl/trainer/grpo_trainer.py"

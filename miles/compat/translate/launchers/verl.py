@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
-from miles.compat.translate.estimators import write_estimator, write_kl_in_rewards
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective
-from miles.compat.translate.reductions import (
+from miles.compat.translate.objective import (
+    Objective,
     Reduction,
     over_longest,
     over_padded_width,
@@ -18,8 +17,7 @@ from miles.compat.translate.reductions import (
     token_mean_of_micro_batches,
     token_sum,
 )
-from miles.compat.translate.settings import Document
-from miles.compat.translate.translation import Row, Translation, apply
+from miles.compat.translate.translation import Document, Row, Translation, apply, write_estimator, write_kl_in_rewards
 from miles.objective.aggregation import Aggregation
 
 SOURCE = "verl 0.9.1, agg_loss in verl/trainer/ppo/core_algos.py"

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from miles.base.input_error import InputError
-from miles.base.user_code.calls import run_blocking
-from miles.tasks.environments.base import Environment, EnvironmentKind, EnvironmentMaker, Message
-from miles.tasks.environments.tools import opening
+from miles.base.text import InputError
+from miles.base.user_code import run_blocking
+from miles.tasks.environments.base import Environment, EnvironmentKind, EnvironmentMaker, Message, opening
 from miles.tasks.rewards.built_in.reasoning_gym import score_alone
 from miles.types.sample import Prompt, Sample
 

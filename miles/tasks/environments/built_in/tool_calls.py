@@ -8,13 +8,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from miles.base import strict_json
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.base.user_code.calls import run_blocking
-from miles.base.user_code.errors import ordinary_errors
-from miles.base.user_code.loading import load_function, load_object
-from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker
-from miles.tasks.environments.tools import ToolEnvironment, content_of, said_of
+from miles.base.text import InputError, one_line
+from miles.base.user_code import load_function, load_object, ordinary_errors, run_blocking
+from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, ToolEnvironment, content_of, said_of
 from miles.types.sample import Prompt
 
 _FLAG = "--environment tool_calls"

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from miles.tasks.rewards.answer_text import with_plain_minus
+from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box
-from miles.tasks.rewards.reference import reference_text
 from miles.types.sample import Prompt, Sample
 
 END = 300  # characters at the end of a response in which the answer is looked for

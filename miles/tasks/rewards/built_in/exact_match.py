@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.base.flags import flag
-from miles.tasks.rewards.answer_text import final_answer
+from miles.tasks.rewards.answer_text import final_answer, reference_texts
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.f1 import words
-from miles.tasks.rewards.reference import reference_texts
 from miles.types.sample import Prompt, Sample
 
 

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from miles.tasks.rewards.answer_text import final_answer
+from miles.tasks.rewards.answer_text import final_answer, reference_texts
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.reference import reference_texts
 from miles.types.sample import Prompt, Sample
 
 _ARTICLES = {"a", "an", "the"}

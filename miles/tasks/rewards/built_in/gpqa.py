@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from miles.tasks.rewards.answer_text import after_reasoning, tagged_answer
+from miles.tasks.rewards.answer_text import after_reasoning, reference_text, tagged_answer
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box
-from miles.tasks.rewards.reference import reference_text
 from miles.types.sample import Prompt, Sample
 
 LETTERS = 4  # of a prompt without a list of choices

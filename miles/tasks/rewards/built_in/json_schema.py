@@ -9,10 +9,9 @@ from typing import Any, Optional
 
 from miles.base import strict_json
 from miles.base.flags import Errors, flag
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.tasks.rewards.answer_text import final_answer, last_code_block
-from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
 from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.types.sample import Prompt, Sample
 

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
-from miles.base.input_error import InputError
-from miles.base.one_line import one_line
-from miles.tasks.rewards.answer_text import after_reasoning
+from miles.base.text import InputError, one_line
+from miles.tasks.rewards.answer_text import after_reasoning, plain_number
 from miles.tasks.rewards.base import NotAReward, Reward, Rewards
 from miles.tasks.rewards.http_calls import HttpCallError, JsonClient, check_url
-from miles.tasks.rewards.reference import plain_number
 from miles.types.sample import Sample
 
 TEMPLATE = """Grade the answer to a question from 0 to {max_score}. {max_score} is right and complete, 0 is wrong.

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from miles.tasks.rewards.answer_text import with_plain_minus
+from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.reference import reference_text
 from miles.types.sample import Prompt, Sample
 
 # A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.

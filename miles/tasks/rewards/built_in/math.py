@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.answer_text import reference_text
+from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
 from miles.tasks.rewards.math_text import final_boxes, readable, spelled_numbers
-from miles.tasks.rewards.no_verdict import log_no_verdict
-from miles.tasks.rewards.reference import reference_text
 from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.types.sample import Prompt, Sample
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from miles.base import strict_json
 from miles.base.flags import Errors, flag
-from miles.base.input_error import InputError
-from miles.tasks.rewards.answer_text import last_code_block
+from miles.base.text import InputError
+from miles.tasks.rewards.answer_text import last_code_block, reference_object
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.prelude import prelude
-from miles.tasks.rewards.reference import reference_object
 from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.tasks.rewards.subprocess_call import in_parallel
 from miles.types.sample import Prompt, Sample

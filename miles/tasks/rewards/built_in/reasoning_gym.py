@@ -8,8 +8,7 @@ from functools import lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.no_verdict import log_no_verdict
+from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
 from miles.tasks.rewards.subprocess_call import Preparation, PreparationError, in_parallel, subprocess_call
 from miles.types.sample import Sample
 

@@ -7,11 +7,9 @@ from functools import partial
 from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
-from miles.base.one_line import one_line
-from miles.tasks.rewards.answer_text import after_reasoning
-from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.no_verdict import log_no_verdict
-from miles.tasks.rewards.reference import reference_text
+from miles.base.text import one_line
+from miles.tasks.rewards.answer_text import after_reasoning, reference_text
+from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
 from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.types.sample import Prompt, Sample
 

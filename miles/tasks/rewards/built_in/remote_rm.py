@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
-from miles.base.one_line import one_line
+from miles.base.text import one_line
 from miles.tasks.rewards.base import NotAReward, Reward, Rewards
 from miles.tasks.rewards.http_calls import HttpCallError, JsonClient, check_url
 from miles.types.sample import Sample

@@ -30,8 +30,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, recomputed_function
-from miles.types.context_parallel import zigzag_positions
 from miles.types.groups import ContextGroup
+from miles.types.parallel import zigzag_positions
 from miles.types.train_batch import MicroBatch, TrainBatch
 
 

@@ -24,9 +24,7 @@ from miles.types.train_batch import MicroBatch
 
 if TYPE_CHECKING:
     from miles.training.megatron.model.mtp import NextTokens
-    from miles.training.megatron.moe.auxiliary import AuxiliaryStep
-    from miles.training.megatron.moe.replay import MicroBatchExperts
-    from miles.training.megatron.moe.router import RoutedTokens
+    from miles.training.megatron.moe import AuxiliaryStep, MicroBatchExperts, RoutedTokens
 
 
 @dataclass

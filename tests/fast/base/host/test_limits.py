@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from miles.base.host.machine import available_bytes, cpu_quota, memory_bytes
+from miles.base.host import available_bytes, cpu_quota, memory_bytes
 
 
 def write(root: Path, **files: str) -> None:

@@ -4,7 +4,7 @@ import errno
 import subprocess
 import sys
 
-from miles.base.host.output_fault import fault_of_output
+from miles.base.disk_faults import fault_of_output
 
 
 def test_an_error_of_another_file_is_not_blamed_on_the_output():
@@ -25,7 +25,7 @@ def test_a_pipe_that_is_not_the_output_is_not_blamed_on_it():
     """As the connection of a worker, whose error the launcher raises as a BrokenPipeError too."""
     code = """
 import errno, sys
-from miles.base.host.output_fault import fault_of_output
+from miles.base.disk_faults import fault_of_output
 print(fault_of_output(BrokenPipeError(errno.EPIPE, "Broken pipe")))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -35,7 +35,7 @@ print(fault_of_output(BrokenPipeError(errno.EPIPE, "Broken pipe")))
 def test_a_pipe_that_nobody_reads_is_a_fault_of_the_output():
     code = """
 import sys
-from miles.base.host.output_fault import fault_of_output
+from miles.base.disk_faults import fault_of_output
 sys.stdin.read()
 try:
     print("x", flush=True)

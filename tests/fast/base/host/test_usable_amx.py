@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from miles.base.host import usable_amx
-from miles.base.host.usable_amx import avoid_unusable_amx, lacks_tile_palettes
+from miles.base import host
+from miles.base.host import avoid_unusable_amx, lacks_tile_palettes
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 BF16_PRODUCT = """
@@ -42,7 +42,7 @@ def test_a_process_that_imports_miles_computes_bf16_products() -> None:
 def test_amx_needs_a_palette(
     cpu_with_amx: str, monkeypatch: pytest.MonkeyPatch, leaves: dict[int, int], lacks: bool
 ) -> None:
-    monkeypatch.setattr(usable_amx, "_cpuid", leaves.__getitem__)
+    monkeypatch.setattr(host, "_cpuid", leaves.__getitem__)
     assert lacks_tile_palettes(cpu_with_amx) == lacks
 
 
@@ -54,7 +54,7 @@ def test_a_cpu_without_amx_lacks_nothing(cpu_with_amx: str) -> None:
 
 def test_the_cpu_answers(cpu_with_amx: str) -> None:
     """The lowest leaf gives the highest, which every x86-64 CPU has above 1."""
-    assert 1 < usable_amx._cpuid(0) < 0x1000
+    assert 1 < host._cpuid(0) < 0x1000
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_cpu_answers(cpu_with_amx: str) -> None:
 def test_onednn_is_limited_unless_a_limit_is_given(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], then: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(usable_amx, "lacks_tile_palettes", lambda: True)
+    monkeypatch.setattr(host, "lacks_tile_palettes", lambda: True)
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
     avoid_unusable_amx()

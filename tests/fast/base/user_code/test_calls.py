@@ -7,10 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from miles.base import user_code
 from miles.base.threads import in_thread
-from miles.base.user_code import calls
-from miles.base.user_code.calls import UserCodeTimeout, call_user_code, run_blocking, user_code_in_thread, while_waiting
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import (
+    UserCodeError,
+    UserCodeTimeout,
+    call_user_code,
+    run_blocking,
+    user_code_in_thread,
+    while_waiting,
+)
 
 
 def call(function, *args, seconds=30.0):
@@ -110,7 +116,7 @@ def test_threads_are_used_again_but_not_one_whose_call_hangs():
 def test_first_calls_at_the_same_time_share_their_event_loop(monkeypatch):
     """A client of a server belongs to one loop. Making it waits for a second call that makes another, here in vain."""
     both, made = threading.Barrier(2), asyncio.new_event_loop
-    calls._only_loop.cache_clear()
+    user_code._only_loop.cache_clear()
 
     def slow():
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -129,7 +135,7 @@ def test_first_calls_at_the_same_time_share_their_event_loop(monkeypatch):
 
 
 async def test_blocking_calls_that_are_given_up_make_room_for_others_and_hold_no_thread_of_asyncio(monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 2)
+    monkeypatch.setattr(user_code, "MAX_THREADS", 2)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     end = threading.Event()
     hanging = [asyncio.ensure_future(run_blocking(end.wait)) for _ in range(2)]
@@ -143,7 +149,7 @@ async def test_blocking_calls_that_are_given_up_make_room_for_others_and_hold_no
 
 
 async def test_the_rollout_process_gets_a_thread_whatever_holds_the_others(monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    monkeypatch.setattr(user_code, "MAX_THREADS", 1)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     end = threading.Event()
     hanging = [asyncio.ensure_future(run(end.wait)) for run in (asyncio.to_thread, run_blocking, user_code_in_thread)]
@@ -156,7 +162,7 @@ async def test_the_rollout_process_gets_a_thread_whatever_holds_the_others(monke
 
 
 async def test_only_the_wait_for_a_thread_is_in_the_context_of_who_waits(monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    monkeypatch.setattr(user_code, "MAX_THREADS", 1)
     entered, left, begun, end = asyncio.Event(), asyncio.Event(), threading.Event(), threading.Event()
 
     @contextlib.contextmanager
@@ -181,20 +187,20 @@ async def test_only_the_wait_for_a_thread_is_in_the_context_of_who_waits(monkeyp
 
 
 async def test_many_coroutines_wait_at_the_same_time_however_few_threads_there_are(monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 1)
-    together = asyncio.Barrier(calls.MAX_COROUTINES)
+    monkeypatch.setattr(user_code, "MAX_THREADS", 1)
+    together = asyncio.Barrier(user_code.MAX_COROUTINES)
 
     class Judge:
         async def __call__(self, answer):
             await together.wait()
             return answer
 
-    answers = range(calls.MAX_COROUTINES)
+    answers = range(user_code.MAX_COROUTINES)
     asked = [call_user_code(Judge(), answer, seconds=0) for answer in answers]
     assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [*answers]
 
 
 async def test_the_processes_of_a_run_divide_the_calls_at_a_time():
-    calls.limit_calls(lambda number: number // 4)
-    assert calls.call_slots(coroutines=True)._value == calls.MAX_COROUTINES // 4
-    assert calls.call_slots(coroutines=False)._value == calls.MAX_THREADS // 4
+    user_code.limit_calls(lambda number: number // 4)
+    assert user_code.call_slots(coroutines=True)._value == user_code.MAX_COROUTINES // 4
+    assert user_code.call_slots(coroutines=False)._value == user_code.MAX_THREADS // 4

@@ -7,9 +7,8 @@ import types
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.base.user_code.errors import UserCodeError
-from miles.base.user_code.loading import load_function
+from miles.base.text import InputError
+from miles.base.user_code import UserCodeError, load_function
 
 
 class Awaited:

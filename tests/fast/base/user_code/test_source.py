@@ -6,9 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.base.user_code.loading import import_function
-from miles.base.user_code.source import LARGEST, missing_name, read_names
+from miles.base.text import InputError
+from miles.base.user_code import LARGEST, import_function, missing_name, read_names
 
 BINDS = [
     "def score(): ...",

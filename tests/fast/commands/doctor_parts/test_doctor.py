@@ -11,21 +11,25 @@ from pathlib import Path
 import pytest
 
 from miles.commands import doctor
-from miles.commands.doctor_parts import host, packages
-from miles.commands.doctor_parts.finding import Finding, State, as_text, can_train
-from miles.commands.doctor_parts.packages import (
+from miles.commands import doctor as host
+from miles.commands import doctor as packages
+from miles.commands.doctor import (
     OTHERS,
     PACKAGES,
     SGLANG,
     SMOLLM2,
+    Finding,
     Package,
+    State,
+    as_text,
+    can_train,
     check_package,
     install_command,
 )
 from miles.run.leftovers import leftovers
 from miles.run.run_guard import LOCK
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[4]
 
 
 @pytest.fixture

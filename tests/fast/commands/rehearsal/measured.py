@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from miles.commands.rehearsal.assumptions import step_of_one_rank
-from miles.commands.rehearsal.trace import largest_alone, score_alone
+from miles.commands.rehearsal.trace import largest_alone, score_alone, step_of_one_rank
 from miles.config.settings import Settings
 from miles.config.validate import validate
 from miles.objective.chosen import build_objective
@@ -204,7 +203,7 @@ def chosen_experts(backend: str) -> Iterator[list[torch.Tensor]]:
     if backend != "megatron":
         yield found
         return
-    from miles.training.megatron.moe.router import BalancedRouter
+    from miles.training.megatron.moe import BalancedRouter
 
     routing = BalancedRouter.routing
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from rehearsed_layouts import MEGATRON, save_models
 
 from miles.batch.convert import convert
-from miles.commands.rehearsal.assumptions import _batch
-from miles.commands.rehearsal.trace import trace_rank
+from miles.commands.rehearsal.trace import _batch, trace_rank
 from miles.config.validate import validate
 from miles.objective.settings import LossArguments
 from miles.types.sample import Prompt, PromptGroup, Sample

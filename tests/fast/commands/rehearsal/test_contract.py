@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rehearsed_layouts import FSDP, MEGATRON
 
-from miles.commands.rehearsal.contract import contract_data, contract_text
+from miles.commands.rehearsal.trace import contract_data, contract_text
 from miles.objective.aggregation import MODES
 from miles.objective.settings import LossArguments
 

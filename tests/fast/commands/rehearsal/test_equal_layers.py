@@ -12,8 +12,8 @@ from rehearsed_layouts import DENSE, EXPERTS, LAYOUTS, save_model
 from tiny_kinds import config_of
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from miles.commands.rehearsal import equal_layers
-from miles.commands.rehearsal.record import Phase, Record, Tally, Work
+from miles.commands.rehearsal import trace as equal_layers
+from miles.commands.rehearsal.meter import Phase, Record, Tally, Work
 from miles.commands.rehearsal.trace import RankTrace, trace_rank
 from miles.config.validate import validate
 

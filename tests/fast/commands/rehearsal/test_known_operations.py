@@ -11,9 +11,7 @@ import torch
 from rehearsed_layouts import LAYOUTS, save_models
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from miles.commands.rehearsal.known_operations import Known, KnownOperations
-from miles.commands.rehearsal.meter import Meter
-from miles.commands.rehearsal.record import Record
+from miles.commands.rehearsal.meter import Known, KnownOperations, Meter, Record
 from miles.commands.rehearsal.trace import RankTrace, trace_rank
 from miles.config.validate import validate
 

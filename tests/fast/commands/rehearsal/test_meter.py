@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from miles.commands.rehearsal.memory import total
-from miles.commands.rehearsal.meter import Meter
-from miles.commands.rehearsal.record import Phase
+from miles.commands.rehearsal.meter import Meter, Phase
 from tests.fast.commands.rehearsal.measured import PASSES, peaks
 
 ROWS = 500

@@ -18,23 +18,21 @@ from transformers import AutoConfig
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import command as rehearsal_command
 from miles.commands.rehearsal import rehearsal as rehearsals
-from miles.commands.rehearsal.assumptions import prompt_length, response_length, step_of_one_rank
 from miles.commands.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
-from miles.commands.rehearsal.devices import KNOWN, as_json, device_of
 from miles.commands.rehearsal.generation import foresee_generation
 from miles.commands.rehearsal.memory import total
-from miles.commands.rehearsal.page import as_page, one_forward_one_backward
-from miles.commands.rehearsal.record import Kind, Phase
+from miles.commands.rehearsal.meter import Kind, Phase
 from miles.commands.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.commands.rehearsal.report import as_json as figures_of
-from miles.commands.rehearsal.report import as_text
-from miles.commands.rehearsal.trace_all import Tracers
+from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
+from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of
+from miles.commands.rehearsal.trace import Tracers, prompt_length, response_length, step_of_one_rank
 from miles.config.lora import LoraArguments
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments
 from miles.config.parser import main_parse
 from miles.config.rehearsal import RehearsalArguments
-from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.flags import ServerFlags
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.models.registry import CONVERTED

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from miles.commands.rehearsal.devices import KNOWN
-from miles.commands.rehearsal.record import Phase, Tally, Work
-from miles.commands.rehearsal.roofline import USUAL_MEMORY, USUAL_PRODUCT, seconds
+from miles.commands.rehearsal.meter import Phase, Tally, Work
+from miles.commands.rehearsal.roofline import KNOWN, USUAL_MEMORY, USUAL_PRODUCT, seconds
 
 H100 = KNOWN["h100"]
 PRODUCT = Work(flops=989 * 10**9, bytes=0, itemsize=2)  # 1 ms

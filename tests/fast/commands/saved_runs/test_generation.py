@@ -12,19 +12,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from miles.base.input_error import InputError
-from miles.base.secret_values import HIDDEN
+from miles.base.secrets import HIDDEN
+from miles.base.text import InputError
 from miles.commands import eval as eval_command
 from miles.commands.saved_runs.generation import answer, estimates, evaluate_sets, settings_for
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import hugging_face_folder
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.parser import judge, read_command
-from miles.config.sglang.server_flags import ServerFlags
-from miles.observe.tracking.run_header import RunHeader
-from miles.training.checkpoint_folder import publish, staging, write_run_state
+from miles.config.sglang.flags import ServerFlags
+from miles.observe.run_files import RunHeader
+from miles.training.checkpoint_files import publish, staging, write_run_state
+from miles.training.checkpoint_io import write_random_state
 from miles.training.one_process import export_checkpoint, on_one_rank, one_rank
-from miles.training.random_state import write_random_state
 
 
 @pytest.fixture

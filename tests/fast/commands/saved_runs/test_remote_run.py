@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.base.remote_folder import RemoteFolder
-from miles.base.remote_lock import RemoteLock
+from miles.base.locks import RemoteLock
+from miles.base.storage import RemoteFolder
+from miles.base.text import InputError
 from miles.commands import runs
-from miles.commands.saved_runs.remote_run import on_this_machine, run_folder, runs_at
-from miles.commands.saved_runs.run import RunState, SavedRun
-from miles.run.folders.uploads import uploading
-from miles.training.checkpoint_folder import publish, staging
+from miles.commands.saved_runs.run import RunState, SavedRun, on_this_machine, run_folder, runs_at
+from miles.run.remote_checkpoints import uploading
+from miles.training.checkpoint_files import publish, staging
 from tests.fast.commands.saved_runs.test_run import write_run
 
 

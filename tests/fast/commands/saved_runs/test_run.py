@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from miles.base.folder_lock import locked_folders
-from miles.base.input_error import InputError
+from miles.base.locks import locked_folders
+from miles.base.text import InputError
 from miles.commands import runs
 from miles.commands.saved_runs.run import RunState, SavedRun, runs_below, settings_from_json
 from miles.config.parser import parse
 from miles.config.validate import validate
-from miles.observe.tracking.run_files import RunFiles
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.tracker import Tracker
+from miles.observe.run_files import RunFiles, RunHeader
+from miles.observe.tracker import Tracker
 from miles.run.folders.best_checkpoint import BestCheckpoint
-from miles.training.checkpoint_folder import publish, staging
+from miles.training.checkpoint_files import publish, staging
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[4]
 TWO_STEPS = "--rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 4 --rollout-stop-token-ids 1 2"
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.commands.smoke_parts.expectations import Expectation, read_expectations
+from miles.base.text import InputError
+from miles.commands.smoke import Expectation, read_expectations
 
 METRICS = {"eval/x/accuracy": [0.2, 0.9], "train/grad_norm": [3.0, 1.0, 2.0], "train/kl": [0.1, math.nan, 0.1]}
 

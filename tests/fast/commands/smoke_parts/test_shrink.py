@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from miles.commands.smoke_parts.reward import with_spread
-from miles.commands.smoke_parts.shrink import EVAL_ROWS, MODEL, ROWS, shrink
+from miles.commands.smoke import EVAL_ROWS, MODEL, ROWS, shrink, with_spread
 from miles.config.parser import judge, read_command
 from miles.config.validate import validate
-from miles.models.tiny.config import shrunk_config
+from miles.models.tiny import shrunk_config
 from tests.fast.compat.launch.launch_corpus import read_lines, write_files
 
 DENSE = dict(

@@ -9,9 +9,8 @@ import pytest
 from miles import cli
 from miles.base.junit import CheckResult
 from miles.commands import smoke
-from miles.commands.smoke import RUN, _check
-from miles.commands.smoke_parts.expectations import Expectation
-from miles.observe.tracking.run_files import RunFiles
+from miles.commands.smoke import RUN, Expectation, _check
+from miles.observe.run_files import RunFiles
 
 
 @pytest.fixture

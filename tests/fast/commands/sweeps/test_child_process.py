@@ -17,7 +17,7 @@ PROGRAM = """
 import json, os, sys, threading
 from pathlib import Path
 from forked_work import work
-from miles.commands.sweeps.child_process import Forks
+from miles.commands.sweeps.run_queue import Forks
 
 folder = Path(sys.argv[1])
 start = Forks(["miles", "train"], work, ["forked_imports"])

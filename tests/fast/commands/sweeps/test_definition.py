@@ -10,7 +10,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.commands.sweeps.definition import KEYS, read_definition
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[4]
 
 GRID = """
 config: base.yaml

@@ -9,13 +9,11 @@ import pytest
 from sweep_files import planned, write_sweep
 
 from miles.base.flags import FlagError
-from miles.commands.sweeps.definition import read_definition
-from miles.commands.sweeps.plan import PlannedRun, plan
-from miles.config.files.hub_config import Fetched
-from miles.config.files.run_config import run_config
+from miles.commands.sweeps.definition import PlannedRun, plan, read_definition
+from miles.config.files import Fetched, run_config
 from miles.config.model import ModelArguments
 from miles.config.parser import judge, read_command
-from miles.config.rules.one_process import check_one_process
+from miles.config.rules.modes import check_one_process
 
 
 def judged(run: PlannedRun, resumed: bool = False):
@@ -116,7 +114,7 @@ def test_the_hub_is_asked_once_about_each_model(tmp_path: Path, monkeypatch: pyt
             raise FlagError("--hf-checkpoint of/none: the hub has no such model; correct the name")
         return Fetched(True, ())
 
-    monkeypatch.setattr("miles.commands.sweeps.plan.fetch_configs", fetch)
+    monkeypatch.setattr("miles.commands.sweeps.definition.fetch_configs", fetch)
     variants = {"a": {"lr": 1e-5}, "b": {"lr": 1e-6}, "c": {"hf_checkpoint": "of/none"}}
     with pytest.raises(FlagError) as caught:
         planned(tmp_path, variants=variants, seeds=[1, 2])

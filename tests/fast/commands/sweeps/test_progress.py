@@ -14,8 +14,7 @@ from rich.console import Console
 from sweep_files import planned, write_run_of
 from tolerance import DOUBLE_ERROR
 
-from miles.commands.sweeps.progress import SweepProgress, TimeLeft, summary
-from miles.commands.sweeps.run_queue import Ended
+from miles.commands.sweeps.run_queue import Ended, SweepProgress, TimeLeft, summary
 from miles.commands.sweeps.swept_run import Attempt, SweptRun
 
 

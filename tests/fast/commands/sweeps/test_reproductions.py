@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from miles.commands.sweeps.definition import read_definition
-from miles.commands.sweeps.plan import plan
-from miles.config.rules.one_process import check_one_process
+from miles.commands.sweeps.definition import plan, read_definition
+from miles.config.rules.modes import check_one_process
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "examples" / "reproduce"
 sys.path.insert(0, str(FOLDER))
 

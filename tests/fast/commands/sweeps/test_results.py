@@ -15,9 +15,15 @@ from sweep_files import planned, write_run_of
 from tolerance import DOUBLE_ERROR, digits
 
 from miles.commands import sweep as command
-from miles.commands.sweeps.page import MOST_POINTS, page_data, text_table, write_page
-from miles.commands.sweeps.results import Results, write_tables
-from miles.commands.sweeps.statistics import over_seeds
+from miles.commands.sweeps.results import (
+    MOST_POINTS,
+    Results,
+    over_seeds,
+    page_data,
+    text_table,
+    write_page,
+    write_tables,
+)
 from miles.commands.sweeps.swept_run import SweptRun
 
 SEEDS = [1, 2, 3, 4]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from miles.commands.sweeps.run_queue import RunQueue
-from miles.commands.sweeps.slots import Slot
+from miles.commands.sweeps.run_queue import RunQueue, Slot
 from miles.commands.sweeps.swept_run import Attempt
 from miles.run.stop_requests import STOPS
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sweep_files import planned
 
 from miles.base.flags import FlagError
-from miles.commands.sweeps.slots import Machine, devices_of, slots
+from miles.commands.sweeps.run_queue import Machine, devices_of, slots
 from miles.config.settings import Settings
 
 

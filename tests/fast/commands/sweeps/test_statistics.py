@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.commands.sweeps.statistics import area, band, final, mean_of_last, over_seeds, paired_difference
+from miles.commands.sweeps.results import area, band, final, mean_of_last, over_seeds, paired_difference
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
 BY_SEED = st.dictionaries(st.integers(0, 50), VALUES, min_size=2, max_size=12)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from sweep_files import planned, write_run_of
 
-from miles.base.folder_lock import locked_folders
-from miles.commands.sweeps.plan import PlannedRun
+from miles.base.locks import locked_folders
+from miles.commands.sweeps.definition import PlannedRun
 from miles.commands.sweeps.swept_run import FILE_NAME, Attempt, Start, SweptRun
-from miles.observe.tracking.run_files import RunFiles
-from miles.run.folders.run_identity import own_save_folder
-from miles.training.checkpoint_folder import publish, staging
+from miles.observe.run_files import RunFiles
+from miles.run.resume import own_save_folder
+from miles.training.checkpoint_files import publish, staging
 
 PROGRAM = [sys.executable, "-m", "miles", "train"]
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from miles.base.flags import flag_name
-from miles.base.user_code.loading import load_function
+from miles.base.user_code import load_function
 from miles.compat.launch.paths import FLAGS_INSTEAD, HOOKS, KNOWN
 from miles.config.settings import SECTIONS, Settings
 

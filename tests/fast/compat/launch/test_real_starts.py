@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.models.tiny.write import character_tokenizer, write_model
+from miles.models.tiny import character_tokenizer, write_model
 from tests.fast.compat.launch.launch_corpus import read_lines
 
 REPO = Path(__file__).parents[4]

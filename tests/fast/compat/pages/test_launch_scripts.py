@@ -9,7 +9,7 @@ from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.compat.pages.launch_scripts import launch_page
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
-from miles.config.sglang.server_flags import known_server_flags
+from miles.config.sglang.flags import known_server_flags
 
 LINES = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
 FLAGS = [line.split()[0] for line in LINES]

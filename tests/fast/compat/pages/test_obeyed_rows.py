@@ -17,8 +17,8 @@ from miles.config.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
 from miles.config.notes import HEADINGS, READ_AS
 from miles.config.parser import judge, read_command
 from miles.config.settings import SECTIONS
+from miles.config.sglang.flags import TENSOR_PARALLEL
 from miles.config.sglang.installed import server_flags
-from miles.config.sglang.server_flags import TENSOR_PARALLEL
 
 TESTS = Path(__file__).parents[2]
 IN_TABLES = {

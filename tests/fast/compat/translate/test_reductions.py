@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 from tolerance import DOUBLE_ERROR
 
-from miles.compat.translate import reductions as r
-from miles.compat.translate.examples import UNEVEN, WORKED, our_value
+from miles.compat.translate import objective as r
+from miles.compat.translate.objective import UNEVEN, WORKED, our_value
 
 # reduction -> worked example (S_1 = 2, T = 20, N = 4), uneven batch (S = 1 2 3 0 -4 3 -4 4, T = 32, N = 8)
 BY_HAND = {

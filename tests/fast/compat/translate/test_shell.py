@@ -4,7 +4,7 @@ import pytest
 
 from miles import cli
 from miles.compat.translate.launchers.base import launcher_of
-from miles.compat.translate.reading.files import read_document
+from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import Translation
 
 SCRIPT = """#!/bin/bash

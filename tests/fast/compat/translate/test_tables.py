@@ -1,6 +1,6 @@
 """Every row of the tables of other trainers: what each setting alone becomes is compared with ``tables.txt``.
 
-The file was read against the sources that the tables name. After a change on purpose, write it again with
+It notices a change, and does not prove that a value is right. After a change on purpose, write it again with
 ``python tests/fast/compat/translate/test_tables.py``, and read the difference.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-from miles.base.input_error import InputError
-from miles.compat.translate.examples import STEPS
+from miles.base.text import InputError
 from miles.compat.translate.launchers.base import Launcher, all_launchers
-from miles.compat.translate.settings import Document, Setting
-from miles.compat.translate.translation import Translation
+from miles.compat.translate.objective import STEPS
+from miles.compat.translate.translation import Document, Setting, Translation
 
 TABLES = Path(__file__).with_name("tables.txt")
 TRAINERS = ("verl", "trl", "openrlhf", "prime-rl", "nemo-rl")

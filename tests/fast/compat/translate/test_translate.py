@@ -12,7 +12,7 @@ from miles import cli
 from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
 from miles.compat.translate.launchers.openrlhf_underscores import EARLIER
-from miles.compat.translate.reading.files import read_document
+from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import Translation
 from miles.config.parser import judge, parse, read_command
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from miles.base.flags import Errors, FlagError
-from miles.base.secret_values import public_words
-from miles.config.files.config_file import expand_configs
-from miles.config.files.run_config import run_config
+from miles.base.secrets import public_words
+from miles.config.files import expand_configs, run_config
 from miles.config.parser import build_parser, judge, read_command
 from miles.config.settings import Settings
 

@@ -17,7 +17,7 @@ ROUTERS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
         ("--enable-mtp-training --mtp-num-layers 1", ["pg_loss + 0.2 mtp_loss", "1 head that predicts later tokens"]),
         (
             f"{ROUTERS} --moe-router-load-balancing-type seq_aux_loss --use-kl-loss --kl-loss-coef 0.1",
-            ["KL_k1(policy, reference) + 0.01 aux_loss + 0.001 z_loss", "w = each sample", "megatron/moe/router.py"],
+            ["KL_k1(policy, reference) + 0.01 aux_loss + 0.001 z_loss", "w = each sample", "megatron/moe.py"],
         ),
         (ROUTERS, ["w = each micro-batch", "z_loss = "]),
         ("", []),

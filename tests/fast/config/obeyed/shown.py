@@ -7,24 +7,24 @@ here or in ``test_components.py``.
 
 TABLE = """
 # cluster
-cluster/test_device_slots.py
+run/test_device_slots.py
   test_engines_see_the_gpus_of_the_ranks_that_they_share_with: ray_address actor_num_nodes
-cluster/test_session.py
+run/test_session.py
   test_only_a_run_on_cpu_bounds_the_object_store: device actor_num_gpus_per_node
   test_colocated_engines_have_the_gpus_of_consecutive_ranks: colocate
-sweep/test_slots.py
+commands/sweeps/test_slots.py
   test_a_run_sees_its_own_gpus: rollout_num_gpus
-cluster/test_train_actor.py
+run/test_train_actor.py
   test_the_flag_bounds_collective_operations: distributed_timeout_minutes
-cluster/runs/test_hangs.py
+run/runs/test_hangs.py
   test_a_stopped_worker_ends_the_run: worker_timeout
-cluster/test_liveness.py
+run/test_liveness.py
   test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is: wait_timeout
-launcher/test_run.py
+run/launcher/test_run.py
   test_a_stop_may_take_as_long_as_the_flag_says: stop_timeout
-cluster/test_restarts.py
+run/test_restarts.py
   test_a_run_restarts_after_a_killed_trainer_and_ends_with_the_second_failure: max_restarts
-cluster/test_local_access.py
+run/test_local_access.py
   test_secret_variables_reach_the_trainer_past_ray: train_env_vars
 
 # model and adapter
@@ -36,12 +36,12 @@ training/fsdp/adapter_checks.py
   *: lora_rank lora_alpha lora_dropout target_modules
 
 # data
-data/test_prompts.py
+tasks/data/test_prompts.py
   test_keys_given_replace_those_of_the_flags: input_key label_key
   test_long_prompts_are_dropped_and_counted: rollout_max_prompt_len
-data/test_conversations.py
+tasks/data/test_conversations.py
   test_other_roles_are_trained_on_if_they_are_named: sft_roles
-data/test_tools_of_rows.py
+tasks/data/test_tools_of_rows.py
   test_the_flag_chooses_the_column: tool_key
 rollout/test_mixed_prompts.py
   test_a_resumed_run_draws_and_generates_the_same: prompt_mix_weights curriculum_path
@@ -49,29 +49,29 @@ rollout/test_pipeline.py
   test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: data_source_path
 
 # rewards
-rewards/test_scoring.py
+tasks/rewards/test_scoring.py
   test_without_error_value_the_sample_is_named_and_nothing_is_set: reward_error_value
 objective/estimators/test_remax.py
   test_a_group_whose_greedy_response_has_no_reward_is_dropped: reward_error
 rollout/test_metrics.py
   test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pass: log_passrate
-rewards/test_registry.py
+tasks/rewards/test_registry.py
   test_custom_functions_of_every_kind: custom_rm_path
   test_reward_key_picks_from_objects: reward_key
-rewards/test_reward_process.py
+tasks/rewards/test_reward_process.py
   test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works: reward_timeout
-rewards/test_checked_rewards.py
+tasks/rewards/test_checked_rewards.py
   test_ifeval_checks_every_instruction: ifeval_share ifeval_loose
   test_a_schema_comes_from_metadata_or_one_file: reward_json_schema
-rewards/test_text_rewards.py
+tasks/rewards/test_text_rewards.py
   test_exact_match_as_squad_compares: exact_match_squad
-rewards/test_cases.py
+tasks/rewards/test_cases.py
   test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
-rewards/test_python_code.py
+tasks/rewards/test_python_code.py
   test_the_flags_bound_each_program: code_memory code_processes code_seconds
   test_the_first_failure_is_the_last_run_unless_the_share_counts: code_share
   test_without_namespaces_the_run_is_refused_unless_allowed: allow_unsandboxed_code
-rewards/test_http_rewards.py
+tasks/rewards/test_http_rewards.py
   test_the_judge_is_asked_for_so_many_tokens_and_so_often: judge_max_tokens judge_retries
   test_an_answer_cannot_fill_in_the_template: judge_template judge_max_score
   test_the_judge_is_asked_once_per_answer_also_by_the_next_run: judge_cache judge_api_key
@@ -84,7 +84,7 @@ rollout/hooks/test_iteration_hooks.py
   test_a_function_makes_the_advantages: custom_reward_post_process_path
 
 # rollout
-cluster/test_generation_workers.py
+run/test_generation_workers.py
   test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again: num_rollout_workers
 rollout/test_pipeline.py
   test_fully_async_collects_until_the_last_iteration: num_rollout
@@ -97,9 +97,9 @@ rollout/test_collect.py
   test_a_filter_that_drops_everything_stops_the_run: dynamic_sampling_filter_path
   test_iterations_end_when_every_prompt_is_mastered: max_prompt_pass_rate
   test_a_reward_that_always_fails_stops_the_run_under_drop: rollout_batch_size n_samples_per_prompt
-replay/test_support_replay.py
+types/test_support_replay.py
   test_greedy_and_unrestricted_sampling_have_no_support: no_support_replay
-replay/test_expert_replay.py
+types/test_expert_replay.py
   test_log_probs_agree_though_the_trainer_would_choose_other_experts: use_rollout_routing_replay
 rollout/test_ordering.py
   test_flags_choose_one_state_per_question: over_sampling_early_stop stale_samples async_steps
@@ -131,7 +131,7 @@ rollout/hooks/test_iteration_hooks.py
   test_all_samples_are_shown_dropped_groups_too: rollout_all_samples_process_path
   test_a_function_adds_metrics_or_replaces_them: custom_rollout_log_function_path
   test_a_function_makes_what_is_trained_on: custom_convert_samples_to_train_data_path
-cluster/runs/test_run_modes.py
+run/runs/test_run_modes.py
   test_without_a_trainer_answers_are_generated_evaluated_and_saved: debug_rollout_only
   test_a_model_is_fine_tuned_on_conversations_without_an_engine: debug_train_only
 rollout/test_pipeline.py
@@ -142,13 +142,13 @@ engine/test_spanning_server.py
   test_it_generates_and_takes_weights_as_the_model_does: rollout_num_gpus_per_engine
 engine/sglang/test_processes.py
   test_the_router_may_open_two_sockets_per_request: sglang_server_concurrency
-sweep/test_slots.py
+commands/sweeps/test_slots.py
   test_runs_with_the_same_engines_are_one_at_a_time: rollout_external
 engine/sglang/test_keys.py
   test_an_external_server_with_another_key_is_reported_at_once: rollout_external_engine_addrs
-cluster/test_rollout_actor.py
+run/test_rollout_actor.py
   test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost: update_weight_transfer_mode
-weight_sync/test_disk_delta.py
+engine/weight_sync/test_disk_delta.py
   test_a_folder_of_another_user_is_not_entered: update_weight_copy_dir
 engine/test_sglang_in_flight.py
   test_aborted_requests_return_their_tokens_so_far: pause_generation_mode
@@ -191,7 +191,7 @@ objective/test_token_weights.py
 conformance/test_matrix.py
   test_corrections_change_only_the_numerator: tis_level tis_batch_normalize rs_level
   test_corrections_change_only_the_numerator: rs_veto_threshold top_entropy_quantile
-replay/test_support_replay.py
+types/test_support_replay.py
   test_log_probs_of_engine_and_trainer_agree: get_mismatch_metrics
 conformance/test_mutations.py
   test_the_canary_stops_the_run: loss_canary
@@ -200,7 +200,7 @@ objective/test_policy_loss.py
   test_the_terms_add_up_and_have_their_gradients: kl_loss_type kl_loss_coef entropy_coef
 objective/test_kl.py
   test_the_ratio_makes_value_and_gradient_right_off_policy: use_unbiased_kl
-batching/test_convert.py
+batch/test_convert.py
   test_the_worked_example: loss_aggregation loss_aggregation_divisor
 objective/test_hooks.py
   test_the_four_argument_form_is_divided_by_the_steps_count: calculate_per_token_loss
@@ -212,7 +212,7 @@ objective/test_adaptive_coefficients.py
   test_a_resumed_run_continues_exactly: kl_target kl_horizon
   test_the_weight_of_the_entropy_follows_skywork: entropy_coef_delta entropy_coef_min
   test_the_weight_of_the_entropy_follows_skywork: entropy_coef_max entropy_target
-batching/test_convert.py
+batch/test_convert.py
   test_rewards_are_normalized_as_the_flags_say: disable_grpo_std_normalization
   test_columns_are_those_of_the_samples: disable_rewards_normalization
 objective/estimators/test_optimal_token_baseline.py
@@ -246,14 +246,14 @@ objective/policy_losses/test_vespo.py
   test_its_flags: vespo_power_pos vespo_decay_pos vespo_power_neg vespo_decay_neg
 
 # critic and training
-cluster/runs/test_ppo_run.py
+run/runs/test_ppo_run.py
   test_the_critic_learns_first_then_both: num_critic_only_steps
-cluster/runs/test_train_backends.py
+run/runs/test_train_backends.py
   *: train_backend
-batching/test_convert.py
+batch/test_convert.py
   test_a_step_with_dropped_trajectories_is_the_mean_over_the_others: global_batch_size
   test_without_groups_of_equal_rewards_a_step_is_the_mean_over_the_others: drop_zero_std_groups
-batching/test_schedule_step.py
+batch/test_schedule_step.py
   test_a_prompt_counts_as_often_as_it_is_laid_out: use_dynamic_batch_size max_tokens_per_gpu
   test_micro_batches_keep_their_size: micro_batch_size
   test_balancing_evens_out_tokens: balance_data
@@ -267,31 +267,31 @@ support/rehearsed_layouts.py
   *: gradient_checkpointing
 conformance/rank.py
   *: use_routing_replay
-cluster/runs/test_run_modes.py
+run/runs/test_run_modes.py
   test_two_runs_in_deterministic_mode_are_bit_equal: deterministic_mode
-cluster/test_rollout_actor.py
+run/test_rollout_actor.py
   test_ranks_that_share_their_sequences_get_one_object: context_parallel_size
-parallel/test_dynamic_context_parallel.py
+types/test_dynamic_context_parallel.py
   test_a_sequence_for_which_there_are_too_few_ranks: dynamic_context_parallel
   test_a_sequence_for_which_there_are_too_few_ranks: max_seqlen_per_dp_cp_rank
 training/fsdp/test_packing_check.py
   test_a_state_that_passes_from_sample_to_sample_is_found: qkv_format
 
 # checkpoints
-cluster/folders/test_best_checkpoint.py
+run/folders/test_best_checkpoint.py
   test_the_best_by_another_metric_goes_only_by_the_flags: save save_best
   test_one_that_was_the_best_stays_if_the_flags_keep_it: save_keep_last save_retain_interval
-sweep/test_swept_run.py
+commands/sweeps/test_swept_run.py
   test_an_interrupted_run_resumes_from_its_newest_checkpoint: save_interval
-cluster/test_background_save.py
+run/test_background_save.py
   test_a_checkpoint_appears_whole_when_its_files_are_written: async_save
-cluster/folders/test_run_identity.py
+run/folders/test_run_identity.py
   test_start_over_saves_into_a_new_folder_inside: start_over
-cluster/folders/test_remote_checkpoints.py
+run/folders/test_remote_checkpoints.py
   test_a_damaged_remote_checkpoint_is_passed_over: load no_load_fallback
-cluster/test_train_actor.py
+run/test_train_actor.py
   test_weights_that_adapt_are_restored_unless_only_the_weights_are_wanted: finetune
-cluster/folders/test_remote_checkpoints.py
+run/folders/test_remote_checkpoints.py
   test_an_export_is_uploaded_with_its_configuration_last: save_hf
   test_a_checkpoint_is_uploaded_whole_with_its_manifest_last: remote_cache
 
@@ -301,31 +301,31 @@ rollout/test_eval_sets.py
 rollout/test_pipeline.py
   test_a_function_evaluates: eval_function_path
   test_a_function_adds_metrics_to_an_evaluation: custom_eval_rollout_log_function_path
-test_loop.py
+run/test_loop.py
   test_without_a_trainer_every_iteration_is_generated_evaluated_and_logged_with_the_first_weights: eval_interval
 
 # tracking
-report/test_static_report.py
+observe/report/test_static_report.py
   test_the_sink_writes_the_report_once_the_run_has_rows: no_report output_dir
   test_the_sink_serves_the_page_until_it_is_closed: report_port
-tracking/test_console.py
+observe/tracking/test_console.py
   test_loading_is_shown_on_a_terminal_only: log_format
-tracking/test_notifications.py
+observe/tracking/test_notifications.py
   test_a_launcher_sends_how_its_run_ended: notify_url
-tracking/test_sinks.py
+observe/tracking/test_sinks.py
   test_prometheus_reads_the_newest_values_at_the_loopback_address_only: prometheus_port
   test_mlflow_has_settings_without_secrets_and_every_step: use_mlflow mlflow_tracking_uri
-tracking/test_tracker.py
+observe/tracking/test_tracker.py
   test_metrics_stay_within_their_bound_and_every_reader_works: metrics_max_mb
   test_wandb_gets_the_settings_and_the_steps_but_no_key: wandb_group wandb_team
   test_wandb_gets_the_settings_and_the_steps_but_no_key: disable_wandb_random_suffix wandb_key wandb_host
-tracking/test_wandb_sink.py
+observe/tracking/test_wandb_sink.py
   test_wandb_writes_a_table_of_answers_offline: use_wandb
   test_wandb_has_the_run_that_the_flag_names: wandb_run_id
   test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id: wandb_mode wandb_dir
 
 # megatron
-parallel/test_dims.py
+types/test_dims.py
   test_expert_parallelism_divides_the_ranks_of_a_stage: pipeline_model_parallel_size expert_model_parallel_size
   test_expert_parallelism_divides_the_ranks_of_a_stage: expert_tensor_parallel_size
 training/megatron/bridge_checks.py
@@ -341,14 +341,14 @@ training/megatron/layouts.py
   *: num_layers_per_virtual_pipeline_stage use_distributed_optimizer
 
 # rehearsal and profiling
-rehearsal/test_rehearsal.py
+commands/rehearsal/test_rehearsal.py
   test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced: decoder_first_pipeline_num_layers
   test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced: decoder_last_pipeline_num_layers
   test_an_fsdp_run: rehearse gpu_memory
   test_a_device_file_replaces_figures_of_a_known_device: rehearse_device
   test_samples_have_the_assumed_lengths_and_the_page_is_written: rehearse_prompt_len rehearse_response_len
   test_samples_have_the_assumed_lengths_and_the_page_is_written: rehearse_page rehearse_json
-cluster/test_iteration_profiler.py
+run/test_iteration_profiler.py
   test_nothing_is_missed_before_those_iterations_or_without_the_flag: profile profile_step_start
   test_a_run_that_resumes_after_the_iterations_to_record_says_so_once: profile_step_end
 """

@@ -24,19 +24,17 @@ from miles.config.settings import Settings
 from miles.engine.base import start_engine
 from miles.engine.embedded import torch_engine
 from miles.engine.sglang import engine as sglang_engine
-from miles.engine.sglang.teacher import connect
+from miles.engine.sglang.requests import connect
 from miles.objective.aggregation import step_denominators
 from miles.objective.policy_losses.ppo_clip import clipped_losses
-from miles.observe.tracking import sinks
-from miles.observe.tracking.phase_timer import PhaseTimer
-from miles.observe.tracking.sinks import MlflowSink, SampleTables
-from miles.observe.tracking.wandb_sink import WandbSink
+from miles.observe import sinks
+from miles.observe.console import PhaseTimer
+from miles.observe.sinks import MlflowSink, SampleTables, WandbSink
 from miles.rollout import pipeline
 from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
 from miles.rollout.supply import build_supply, iterations_of
-from miles.run import rollout_actor
-from miles.run.folders import remote_checkpoints
+from miles.run import remote_checkpoints, rollout_actor
 from miles.run.sides import Sides
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.prompts import load_prompts
@@ -45,7 +43,7 @@ from miles.tasks.rewards.registry import get_reward_function
 from miles.training.fsdp import backend as fsdp_backend
 from miles.training.fsdp.adapter import adapted_layers, add_adapter
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.runner import ShardedOptimizer
 from miles.training.optimizer import learning_rate
 from miles.types.sample import Prompt, PromptGroup, Sample
 from tests.fast.config.conftest import MINIMAL

@@ -12,8 +12,7 @@ from miles.config.megatron.fields import megatron_fields
 from miles.config.megatron.overrides import TRIED
 from miles.config.parser import judge, read_command
 from miles.config.sglang.config_file import CONFIG
-from miles.config.sglang.installed import router_flags, server_flags
-from miles.config.sglang.server_flags import (
+from miles.config.sglang.flags import (
     DATA_PARALLEL,
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
@@ -22,6 +21,7 @@ from miles.config.sglang.server_flags import (
     known_router_flags,
     known_server_flags,
 )
+from miles.config.sglang.installed import router_flags, server_flags
 from miles.config.sglang.server_values import FILES
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import Keys

@@ -6,7 +6,7 @@ import pytest
 
 from miles.base.flags import FlagError
 from miles.config.parser import judge, read_command
-from miles.config.rules.columns import LONGEST_LINE
+from miles.config.rules.model import LONGEST_LINE
 from tests.fast.config.conftest import minimal
 
 TEXT = json.dumps({"question": "1 + 1 =", "answer": {"text": "2"}}) + "\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.commands.rehearsal.assumptions import response_length
+from miles.commands.rehearsal.trace import response_length
 from miles.config.explain import explain
 
 SAVED = "--load-debug-rollout-data saved_{iteration}.jsonl"

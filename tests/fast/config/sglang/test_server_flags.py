@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config.parser import parse
-from miles.config.sglang.server_flags import (
+from miles.config.sglang.flags import (
     has_flag,
     known_router_flags,
     known_server_flags,

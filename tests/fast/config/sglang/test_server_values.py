@@ -8,8 +8,8 @@ import pytest
 
 from miles.base.flags import Errors, FlagError
 from miles.config.parser import parse
+from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.installed import Accepted, server_flags
-from miles.config.sglang.server_flags import ServerFlags
 from miles.config.sglang.server_values import check_server_values
 from miles.config.validate import validate
 

@@ -4,7 +4,7 @@ import httpx
 import psutil
 import pytest
 
-from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.flags import ServerFlags
 from miles.engine.sglang.client import RequestRefused, SglangClient
 from miles.engine.sglang.keys import Keys, bearer, keys_of
 from miles.engine.sglang.launch import ExternalServer, ServerSpec

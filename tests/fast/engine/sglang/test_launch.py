@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from small_disk import fill, mounted_disk
 
-from miles.base.host.disk_faults import WriteFailed
+from miles.base.disk_faults import WriteFailed
 from miles.base.stacks import RUN_FOLDER
-from miles.config.sglang.server_flags import known_server_flags
-from miles.engine.host import ServerFailed
+from miles.config.sglang.flags import known_server_flags
+from miles.engine.base import ServerFailed
 from miles.engine.sglang import launch
 from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.launch import ServerSpec, SglangServer, cpu_support

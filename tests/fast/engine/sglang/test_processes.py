@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from miles.engine.host import ServerFailed
+from miles.engine.base import ServerFailed
 from miles.engine.sglang import router as router_module
 from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files, free_port
 from miles.engine.sglang.router import Router

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.engine.weight_sync.delta_encoding import BITMAP, GAPS, WHOLE, TensorChange, apply, encode
+from miles.engine.weight_sync.deltas import BITMAP, GAPS, WHOLE, TensorChange, apply, encode
 
 SHARES = [0.0, 1e-3, 0.01, 0.1, 0.5, 1.0]  # of the elements that change
 

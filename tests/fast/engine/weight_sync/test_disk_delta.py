@@ -14,11 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.engine.weight_sync.delta_files import MANIFEST
-from miles.engine.weight_sync.delta_writer import DeltaWriter
-from miles.engine.weight_sync.disk_delta import DiskDeltaTransport
-from miles.engine.weight_sync.local_copy import LocalCopy, OtherWeights, chunks_in, copy_folder
-from miles.engine.weight_sync.offered import CopiedWeights, OfferedWeights
+from miles.engine.weight_sync.deltas import (
+    MANIFEST,
+    CopiedWeights,
+    DeltaWriter,
+    LocalCopy,
+    OfferedWeights,
+    OtherWeights,
+    chunks_in,
+    copy_folder,
+)
+from miles.engine.weight_sync.disk import DiskDeltaTransport
 from miles.engine.weight_sync.transport import Delivery
 from miles.types.weights import WeightChunk, in_chunks, unpack
 

@@ -9,9 +9,8 @@ from small_checkpoint import save_checkpoint
 from small_disk import file_limit, fill, mounted_disk
 
 from miles.config.checkpoint import CheckpointArguments
-from miles.engine.weight_sync.delta_writer import DeltaWriter
+from miles.engine.weight_sync.deltas import DeltaWriter, LocalCopy
 from miles.engine.weight_sync.disk import DiskTransport
-from miles.engine.weight_sync.local_copy import LocalCopy
 from miles.run.failures import exit_with_message
 from miles.run.stop_requests import StopRequests
 from miles.types.weights import WeightChunk

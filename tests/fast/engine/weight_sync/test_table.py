@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from miles.config.sglang.settings import SglangArguments
+from miles.config.sglang.flags import SglangArguments
 from miles.engine.weight_sync.table import TRANSPORTS, SendingSide, build_transport
 
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from miles.engine.weight_sync.tcp_store import TCPStore, serve_store
+from miles.engine.weight_sync.broadcast import TCPStore, serve_store
 
 SHORT = timedelta(seconds=20)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.models.tiny.config import shrunk_config
+from miles.models.tiny import shrunk_config
 
 QWEN3 = dict(
     model_type="qwen3",
@@ -175,7 +175,7 @@ def check_tiny(config, folder):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from miles.models.tiny.write import write_model
+    from miles.models.tiny import write_model
 
     write_model(config, folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-from miles.base.process_trace import SPAN
+from miles.base.profiling import SPAN, named_by_timers
 from miles.base.recorder import Recorder
-from miles.base.spans import named_by_timers
 
 
 def test_timers_are_spans_while_a_profile_is_recorded():

@@ -18,13 +18,11 @@ import pytest
 from run_folder import SETTINGS, healthy_row, sample, write_header, write_rows, write_run
 from sweep_files import planned, write_run_of
 
-from miles.commands.sweeps.page import write_page
-from miles.commands.sweeps.results import Results
+from miles.commands.sweeps.results import Results, write_page
+from miles.observe.page import write_report
 from miles.observe.report.comparison import Comparison
 from miles.observe.report.server import ReportServer
-from miles.observe.report.static_report import write_report
-from miles.observe.tracking.run_files import RunFiles
-from miles.observe.tracking.run_header import FILE_NAME
+from miles.observe.run_files import FILE_NAME, RunFiles
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

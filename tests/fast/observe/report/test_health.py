@@ -10,9 +10,8 @@ import pytest
 from run_folder import healthy_row, write_rows
 
 from miles.compat.pages.flags import flags_reference
-from miles.observe.report.health import RULES, WINDOW, unhealthy, verdicts
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.tracking.run_files import METRICS
+from miles.observe.health import RULES, WINDOW, MetricsFile, unhealthy, verdicts
+from miles.observe.run_files import METRICS
 
 STEPS = 40
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.tracking.run_files import METRICS, RunFiles
+from miles.observe.health import MetricsFile
+from miles.observe.run_files import METRICS, RunFiles
 
 
 def columns(metrics: MetricsFile) -> dict[int, dict[str, float]]:

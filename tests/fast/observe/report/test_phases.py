@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.report.phases import phase_bars, seconds_by_phase
-from miles.observe.tracking.run_files import METRICS, RunFiles
+from miles.observe.health import MetricsFile
+from miles.observe.page import phase_bars, seconds_by_phase
+from miles.observe.run_files import METRICS, RunFiles
 
 seconds = st.floats(0.01, 50)
 

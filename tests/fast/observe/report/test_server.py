@@ -17,9 +17,9 @@ from run_folder import healthy_row, sample, write_header, write_rows, write_run
 from tolerance import digits
 
 from miles.commands import report
-from miles.observe.report.page import SCRIPTS, STYLES
+from miles.observe.page import SCRIPTS, STYLES
 from miles.observe.report.server import ReportServer
-from miles.observe.tracking.run_files import SAMPLES, RunFiles
+from miles.observe.run_files import SAMPLES, RunFiles
 
 
 @pytest.fixture

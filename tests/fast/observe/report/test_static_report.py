@@ -14,11 +14,10 @@ from run_folder import SETTINGS, healthy_row, sample, write_header, write_rows, 
 
 from miles.commands import report
 from miles.config.tracking import TrackingArguments
-from miles.observe.report import static_report
-from miles.observe.report.page import SCRIPTS, STYLES, asset
+from miles.observe import page as static_report
+from miles.observe.page import SCRIPTS, STYLES, asset, spread, write_report
 from miles.observe.report.sink import ReportSink
-from miles.observe.report.static_report import spread, write_report
-from miles.observe.tracking.run_files import REPORT, RunFiles
+from miles.observe.run_files import REPORT, RunFiles
 
 
 class Page(HTMLParser):

@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from miles.observe.tracking.console import (
+from miles.observe.console import (
     WIDTH,
     ConsoleSink,
     JsonSink,
+    Loading,
     LongPhases,
+    PhaseProgress,
     TimeLeft,
     held_out_lines,
     in_words,
     step_line,
 )
-from miles.observe.tracking.phase_progress import Loading, PhaseProgress
-from miles.observe.tracking.run_header import RunHeader
+from miles.observe.run_files import RunHeader
 
 HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_steps=3)
 NAMES = ["rollout/reward", "rollout/response_length", "train/pg_loss", "train/grad_norm", "train/entropy_loss"]

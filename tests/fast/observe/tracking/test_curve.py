@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from miles.observe.run_files import RunFiles
 from miles.observe.tracking.curve import Series, main, mean_series
-from miles.observe.tracking.run_files import RunFiles
 
 
 def test_the_mean_skips_steps_that_a_run_lacks() -> None:

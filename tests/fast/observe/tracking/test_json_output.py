@@ -6,10 +6,9 @@ import math
 import sys
 import threading
 
-from miles.base.hidden_secrets import hidden_in_output
-from miles.observe.tracking.console import JsonSink
-from miles.observe.tracking.json_output import as_json_lines
-from miles.observe.tracking.run_header import RunHeader
+from miles.base.secrets import hidden_in_output
+from miles.observe.console import JsonSink, as_json_lines
+from miles.observe.run_files import RunHeader
 
 
 def rows(stream):

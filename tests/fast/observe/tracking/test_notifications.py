@@ -13,8 +13,8 @@ from miles.config.parser import parse
 from miles.config.tracking import TrackingArguments
 from miles.config.validate import Validated
 from miles.observe.report.sink import HealthWatch
-from miles.observe.tracking.notifications import Notifier
-from miles.observe.tracking.run_files import RunFiles
+from miles.observe.run_files import RunFiles
+from miles.observe.sinks import Notifier
 from miles.run.failures import notifying
 from miles.run.stop_requests import StopRequests
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
-from miles.observe.tracking.phase_timer import PhaseTimer
+from miles.observe.console import PhaseTimer
 
 
 @given(st.lists(st.tuples(st.sampled_from(["generate", "train"]), st.floats(0, 10))))

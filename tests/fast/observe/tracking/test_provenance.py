@@ -10,14 +10,14 @@ from pathlib import Path
 
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.evaluation import EvaluationArguments
-from miles.config.files.run_config import run_config
+from miles.config.files import run_config
 from miles.config.parser import read_command
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
+from miles.observe.run_files import RunHeader
+from miles.observe.tracker import Tracker
 from miles.observe.tracking import provenance as module
 from miles.observe.tracking.provenance import git_state, in_words, provenance
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.tracker import Tracker
 from miles.run.launcher.attempt import _config
 from miles.tasks.data.settings import DataArguments
 

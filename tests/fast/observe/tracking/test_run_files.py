@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.observe.tracking.jsonl import dump_line
-from miles.observe.tracking.run_files import METRICS, RunFiles, SampleRecord
+from miles.observe.run_files import METRICS, RunFiles, SampleRecord, dump_line
 
 names = st.text(min_size=1, max_size=12).filter(lambda name: name != "step")
 rows = st.lists(st.dictionaries(names, st.floats(), max_size=4), max_size=6)

@@ -10,9 +10,9 @@ import pytest
 
 from miles.config.cluster import ClusterArguments
 from miles.config.settings import Settings
-from miles.config.sglang.server_flags import ServerFlags
+from miles.config.sglang.flags import ServerFlags
 from miles.config.tracking import TrackingArguments
-from miles.observe.tracking.run_header import FILE_NAME, RunHeader
+from miles.observe.run_files import FILE_NAME, RunHeader
 from miles.tasks.data.settings import DataArguments
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.observe.tracking import jsonl, sample_file
-from miles.observe.tracking.run_files import SAMPLES, RunFiles, SampleRecord
-from miles.observe.tracking.sample_file import SampleFile, spread_order
+from miles.observe import run_files
+from miles.observe import run_files as sample_file
+from miles.observe.run_files import SAMPLES, RunFiles, SampleFile, SampleRecord, spread_order
 
 
 def answer(text: str, prompt: str = "p") -> SampleRecord:
@@ -40,7 +40,9 @@ def test_an_iteration_is_found_anywhere(tmp_path_factory: pytest.TempPathFactory
     found = samples.iteration(wanted)
     assert found is not None and found.step == expected
     read = [
-        jsonl.parse_line(jsonl.dump_line({"t": t}).encode("utf-8", "backslashreplace").decode(), Path("x"), 1)["t"]
+        run_files.parse_line(run_files.dump_line({"t": t}).encode("utf-8", "backslashreplace").decode(), Path("x"), 1)[
+            "t"
+        ]
         for t in texts[expected]
     ]
     assert responses(found) == read

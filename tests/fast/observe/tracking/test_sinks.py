@@ -14,10 +14,9 @@ import pytest
 from miles.base.flags import FlagError
 from miles.config.parser import parse
 from miles.config.tracking import TrackingArguments
-from miles.observe.tracking.run_files import SampleRecord
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
-from miles.observe.tracking.tracker import check_services
+from miles.observe.run_files import RunHeader, SampleRecord
+from miles.observe.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
+from miles.observe.tracker import check_services
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -138,7 +137,7 @@ def test_flags_are_checked(flags, message):
 
 def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
     from miles.run import train_actor
-    from miles.run.failure_files.folder import FailureFiles
+    from miles.run.failure_files import FailureFiles
     from miles.run.launcher.attempt import train
 
     monkeypatch.setattr(train_actor, "TrainDriver", lambda *given: pytest.fail("the trainer started"))

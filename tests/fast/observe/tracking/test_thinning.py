@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from miles.base.host.disk_faults import WriteFailed
-from miles.observe.tracking.thinning import FIRST, TARGET, thin
+from miles.base.disk_faults import WriteFailed
+from miles.observe.run_files import FIRST, TARGET, thin
 
 
 def written(path, count, names):

@@ -15,19 +15,24 @@ import pytest
 from small_checkpoint import save_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.tracking import TrackingArguments
-from miles.observe.report.metrics_file import MetricsFile
-from miles.observe.report.run_view import RunView
+from miles.observe.health import MetricsFile
+from miles.observe.page import RunView, report_data
 from miles.observe.report.sink import ReportSink
-from miles.observe.report.static_report import report_data
-from miles.observe.tracking.identity import RunIdentity
-from miles.observe.tracking.run_files import METRICS, REPORT, SAMPLES, TENSORBOARD, RunFiles, SampleRecord
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.sinks import check_packages
-from miles.observe.tracking.tracker import Tracker
-from miles.observe.tracking.wandb_sink import log_in
+from miles.observe.run_files import (
+    METRICS,
+    REPORT,
+    SAMPLES,
+    TENSORBOARD,
+    RunFiles,
+    RunHeader,
+    RunIdentity,
+    SampleRecord,
+)
+from miles.observe.sinks import check_packages, log_in
+from miles.observe.tracker import Tracker
 from miles.run.failures import exit_with_message
 from miles.run.stop_requests import StopRequests
 from miles.types.metrics import Metric

@@ -11,15 +11,13 @@ import psutil
 import pytest
 import wandb
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.tracking import TrackingArguments
-from miles.observe.tracking.run_files import SampleRecord
-from miles.observe.tracking.run_header import RunHeader
-from miles.observe.tracking.sinks import SampleTables
-from miles.observe.tracking.wandb_sink import WandbSink, log_in
-from miles.run.run_checkpoints import saved_wandb_run
-from miles.training.checkpoint_folder import write_run_state
+from miles.observe.run_files import RunHeader, SampleRecord
+from miles.observe.sinks import SampleTables, WandbSink, log_in
+from miles.run.checkpoints import saved_wandb_run
+from miles.training.checkpoint_files import write_run_state
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 SAMPLES = [SampleRecord(f"prompt {i}", f"answer {i}", i / 8, {"answer": i}, "completed") for i in range(8)]

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from miles.rollout.agents.api_error import ApiError
-from miles.rollout.agents.chat_request import read_request
+from miles.rollout.agents.chat import ApiError, read_request
 
 USER = {"role": "user", "content": "hello"}
 

@@ -13,8 +13,7 @@ from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.tasks.environments.base import Environment
-from miles.tasks.environments.tools import opening
+from miles.tasks.environments.base import Environment, opening
 from miles.types.weights import WeightChunk
 
 torch.set_num_threads(1)

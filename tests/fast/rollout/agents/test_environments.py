@@ -9,16 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.base.user_code import calls
-from miles.base.user_code.calls import run_blocking
-from miles.base.user_code.errors import UserCodeError
+from miles.base import user_code
+from miles.base.text import InputError
+from miles.base.user_code import UserCodeError, run_blocking
 from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.groups import response_seed
-from miles.tasks.environments.base import Environment
-from miles.tasks.environments.tools import ToolEnvironment
+from miles.tasks.environments.base import Environment, ToolEnvironment
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
@@ -370,7 +368,7 @@ async def test_a_tool_that_never_returns_fails_its_trajectory_and_holds_no_threa
 
 
 async def test_the_wait_for_a_thread_is_not_time_of_the_environment(random_engine, chat_tokenizer, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    monkeypatch.setattr(user_code, "MAX_THREADS", 1)
     engine = random_engine(texts=["ab"])
     [sample] = (await played(generator(f"{__name__}:Waits"), engine, chat_tokenizer)).samples
     assert (sample.failure, sample.environment_reward) == ("", 1.0)

@@ -13,12 +13,11 @@ import torch
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
-from miles.rollout.agents.generator import AgentGenerator
-from miles.rollout.agents.program import time_is_up
+from miles.rollout.agents.generator import AgentGenerator, time_is_up
 from miles.rollout.groups import response_seed
 from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.scoring import RewardError, score
@@ -181,7 +180,7 @@ def time_counts_once(holds, monkeypatch):
             await asyncio.sleep(0.01)
         await time_is_up(session, session.own_seconds + seconds)
 
-    monkeypatch.setattr("miles.rollout.agents.program.time_is_up", counted)
+    monkeypatch.setattr("miles.rollout.agents.generator.time_is_up", counted)
 
 
 async def test_a_program_that_hangs_without_room_is_a_truncated_answer(

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from miles.config.settings import Settings
-from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.chat import ChatFormat
 from miles.rollout.agents.generator import AgentGenerator
 from miles.rollout.agents.server import SessionServer
 from miles.rollout.agents.session import Session

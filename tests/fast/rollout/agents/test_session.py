@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.rollout.agents import session as session_module
-from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
-from miles.rollout.agents.chat_format import ChatFormat
-from miles.rollout.agents.chat_request import ChatRequest, read_messages
+from miles.rollout.agents.chat import OUT_OF_ROOM, ApiError, ChatFormat, ChatRequest, read_messages
 from miles.rollout.agents.session import Session
 from miles.types.sample import NO_WEIGHTS, SampleStatus
 

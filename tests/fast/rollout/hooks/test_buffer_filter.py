@@ -8,7 +8,7 @@ import pytest
 
 from miles.config.rollout import RolloutArguments
 from miles.rollout.groups import GroupTools, generate_group
-from miles.rollout.hooks.buffer_filter import MOST_DROPPED
+from miles.rollout.hooks import MOST_DROPPED
 from miles.rollout.pipeline import build_collector
 from miles.tasks.data.stream import PromptStream
 from miles.tasks.rewards.settings import RewardArguments

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from scored_groups import scored_group
 
-from miles.batch.convert import convert
-from miles.batch.reward_post_process import RewardPostProcess
+from miles.batch.convert import RewardPostProcess, convert
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.objective.settings import LossArguments
 from miles.rollout.collect import ScoredGroups
-from miles.rollout.hooks.iteration_hooks import IterationHooks
+from miles.rollout.hooks import IterationHooks
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import SampleStatus

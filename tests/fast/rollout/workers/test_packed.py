@@ -5,10 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.rollout.groups import ProducedGroup
-from miles.rollout.workers.messages import decode_error, encode, encode_error
-from miles.rollout.workers.packed import pack, unpack
+from miles.rollout.workers.messages import decode_error, encode, encode_error, pack, unpack
 from miles.rollout.workers.worker import share
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 

@@ -14,15 +14,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoConfig
 
-from miles.base.user_code.errors import UserCodeError
+from miles.base.user_code import UserCodeError
 from miles.config.parser import parse
 from miles.config.validate import validate
-from miles.engine.host import LocalHost
+from miles.engine.base import LocalHost
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.rollout.workers.worker import GenerationWorker, WorkerPlan, pickled
-from miles.tasks.environments.base import Environment
-from miles.tasks.environments.tools import opening
+from miles.tasks.environments.base import Environment, opening
 from miles.types.weights import WeightChunk
 from tests.fast.engine.answering_server import AnsweringServer
 from tests.fast.support.agent_program import CHAT

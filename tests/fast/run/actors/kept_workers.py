@@ -6,8 +6,8 @@ Ray imports this module in the workers, so it imports little.
 import ray
 
 from miles.rollout.workers.worker import WorkerPlan, pickled
+from miles.run.engine_actors import GenerationActor, RayWorker
 from miles.run.liveness import with_heartbeat
-from miles.run.rollout_processes.generation_workers import GenerationActor, RayWorker
 
 
 class KeptActor(GenerationActor):

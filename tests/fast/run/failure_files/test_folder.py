@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.run.failure_files import folder
-from miles.run.failure_files import hang_report as report_module
-from miles.run.failure_files.folder import FailureFiles
-from miles.run.failure_files.hang_report import collective_in
+from miles.run import failure_files
+from miles.run import failure_files as report_module
+from miles.run.failure_files import FailureFiles, collective_in
 
 STUCK = """
 import time
@@ -75,8 +74,8 @@ def test_logs_are_copied_without_secrets_for_their_user_alone(tmp_path, session,
 
 
 def test_the_copies_are_bounded_and_what_says_most_comes_first(tmp_path, session, monkeypatch):
-    monkeypatch.setattr(folder, "FILE_BYTES", 100)
-    monkeypatch.setattr(folder, "TOTAL_BYTES", 120)
+    monkeypatch.setattr(failure_files, "FILE_BYTES", 100)
+    monkeypatch.setattr(failure_files, "TOTAL_BYTES", 120)
     kept(tmp_path, session).keep_ray_logs()
     copies = {path.name: path.read_text() for path in tmp_path.glob("out/failure-*/ray_logs/*")}
     assert "raylet.out" in copies and "worker-1.err" in copies
@@ -94,7 +93,7 @@ def test_only_the_newest_folders_stay(tmp_path, session):
     kept(tmp_path, session).keep_ray_logs()
     names = sorted(path.name for path in (tmp_path / "out").glob("failure-2*"))
     assert users.is_dir()
-    assert len(names) == folder.KEPT_FOLDERS and names[0] == "failure-20200101-000003"
+    assert len(names) == failure_files.KEPT_FOLDERS and names[0] == "failure-20200101-000003"
 
 
 def test_a_report_has_the_stack_and_state_of_a_stopped_process_and_the_ends_of_logs(
@@ -125,7 +124,7 @@ def test_a_report_has_the_stack_and_state_of_a_stopped_process_and_the_ends_of_l
 
 
 def test_a_run_that_went_on_after_a_hang_reports_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "hang_report", lambda why, *given: why)
+    monkeypatch.setattr(failure_files, "hang_report", lambda why, *given: why)
     files = FailureFiles(tmp_path / "out", [])
     files.report_hang("the first")
     files.next_attempt()  # the worker was replaced

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from small_checkpoint import one_rank, save_checkpoint
 from small_disk import file_limit, mounted_disk
 
-from miles.base.folder_lock import locked_folders
-from miles.base.host.disk_faults import WriteFailed, disk_fault, naming_disk
+from miles.base.disk_faults import WriteFailed, disk_fault, naming_disk
+from miles.base.locks import locked_folders
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.model import ModelArguments
 from miles.run.failures import exit_with_message

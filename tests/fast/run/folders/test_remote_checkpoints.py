@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from miles.base import remote_folder
-from miles.base.host.disk_faults import WriteFailed
-from miles.base.remote_folder import RemoteFolder
+from miles.base import storage as remote_folder
+from miles.base.disk_faults import WriteFailed
+from miles.base.storage import RemoteFolder
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
-from miles.run.folders import uploads as uploads_module
+from miles.run import remote_checkpoints as uploads_module
 from miles.run.folders.best_checkpoint import BestCheckpoint, best_in
-from miles.run.folders.remote_checkpoints import INCOMPLETE, RemoteCheckpoints, index_all, pending_in
-from miles.run.folders.resume_point import resume_point
-from miles.run.folders.run_identity import check_load_folder, own_save_folder
-from miles.run.folders.uploads import uploading
-from miles.training.checkpoint_folder import STATE, all_in, is_only_remote, publish, staging
+from miles.run.remote_checkpoints import INCOMPLETE, RemoteCheckpoints, index_all, pending_in, uploading
+from miles.run.resume import check_load_folder, own_save_folder, resume_point
+from miles.training.checkpoint_files import STATE, all_in, is_only_remote, publish, staging
 from tests.fast.support.failing_storage import register
 
 URL = "failing://bucket/run"
@@ -28,7 +26,7 @@ URL = "failing://bucket/run"
 def storage(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_folder, "RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(RemoteFolder.__init__, "__defaults__", (None, (0.0, 0.0)))
-    monkeypatch.setattr("miles.run.folders.resume_point.check_checkpoint", lambda folder: None)  # no tensors here
+    monkeypatch.setattr("miles.run.resume.check_checkpoint", lambda folder: None)  # no tensors here
     return register(tmp_path / "storage")
 
 
@@ -203,10 +201,10 @@ def test_a_damaged_remote_checkpoint_is_passed_over(storage, machine):
     (storage.root / "bucket/run/iter_0000004/critic/__0_0.distcp").unlink()
     there = machine("there", load=True)
     index_all(there.checkpoint, there.checkpoint.local(URL).parents[1])
-    from miles.training.checkpoint_manifest import check_against_manifest
+    from miles.training.checkpoint_files import check_against_manifest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles.run.folders.resume_point.check_checkpoint", check_against_manifest)
+        patch.setattr("miles.run.resume.check_checkpoint", check_against_manifest)
         point = resume_point(there.checkpoint)
         assert "critic/__0_0.distcp is missing" in point.notes[0] and point.checkpoint.load.endswith("iter_0000002")
         with pytest.raises(ValueError, match="--no-load-fallback"):

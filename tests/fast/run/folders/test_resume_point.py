@@ -14,9 +14,9 @@ from small_checkpoint import one_rank, save_checkpoint, tensors
 
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.model import ModelArguments
-from miles.run.folders.resume_point import check_frozen_models, resume_point
-from miles.run.run_checkpoints import check_same_steps
-from miles.training.checkpoint_folder import publish, reference_folder, staging, write_run_state
+from miles.run.checkpoints import check_same_steps
+from miles.run.resume import check_frozen_models, resume_point
+from miles.training.checkpoint_files import publish, reference_folder, staging, write_run_state
 
 REPO = Path(__file__).resolve().parents[4]
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from miles.config.checkpoint import CheckpointArguments
-from miles.observe.tracking.identity import RunIdentity
-from miles.run.folders.run_identity import branch_of, check_load_folder, own_save_folder
+from miles.observe.run_files import RunIdentity
+from miles.run.resume import branch_of, check_load_folder, own_save_folder
 
 OLD = RunIdentity("old", "2026-01-01 10:00:00")
 NEW = RunIdentity("new", "2026-01-02 10:00:00")

@@ -9,7 +9,7 @@ import pytest
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.parser import parse
 from miles.config.validate import validate
-from miles.run.folders.saved_settings import check_settings, settings_to_save
+from miles.run.resume import check_settings, settings_to_save
 from tests.fast.config.conftest import minimal
 from tests.fast.support.small_checkpoint import PROMPTS, save_checkpoint
 

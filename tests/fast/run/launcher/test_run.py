@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.base.folder_lock import NAME
+from miles.base.locks import NAME
 from miles.config.cluster import ClusterArguments
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
+from miles.run.checkpoints import RunCheckpoints
 from miles.run.failures import exit_with_message
 from miles.run.launcher import run as launcher
 from miles.run.restarts import resuming
-from miles.run.run_checkpoints import RunCheckpoints
 from miles.training import checkpoint_files
 from tests.fast.config.conftest import minimal
 from tests.fast.support.small_checkpoint import save_checkpoint

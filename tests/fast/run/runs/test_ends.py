@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.base.folder_lock import NAME
+from miles.base.locks import NAME
 from miles.base.stacks import RUN_FOLDER
 from miles.engine.sglang.leftovers import open_segments
-from miles.run.local_access import private_session_root
+from miles.run.placement import private_session_root
 from miles.run.stop_requests import STOPS
 from tests.fast.run.runs.launches import REPO, kind_of, trained
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from miles.training.checkpoint_manifest import read_manifest
+from miles.training.checkpoint_files import read_manifest
 from tests.fast.run.runs.launches import trained
 
 SAME = ["--num-rollout", "4", "--save-interval", "1", "--save-keep-last", "2", "--lr", "1e-3"]

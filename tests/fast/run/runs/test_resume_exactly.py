@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from miles.training.checkpoint_manifest import read_manifest
+from miles.training.checkpoint_files import read_manifest
 from tests.fast.run.runs.launches import trained
 
 STEPS, SAVED, ALL = 2, 2, 4  # optimizer steps per iteration; iterations when it is saved, and of the whole run

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.conversations import load_conversations
 from miles.tasks.data.settings import DataArguments
 

@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from miles.base.input_error import InputError
-from miles.base.user_code.errors import UserCodeError
+from miles.base.text import InputError
+from miles.base.user_code import UserCodeError
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader
 from miles.tasks.data.settings import DataArguments

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.prompts import RowReader, load_prompts
 from miles.tasks.data.row import LONGEST_MESSAGE
 from miles.tasks.data.settings import DataArguments

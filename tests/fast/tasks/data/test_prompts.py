@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.prompts import RowReader, load_prompts
 from miles.tasks.data.settings import DataArguments
 

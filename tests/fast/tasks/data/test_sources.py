@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.sources import read_rows

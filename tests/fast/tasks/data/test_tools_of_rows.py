@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.data.conversations import load_conversations
 from miles.tasks.data.prompts import RowReader, load_prompts
 from miles.tasks.data.settings import DataArguments

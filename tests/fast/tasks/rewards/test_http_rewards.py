@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.rewards.base import NotAReward
 from miles.tasks.rewards.built_in.judge import TEMPLATE, JudgeFlags, JudgeScorer, ReplyCache, last_score
 from miles.tasks.rewards.built_in.remote_rm import RemoteRmFlags, RemoteScorer

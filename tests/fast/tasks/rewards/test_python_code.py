@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.rewards import sandbox
 from miles.tasks.rewards.built_in import python_code
 from miles.tasks.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, is_same_output, read_tests

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.base.input_error import InputError
+from miles.base.text import InputError
 from miles.tasks.rewards import reward_process, reward_worker
 from miles.tasks.rewards.registry import get_reward_function
 from miles.tasks.rewards.reward_process import RewardProcess
@@ -426,7 +426,7 @@ sys.stdin.read()
 
 def test_nothing_is_left_when_the_rollout_side_is_killed(tmp_path):
     (tmp_path / f"{MODULE}.py").write_text(CODE)
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdin=subprocess.PIPE,

@@ -35,7 +35,7 @@ from miles.config.lora import LoraArguments
 from miles.objective.settings import LossArguments
 from miles.training.adapter_folder import adapter_folder
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.fsdp.export import export
+from miles.training.fsdp.checkpoint import export
 
 LORA = LoraArguments(lora_rank=3, lora_alpha=8)
 SOME = replace(LORA, target_modules=("q_proj,v_proj", "down_proj"))

@@ -7,7 +7,7 @@ from tiny_kinds import config_of
 from transformers import AutoModelForCausalLM
 
 from miles.training.fsdp.adapter import merged_weights
-from miles.training.fsdp.disk_names import as_on_disk
+from miles.training.fsdp.checkpoint import as_on_disk
 
 ONE_EXPERT = {
     "qwen3_moe": "model.layers.0.mlp.experts.0.up_proj.weight",

@@ -4,7 +4,7 @@ from tiny_kinds import config_of
 from transformers import AutoModelForCausalLM
 
 from miles.config.optimizer import OptimizerArguments
-from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.runner import ShardedOptimizer
 
 
 def test_biases_of_experts_are_not_decayed():

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import GemmaConfig, MistralConfig, NemotronConfig, PretrainedConfig  # noqa: E402
 
 from miles.objective.settings import LossArguments  # noqa: E402
-from miles.training.megatron.weights.bridge_shape import bridge_shape, check_provider  # noqa: E402
+from miles.training.megatron.bridge import bridge_shape, check_provider  # noqa: E402
 
 # The layers of Nemotron square what they have: with larger weights fp32 is further from float64.
 MILD = {"initializer_range": 0.08}

@@ -41,13 +41,12 @@ from state_checks import ADAM, CASE, GRADIENT_ERROR, PLAIN, _train, log_probs
 from tolerance import FEW_ROUNDINGS, METRIC_ERROR, RELATIVE_ERROR, adam_error, log_prob_error
 
 from miles.training.checkpoint_check import check_checkpoint
-from miles.training.checkpoint_folder import at, newest, publish, staging
+from miles.training.checkpoint_files import at, newest, publish, staging
 from miles.training.checkpoint_io import StagedFiles
+from miles.training.megatron import checkpoint
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.checkpoint import save_load as checkpoint
-from miles.training.megatron.checkpoint.optimizer_state import MASTER, AdamState
-from miles.training.megatron.checkpoint.save_load import check_can_save
-from miles.training.megatron.moe.router import expert_biases
+from miles.training.megatron.checkpoint import MASTER, AdamState, check_can_save
+from miles.training.megatron.moe import expert_biases
 from miles.types.metrics import values
 
 BF16 = replace(FIXED, bf16=True)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from conformance_checks import Expected, Oracle, conforms
 from layouts import RankProcess
 
-from miles.training.megatron.loss_scaling import PerTokenScaling
+from miles.training.megatron.runner import PerTokenScaling
 
 Call = Callable[..., Any]
 CONTRACT = "counts tokens"  # Megatron then divides gradients by the tokens that are reported to it

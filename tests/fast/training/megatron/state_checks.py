@@ -30,9 +30,9 @@ from miles.config.lora import LoraArguments
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.objective.settings import LossArguments
 from miles.training import scoring
+from miles.training.megatron import moe
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.moe import router
-from miles.training.megatron.moe.router import expert_biases
+from miles.training.megatron.moe import expert_biases
 from miles.training.trainer import Trainer
 from miles.types.metrics import values
 from miles.types.train_batch import TrainBatch, TrainShard
@@ -277,7 +277,7 @@ def router_needs_no_transformer_engine(process: RankProcess) -> None:
     """On a GPU, where nothing of ``cpu_support`` is patched, the module of the router binds the name that it reads."""
     with patch.dict(moe_utils.__dict__):
         del moe_utils.te_general_gemm  # type: ignore[attr-defined]  # as Megatron 0.16 leaves it
-        runpy.run_module(router.__name__)
+        runpy.run_module(moe.__name__)
         tokens, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
         moe_utils.router_gating_linear(tokens, weight, None, torch.float32).sum().backward()
     assert torch.allclose(weight.grad, tokens.detach().sum(0).expand(2, 4))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def shard_slices() -> Callable[..., Any]:
-    from miles.training.megatron.checkpoint.writer import shard_slices  # imports Megatron, which takes seconds
+    from miles.training.megatron.checkpoint import shard_slices  # imports Megatron, which takes seconds
 
     return shard_slices
 

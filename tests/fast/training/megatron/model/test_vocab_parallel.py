@@ -9,7 +9,7 @@ import torch.distributed as dist
 from forked_ranks import run_on_ranks
 from tolerance import rounding_error
 
-from miles.training.megatron.model.vocab_parallel import vocab_parallel_log_probs
+from miles.training.megatron.policy_model import vocab_parallel_log_probs
 
 RANKS, ROWS, WIDTH, VOCABULARY, TEMPERATURE = 2, 30, 16, 22, 0.7
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles.training.megatron.moe.replay import LayerExperts, MicroBatchExperts
+from miles.training.megatron.moe import LayerExperts, MicroBatchExperts
 
 TOKENS, EXPERTS, K = 7, 6, 2
 GROUPS = {"num_groups": 2, "group_topk": 1}

@@ -20,10 +20,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from state_checks import ADAM, CASE, PLAIN, _train
 from torch.overrides import TorchFunctionMode
 
-from miles.training.checkpoint_folder import staging
+from miles.training.checkpoint_files import staging
 from miles.training.megatron import backend as backend_module
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.checkpoint.optimizer_state import AdamState
+from miles.training.megatron.checkpoint import AdamState
 from miles.training.megatron.model.transformer_config import optimizer_config
 
 KEEPING = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)  # called on a tensor that has just been moved

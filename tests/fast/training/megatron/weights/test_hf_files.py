@@ -14,7 +14,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 
-from miles.training.megatron.weights.hf_files import INDEX, HuggingFaceWeights, export_hf
+from miles.training.megatron.hf_files import INDEX, HuggingFaceWeights, export_hf
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -7,7 +7,7 @@ import torch
 from pytest import MonkeyPatch
 from safetensors.torch import save_file
 
-from miles.training.megatron.weights.hf_files import HuggingFaceWeights
+from miles.training.megatron.hf_files import HuggingFaceWeights
 
 REVISION = "0" * 40
 TEXT = '{"eos_token_id": [1, 7], "temperature": 0.3}'  # transformers reads this, and would not save it

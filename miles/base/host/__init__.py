@@ -1,1 +1,0 @@
-"""This host: its GPUs, cores, memory and arithmetic. Nothing here imports torch."""

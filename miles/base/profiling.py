@@ -1,0 +1,274 @@
+"""Name parts of the work, so that they appear in the trace of ``--profile``.
+
+A span costs one comparison while nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+MOST_WAITS = 20_000  # kept per recording; later ones are only counted
+MOST_SPANS = 200_000  # the same for spans, which PyTorch records if it is imported
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+@dataclass
+class Recording:
+    """The part of a process's record that PyTorch does not keep.
+
+    Attributes:
+        waits: Name, begin and end of each wait, in nanoseconds since 1970.
+        spans: Name, thread, begin and end of each span; None if PyTorch records them.
+        dropped: How many waits and spans were not kept.
+    """
+
+    waits: list[tuple[str, int, int]] = field(default_factory=list)
+    spans: list[tuple[str, int, int, int]] | None = None
+    dropped: int = 0
+
+
+_recording: Recording | None = None
+
+
+def begin(by_torch: bool = True) -> Recording:
+    """Record from now on; spans and waits that are open already are left out.
+
+    ``by_torch`` False records the spans here, for a process that imports no torch.
+    """
+    global _recording
+    _recording = Recording(spans=None if by_torch else [])
+    return _recording
+
+
+def end() -> None:
+    """Stop recording."""
+    global _recording
+    _recording = None
+
+
+def is_recording() -> bool:
+    """Return whether this process is recorded."""
+    return _recording is not None
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """Name the work of this thread until the block ends. Blocks nest."""
+    if _recording is None:
+        return _NOTHING
+    if _recording.spans is not None:
+        return _recorded_here(name, _recording, _recording.spans)
+    from torch.profiler import record_function  # not at the top: torch takes seconds
+
+    return record_function(name)
+
+
+@contextmanager
+def _recorded_here(name: str, recording: Recording, spans: list[tuple[str, int, int, int]]) -> Iterator[None]:
+    began = time.time_ns()
+    try:
+        yield
+    finally:
+        if len(spans) < MOST_SPANS:
+            spans.append((name, threading.get_native_id(), began, time.time_ns()))
+        else:
+            recording.dropped += 1
+
+
+@contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """Name what a coroutine waits for until the block ends. Many of them overlap in one thread."""
+    recording = _recording
+    if recording is None:
+        yield
+        return
+    began = time.time_ns()
+    try:
+        yield
+    finally:
+        if len(recording.waits) < MOST_WAITS:
+            recording.waits.append((name, began, time.time_ns()))
+        else:
+            recording.dropped += 1
+
+
+class SpanTimers:
+    """Replaces Megatron's ``Timers`` while a profile is recorded: its timers are spans.
+
+    Megatron's ``pipeline_parallel/schedules.py`` and ``p2p_communication.py`` name forward, backward and the exchange
+    between stages by ``config.timers(name, log_level=2).start()`` and ``config.timers(name).stop()``.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[AbstractContextManager[Any]]] = {}
+        self._name = ""
+
+    def __call__(self, name: str, log_level: int = 0) -> SpanTimers:
+        """Choose the timer that the next ``start`` or ``stop`` is about."""
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin a span. There is no barrier, which would change what is measured."""
+        began = span(self._name)
+        began.__enter__()
+        self._open.setdefault(self._name, []).append(began)
+
+    def stop(self, barrier: bool = False) -> None:
+        """End the span that began last under this name."""
+        self._open[self._name].pop().__exit__(None, None, None)
+
+
+@contextmanager
+def named_by_timers(config: Any) -> Iterator[None]:
+    """Have Megatron name its work within the block, if a profile is recorded; ``config`` is the model's."""
+    if not is_recording():
+        yield
+        return
+    before, config.timers = config.timers, SpanTimers()
+    try:
+        yield
+    finally:
+        config.timers = before
+
+
+# The record of one process, in a form that can be sent: names, threads and nanoseconds since 1970.
+
+
+MOST_EVENTS = 300_000  # of one process and iteration; about 4 MB of the compressed trace
+
+OPERATION = "cpu_op"  # the categories of PyTorch's traces that are kept
+SPAN = "user_annotation"
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_KEPT = (OPERATION, SPAN, *KERNELS)
+
+
+class Event(NamedTuple):
+    """A piece of work. ``category`` is PyTorch's; ``thread`` is shown as the name of its row."""
+
+    name: str
+    category: str
+    thread: str
+    start: int
+    duration: int
+
+    @property
+    def end(self) -> int:
+        """When it ended."""
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class ProcessTrace:
+    """One process during one iteration.
+
+    Attributes:
+        name: The name of the process in the trace.
+        start: When recording began.
+        end: When it ended.
+        events: Work, sorted by thread, then by start; an event comes before those within it.
+        waits: Name, begin and end of each wait of a coroutine.
+        dropped: The number of events and waits that are left out, because there were too many.
+        clock: The name of the clock that the process reads; processes on one machine have the same.
+    """
+
+    name: str
+    start: int
+    end: int
+    events: list[Event] = field(default_factory=list)
+    waits: list[tuple[str, int, int]] = field(default_factory=list)
+    dropped: int = 0
+    clock: str = ""
+
+    def within(self, other: ProcessTrace) -> ProcessTrace:
+        """Return the same trace with the beginning and the end of another, between which idle time counts."""
+        return replace(self, start=other.start, end=other.end)
+
+    def shifted(self, nanoseconds: int) -> ProcessTrace:
+        """Return the same trace by a clock that is ahead by ``nanoseconds``."""
+        return replace(
+            self,
+            start=self.start + nanoseconds,
+            end=self.end + nanoseconds,
+            events=[event._replace(start=event.start + nanoseconds) for event in self.events],
+            waits=[(name, began + nanoseconds, ended + nanoseconds) for name, began, ended in self.waits],
+        )
+
+
+def from_kineto(trace: Mapping[str, Any], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
+    """Return the events of a trace that ``torch.profiler`` has written, and how many were left out.
+
+    Times in the file are microseconds after ``baseTimeNanoseconds`` (Kineto, ``libkineto/src/output_json.cpp``). Above
+    ``most`` events the shortest operations are left out; spans stay.
+    """
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    events = []
+    for event in trace["traceEvents"]:
+        category = event.get("cat")
+        if event.get("ph") != "X" or category not in _KEPT:
+            continue
+        thread = f"GPU {event['pid']} stream {event['tid']}" if category in KERNELS else f"thread {event['tid']}"
+        start = base + round(event["ts"] * 1000)
+        events.append(Event(event["name"], category, thread, start, round(event.get("dur", 0) * 1000)))
+    kept = _longest(events, most)
+    return sorted(kept, key=lambda event: (event.thread, event.start, -event.duration)), len(events) - len(kept)
+
+
+def _longest(events: list[Event], most: int) -> list[Event]:
+    if len(events) <= most:
+        return events
+    spans = [event for event in events if event.category == SPAN]
+    others = sorted((e for e in events if e.category != SPAN), key=lambda event: -event.duration)
+    return [*spans, *others[: max(0, most - len(spans))]]
+
+
+def self_times(events: Iterable[Event]) -> Iterable[tuple[Event, int]]:
+    """Yield each event with the nanoseconds that no event within it takes.
+
+    Args:
+        events: Sorted as those of ``ProcessTrace``.
+
+    >>> outer, inner = Event("a", SPAN, "t", 0, 10), Event("b", OPERATION, "t", 2, 3)
+    >>> [(event.name, own) for event, own in self_times([outer, inner])]
+    [('b', 3), ('a', 7)]
+    """
+    open_events: list[tuple[Event, int]] = []  # with the time within that is taken
+    for event in events:
+        while open_events and (open_events[-1][0].thread != event.thread or open_events[-1][0].end <= event.start):
+            ended, taken = open_events.pop()
+            yield ended, max(0, ended.duration - taken)
+        if open_events:
+            outer, taken = open_events[-1]
+            open_events[-1] = outer, taken + min(event.end, outer.end) - event.start
+        open_events.append((event, 0))
+    while open_events:
+        ended, taken = open_events.pop()
+        yield ended, max(0, ended.duration - taken)
+
+
+def idle_times(trace: ProcessTrace, shortest: int = 100_000) -> list[tuple[int, int]]:
+    """Return the begin and end of the times in which no thread of the process works on anything that has a name.
+
+    Args:
+        trace: The process.
+        shortest: Nanoseconds from which a gap counts.
+    """
+    during = (event for event in trace.events if event.start < trace.end and event.end > trace.start)
+    busy = sorted((max(event.start, trace.start), min(event.end, trace.end)) for event in during)
+    gaps, at = [], trace.start
+    for start, end in (*busy, (trace.end, trace.end)):
+        if start - at >= shortest:
+            gaps.append((at, start))
+        at = max(at, end)
+    return gaps
+
+
+def threads_of(trace: ProcessTrace) -> list[str]:
+    """Return the rows of a process, those with most events first."""
+    return [name for name, _ in Counter(event.thread for event in trace.events).most_common()]

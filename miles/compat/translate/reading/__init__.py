@@ -1,1 +1,0 @@
-"""Read files of settings. Nothing in them is run, and variables of the environment are not read."""

@@ -1,0 +1,575 @@
+"""Read settings from a YAML file: ``--config FILE key=value …`` becomes words of the command line.
+
+The keys are flags without ``--``, with ``_`` or ``-``, flat or below the names of the sections of ``--help``. Scalars
+are taken as they are written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last value on the
+command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null`` takes back the
+values before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import filecmp
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import yaml
+
+from miles.base.flags import LONGEST_VALUE, Errors, collect_errors, flag_name, refuse
+from miles.base.secrets import HIDDEN, public, public_words
+from miles.base.text import one_line
+from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
+from miles.config.model import ModelArguments, is_on_hub, local_config
+from miles.config.settings import SECTIONS, Settings
+from miles.config.sglang.flags import ROUTER, SERVER
+from miles.config.spelling import group_words
+from miles.config.suggest import suggestion
+
+FLAG = "--config"
+LARGEST_FILE = 200_000  # characters
+NO_SETTINGS = (FLAG, "--explain", "--help", "--version")  # flags that no file sets
+# The groups in which run.yaml has flags that are defined elsewhere, beside the sections of our own flags.
+MEGATRON_CORE, SERVER_FLAGS = "megatron_core", "server_flags"
+_FOREIGN_SECTIONS = (MEGATRON_CORE, SERVER_FLAGS)
+
+_NULL = ("", "~", "null")
+# Switches that exclude each other: false for one asks for the other.
+_OPPOSITES = {"--bf16": ("--fp32",), "--fp32": ("--bf16",)}
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+
+
+class _Refused(Exception):
+    """Say what is wrong with an entry: ``rule; what to do``."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One flag with its words.
+
+    Attributes:
+        flag: The flag.
+        words: The flag and its values; empty for an entry that takes the flag back.
+        origin: ``FILE:LINE`` for an entry of a file; empty for ``key=value`` after one; None for words of the command.
+        text: The value, as written.
+    """
+
+    flag: str
+    words: tuple[str, ...]
+    origin: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Hold the words of a command line in which no ``--config`` is left.
+
+    Attributes:
+        words: The words.
+        origins: The place, ``FILE:LINE``, of each flag that a file sets.
+    """
+
+    words: list[str]
+    origins: Mapping[str, str]
+
+
+def located(messages: Iterable[str], origins: Mapping[str, str]) -> list[str]:
+    """Add ``[FILE:LINE]`` to each message about a flag that a file sets."""
+    flags = ((message, re.match(r"--[\w-]+", message)) for message in messages)
+    return [
+        f"{message} [{origins[flag[0]]}]" if flag is not None and flag[0] in origins else message
+        for message, flag in flags
+    ]
+
+
+def expand_configs(
+    words: Sequence[str],
+    actions: Mapping[str, argparse.Action],
+    further: Callable[[], Collection[str]],
+    errors: Errors,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+) -> Expanded:
+    """Replace each ``--config FILE key=value …`` by the flags that it sets.
+
+    Args:
+        words: The words of a command line.
+        actions: Our own flags.
+        further: Returns all other flags that exist, without those of SGLang. Called if an entry is none of ours.
+        errors: Collects files that cannot be read, and entries that are no settings.
+        keywords: Settings by name, as plain Python values; they replace the same flags among the words.
+    """
+    reader = _Reader(actions, further, errors)
+    entries = list[_Entry]()
+    for entry in reader.entries(words):
+        same = reader.destination(entry.flag)
+        if entry.origin is None:
+            entries = [e for e in entries if e.origin is None or reader.destination(e.flag) != same]
+        elif not entry.words:
+            entries = [e for e in entries if reader.destination(e.flag) != same]
+        else:
+            entries = [e for e in entries if not e.origin or reader.destination(e.flag) != same]
+        entries.append(entry)
+    by_name = list(reader.keywords(keywords))
+    replaced = {reader.destination(entry.flag) for entry in by_name}
+    entries = [e for e in entries if reader.destination(e.flag) not in replaced] + by_name
+    for entry in entries:
+        if entry.origin and HIDDEN in entry.text:
+            what_to_do = f"give {entry.flag} after {FLAG} FILE, or set it to null"
+            errors.add(f"{FLAG} {entry.origin}: {entry.flag[2:]}: a secret was left out of the file; {what_to_do}")
+    return Expanded(
+        [word for entry in entries for word in entry.words],
+        {entry.flag: entry.origin for entry in entries if entry.origin},
+    )
+
+
+class _Reader:
+    def __init__(
+        self, actions: Mapping[str, argparse.Action], further: Callable[[], Collection[str]], errors: Errors
+    ) -> None:
+        self._actions = actions
+        self._further = further
+        self._errors = errors
+        self._sections = {flag_name(f.name): name for name, section in SECTIONS.items() for f in fields(section)}
+
+    def destination(self, flag: str) -> str:
+        """Return the field that a flag sets; the flag itself if it is not ours."""
+        action = self._actions.get(flag)
+        return flag if action is None else action.dest
+
+    def entries(self, words: Sequence[str]) -> Iterator[_Entry]:
+        """Yield the entries of a command line in order."""
+        position = 0
+        while position < len(words):
+            word = words[position]
+            flag, equals, path = word.partition("=")
+            values = list(takewhile(lambda value: not value.startswith("--"), words[position + 1 :]))
+            position += 1 + len(values)
+            if flag != FLAG:
+                yield _Entry(flag if flag.startswith("--") else "", (word, *values))
+                continue
+            if not equals:
+                path = values.pop(0) if values else ""
+            if not path:
+                self._errors.add(f"{FLAG}: expected the path of a YAML file; write {FLAG} FILE")
+                continue
+            yield from self._of_file(path)
+            for override in values:
+                yield from self._of_override(path, override)
+
+    def _of_file(self, path: str) -> Iterator[_Entry]:
+        shown = one_line(path, LONGEST_VALUE)
+        try:
+            root = _composed(path)
+        except _Refused as refused:
+            self._errors.add(f"{FLAG} {shown}{refused}")
+            return
+        seen = dict[str, str]()
+        for key, value in root.value:
+            name = _field(key)
+            is_section = name in SECTIONS or name in _FOREIGN_SECTIONS
+            if is_section and isinstance(value, yaml.MappingNode):
+                for inner, inner_value in value.value:
+                    yield from self._of_pair(shown, name, inner, inner_value, seen)
+            elif not (is_section and _is_null(value)):
+                yield from self._of_pair(shown, "", key, value, seen)
+
+    def _of_pair(
+        self, path: str, section: str, key: yaml.Node, value: yaml.Node, seen: dict[str, str]
+    ) -> Iterator[_Entry]:
+        origin = f"{path}:{key.start_mark.line + 1}"
+        try:
+            flag = self._flag(_field(key), section)
+            if flag in seen:
+                raise _Refused(f"is set twice, first in {seen[flag]}; keep one of the two")
+            seen[flag] = origin
+            yield _Entry(flag, self._words(flag, value), origin, _text(value))
+        except _Refused as refused:
+            self._errors.add(f"{FLAG} {origin}: {_shown(key)}: {refused}")
+
+    def _of_override(self, path: str, override: str) -> Iterator[_Entry]:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.rpartition(".")
+        shown = one_line(" ".join(map(str, public(key, [override]))), LONGEST_VALUE)
+        try:
+            if not equals:
+                raise _Refused("is not an override of the file; write key=value")
+            if dot and section not in SECTIONS and section not in _FOREIGN_SECTIONS:
+                raise _Refused(f"{section} is not a section; write {name}=value")
+            flag = self._flag(name.replace("-", "_"), section)
+            yield _Entry(flag, self._words(flag, _value_node(text)), "", text)
+        except _Refused as refused:
+            shown = shown if equals else one_line(override, LONGEST_VALUE)
+            self._errors.add(f"{FLAG} {one_line(path, LONGEST_VALUE)} {shown}: {refused}")
+
+    def keywords(self, settings: Mapping[str, Any]) -> Iterator[_Entry]:
+        """Yield the entries of settings that are Python values."""
+        for name, value in settings.items():
+            node = yaml.compose(json.dumps(value, default=str), Loader=_Loader)  # JSON is YAML
+            try:
+                flag = self._flag(name, "")
+                yield _Entry(flag, self._words(flag, node), "", _text(node))
+            except _Refused as refused:
+                self._errors.add(f"{name}={one_line(str(public(name, value)), LONGEST_VALUE)}: {refused}")
+
+    def _flag(self, name: str, section: str) -> str:
+        """Return the flag of a key below ``section``."""
+        spellings = ("--" + name.replace("_", "-"), "--" + name)
+        for flag in spellings:
+            if flag in NO_SETTINGS:
+                raise _Refused("is not a setting of a run; give it on the command line")
+            if flag in self._actions or flag.startswith(("--sglang-", "--router-")):
+                own = self._sections.get(flag, section)
+                if section and own != section:
+                    raise _Refused(f"belongs to the section {own}; move it there")
+                return flag
+        further = self._further()
+        for flag in spellings:
+            if flag in further:
+                return flag
+        near = suggestion(spellings[0], [*(set(self._actions) - {*NO_SETTINGS}), *further])
+        near = re.sub(r"--(\S+)\?", lambda found: found[1].replace("-", "_") + "?", near)
+        raise _Refused(f"no such setting; {near}")
+
+    def _words(self, flag: str, node: yaml.Node) -> tuple[str, ...]:
+        """Return the words that set ``flag``; none if the value takes it back."""
+        action = self._actions.get(flag)
+        is_switch = action is not None and action.nargs == 0
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar_words(flag, node, is_switch, is_ours=action is not None)
+        if is_switch:
+            raise _Refused("is a switch; write true or false")
+        takes_many = action is None or action.nargs == "+"
+        if takes_many and isinstance(node, yaml.SequenceNode):
+            values = [_word(part) for item in node.value for part in _flat(item)]
+        elif takes_many and action is not None:
+            values = [_word(part) for pair in node.value for part in pair]
+        else:
+            return (f"{flag}={json.dumps(_json(node))}",)
+        return (flag, *values) if values else ()
+
+
+def _scalar_words(flag: str, node: yaml.ScalarNode, is_switch: bool, is_ours: bool) -> tuple[str, ...]:
+    text, is_plain = str(node.value), node.style is None
+    if is_plain and text.lower() in _NULL:
+        return ()
+    if is_switch or (is_plain and not is_ours):
+        match text.lower():
+            case "true":
+                return (flag,)
+            case "false":
+                return _OPPOSITES.get(flag, ())
+    if is_switch:
+        raise _Refused("is a switch; write true or false")
+    return (f"{flag}={text}",) if is_ours or text.startswith("-") else (flag, text)
+
+
+class _Loader(yaml.BaseLoader):
+    """Read YAML without types and without aliases, which can make a small file grow without bounds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="an alias (*name) is not supported", problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+def _composed(path: str) -> yaml.MappingNode:
+    """Read a file. ``_Refused`` begins with the line, if there is one: ``:3: …``."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise _Refused(f": the file has more than {LARGEST_FILE} characters; check the path")
+        root = yaml.compose(text, Loader=_Loader)
+    except OSError as error:
+        raise _Refused(f": the file cannot be read ({error.strerror}); check the path") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise _Refused(f"{line}: not YAML: {one_line(str(error.problem), LONGEST_VALUE)}; correct the line") from None
+    except (yaml.YAMLError, ValueError):  # characters that YAML has not, not UTF-8, or a path with a zero byte
+        raise _Refused(": the file is not UTF-8 text; check the path") from None
+    except RecursionError:
+        raise _Refused(": the file is nested too deeply; write key: value") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise _Refused(": the file holds no settings; write one line, key: value, for each")
+    return root
+
+
+def _value_node(text: str) -> yaml.Node:
+    """Return the value of ``key=value``: a list or an object in YAML's brackets, else the text itself."""
+    if text.startswith(("[", "{")):
+        try:
+            node = yaml.compose(text, Loader=_Loader)
+            if isinstance(node, yaml.CollectionNode):
+                return node
+        except (yaml.YAMLError, RecursionError):
+            pass  # a value such as [0]*3+[1]*5
+    return yaml.ScalarNode("", text)
+
+
+def _field(key: yaml.Node) -> str:
+    """Return a key as the name of a field; empty if it is none."""
+    return str(key.value).removeprefix("--").replace("-", "_") if isinstance(key, yaml.ScalarNode) else ""
+
+
+def _shown(key: yaml.Node) -> str:
+    return one_line(str(key.value), LONGEST_VALUE) if isinstance(key, yaml.ScalarNode) else "a key that is no word"
+
+
+def _text(node: yaml.Node) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else json.dumps(_json(node))
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and str(node.value).lower() in _NULL
+
+
+def _flat(node: yaml.Node) -> list[yaml.Node]:
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
+
+
+def _word(node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        _refuse_nesting()
+    text = str(node.value)
+    if text.startswith(("--", "@")):
+        raise _Refused(f"a value in a list cannot start with {text[:2].rstrip('-') or '--'}; write ./ before a path")
+    return text
+
+
+def _refuse_nesting() -> NoReturn:
+    raise _Refused("lists are nested too deeply; write one list of values")
+
+
+def _json(node: yaml.Node) -> Any:
+    """Return a value as JSON has it: plain scalars may be numbers, true, false and null."""
+    if isinstance(node, yaml.MappingNode):
+        return {_text(key): _json(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_json(item) for item in node.value]
+    text = str(node.value)
+    if node.style is None:
+        if text.lower() in _NULL:
+            return None
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if _NUMBER.fullmatch(text):
+            return json.loads(text)
+    return text
+
+
+# Write the settings of a run as a file for ``--config``: run.yaml, which repeats the run.
+
+
+FILE_NAME = "run.yaml"
+
+_PLAIN = re.compile(r"[A-Za-z_./][\w./+-]*(:[\w./+-]+)*")  # text that YAML reads as itself, without quotes
+_NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+
+
+def run_config(settings: Settings, about: Iterable[str] = ()) -> str:
+    """Return the text of run.yaml: every setting that has a value, by section, without secrets.
+
+    Args:
+        settings: Validated settings.
+        about: Lines for the comment at its beginning.
+    """
+    lines = [f"# {line}".rstrip() for line in about]
+    for name, section in SECTIONS.items():
+        lines += _section(name, list(_entries(getattr(settings, name), section)))
+    passed_on = ((SERVER, settings.server_flags.server), (ROUTER, settings.server_flags.router))
+    lines += _section(SERVER_FLAGS, [entry for prefix, words in passed_on for entry in _server_flags(prefix, words)])
+    lines += _section(MEGATRON_CORE, list(_megatron_core(settings.megatron_overrides)))
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, entries: list[str]) -> list[str]:
+    return ["", f"{name}:", *(f"  {entry}" for entry in entries)] if entries else []
+
+
+def _entries(values: Any, section: type) -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value = getattr(values, field.name)
+        if value is None:
+            continue
+        line = f"{field.name}: {_yaml(public(field.name, value))}"
+        is_default = value == field.default
+        yield line if is_default or field.default is None else f"{line}  # default {_yaml(field.default)}"
+
+
+def _server_flags(prefix: str, words: Iterable[str]) -> Iterator[str]:
+    """Yield the flags that are passed on to SGLang, under their names here."""
+    for flag, values in dict(group_words(words)).items():
+        key = (prefix + flag.removeprefix("--"))[2:].replace("-", "_")
+        shown = public_words([flag, *values])[1:]
+        yield f"{key}: {_yaml(shown if len(shown) > 1 else shown[0] if shown else True)}"
+
+
+def _megatron_core(overrides: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield the fields of Megatron's own dataclasses, under the names of their flags."""
+    overrides = tuple(overrides)
+    if not overrides:
+        return
+    known = megatron_fields() | {field.name: field for field in MODEL_FLAGS}
+    for name, value in overrides:
+        field = known[name]
+        is_switch = field.kind == "bool"
+        assert not is_switch or value == field.switch_to, f"no flag sets {name} to {value}"
+        yield f"{field.flag[2:].replace('-', '_')}: {_yaml(True if is_switch else value)}"
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as any YAML reader understands it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT and HIDDEN not in text:
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    text = repr(value)
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}" if e else text
+
+
+# Fetch the ``config.json`` of a model on the Hugging Face hub, by which a command is judged before anything starts.
+
+
+_SECONDS = 5.0  # in which the hub must answer
+_LONGEST_REASON = 120
+_FIELDS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Say what was fetched.
+
+    Attributes:
+        is_any: Whether a config is on this machine now that was not before.
+        notes: Which models could not be fetched, and why.
+    """
+
+    is_any: bool
+    notes: tuple[str, ...]
+
+
+def fetch_configs(model: ModelArguments) -> Fetched:
+    """Fetch the configs of the models that are names on the hub, unless the hub's cache has them.
+
+    Raises:
+        FlagError: The hub answers that a model cannot be had.
+    """
+    named = {field: getattr(model, field) for field in _FIELDS}
+    missing = {field: name for field, name in named.items() if name is not None and is_on_hub(name)}
+    is_any, notes = False, list[str]()
+    with collect_errors() as errors:
+        for field, name in missing.items():
+            with errors.catching():
+                if local_config(model, field) is not None:
+                    continue
+                why = _fetch(field, name)
+                is_any |= why is None
+                if why is not None:
+                    later = "so flags that contradict the model are refused when it is loaded"
+                    notes.append(f"--{field.replace('_', '-')} {name}: {why}, {later}")
+    return Fetched(is_any, tuple(notes))
+
+
+def _fetch(field: str, name: str) -> str | None:
+    """Fetch the config into the hub's cache; return why that is not possible now, or None."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "its config.json is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
+    import httpx  # takes a second, as do the next ones
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RemoteEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)  # a download would try six times, for half a minute
+        hf_hub_download(name, "config.json", etag_timeout=_SECONDS)
+    except GatedRepoError:
+        rule = "the Hugging Face hub gives it only to users who were granted access"
+        refuse(field, name, rule, "ask for it on the page of the model, and set HF_TOKEN")
+    except RepositoryNotFoundError:
+        rule = "the Hugging Face hub has no such model, or does not show it to you"
+        refuse(field, name, rule, "correct the name, give a folder, or set HF_TOKEN if the model is private")
+    except RemoteEntryNotFoundError:
+        rule = "on the Hugging Face hub it has no config.json"
+        refuse(field, name, rule, "give a model in the format of transformers")
+    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
+        return f"the Hugging Face hub cannot be reached ({one_line(str(error), _LONGEST_REASON)})"
+    return None
+
+
+# Compare the tokenizers of two models by their files, without transformers.
+
+
+NAME = "tokenizer.json"
+
+
+def ordinary_tokens(folder: str) -> dict[str, int] | None:
+    """Return the id of each token in the ``tokenizer.json`` of ``folder``; None without one that can be read.
+
+    Tokens that were added to the vocabulary, as special tokens are, are left out: models of one family have others.
+    """
+    try:
+        found = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+        vocabulary: Any = found["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if isinstance(vocabulary, dict):
+        return {token: number for token, number in vocabulary.items() if type(number) is int}
+    if isinstance(vocabulary, list):  # pairs of a token and its score; the id is the position
+        return {pair[0]: number for number, pair in enumerate(vocabulary) if _names_token(pair)}
+    return None
+
+
+def _names_token(pair: object) -> bool:
+    return isinstance(pair, list) and bool(pair) and isinstance(pair[0], str)
+
+
+def _same_file(folder: str, own: str) -> bool:
+    """Return whether both have the same bytes, as models of one family do: to read them as JSON takes a second."""
+    try:
+        return filecmp.cmp(Path(folder) / NAME, Path(own) / NAME, shallow=False)
+    except (OSError, ValueError):
+        return False
+
+
+def fault_of_tokens(folder: str, own: str) -> str | None:
+    """Return how the tokenizer of the model in ``folder`` contradicts that of ``own``, as part of a sentence.
+
+    None if they agree on all tokens that both have, or if one of the folders has no file to compare.
+    """
+    if _same_file(folder, own):
+        return None
+    there, here = ordinary_tokens(folder), ordinary_tokens(own)
+    if there is None or here is None:
+        return None
+    others = [token for token, number in here.items() if there.get(token, number) != number]
+    if not others:
+        return None
+    example = others[0]
+    return (
+        f"its {NAME} has other ids for {len(others)} of {len(here)} tokens ({example!r:.40} is {there[example]}, and "
+        f"{here[example]} in {own})"
+    )

@@ -1,0 +1,41 @@
+"""GLM-4.5 to 4.7: Llama's layers, half of each head rotated, with sigmoid routing after the first ones."""
+
+from __future__ import annotations
+
+from miles.models.base import Config, Shape, check_sigmoid_router, sigmoid_experts, sigmoid_shape
+from miles.models.families.llama import Llama
+from miles.models.parameters import Binding
+
+
+class Glm4Moe(Llama):
+    """Llama's layout, with a router, experts and shared experts; biases and norms as the config says."""
+
+    can_be_bridged = False
+
+    def check(self, config: Config) -> None:
+        """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
+        super().check(config)
+        check_sigmoid_router(config)
+
+    def shape(self, config: Config) -> Shape:
+        """Return the fields of Megatron's ``TransformerConfig`` that ``config`` determines."""
+        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+        own = {
+            "add_qkv_bias": bool(config.get("attention_bias")),
+            "qk_layernorm": bool(config.get("use_qk_norm")),
+            "layernorm_epsilon": config.get("rms_norm_eps", 1e-5),
+        }
+        return super().shape(config) | own | sigmoid_shape(config, [int(layer >= dense) for layer in range(layers)])
+
+    def layer(self, shape: Shape) -> dict[str, Binding]:
+        """Return the parameters of a decoder layer, dense or with experts, both names relative to it."""
+        return super().layer(shape) | sigmoid_experts()
+
+    def rotated_share(self, config: Config) -> float:
+        """Return the part of each attention head, from its beginning, that rotary embedding rotates."""
+        given = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
+        share: float = given["partial_rotary_factor"]
+        return share
+
+
+CONVERTED = (Glm4Moe("glm4_moe", has_qkv_bias=True),)

@@ -1,1 +1,0 @@
-"""Tiny random models of any family, for checks that run in seconds."""

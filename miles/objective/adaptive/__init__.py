@@ -1,1 +1,0 @@
-"""Weights of the loss that follow a target: of the KL, and of the entropy."""

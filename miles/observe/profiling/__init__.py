@@ -1,1 +1,0 @@
-"""Record the work of an iteration (``--profile``): spans in every process, and one trace of all of them."""

@@ -1,0 +1,353 @@
+"""An answer that is an error, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from miles.base import strict_json
+from miles.base.text import InputError, one_line
+from miles.engine.base import Generation
+from miles.rollout.answer_text import answer_text
+from miles.tasks.data.row import Row
+from miles.tasks.data.tokenizer import SpecialTokens, turn_arguments
+
+OUT_OF_ROOM = "context_length_exceeded"  # OpenAI's code, by which agent programs know that they must shorten
+
+
+class ApiError(Exception):
+    """Say what is wrong with a call.
+
+    Attributes:
+        status: The status of the HTTP response.
+        param: The field of the call that is wrong.
+        code: OpenAI's short name of the fault, if it has one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of the response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+# Tool calls in the text of a model, in the form of Hermes and Qwen: ``<tool_call>{json}</tool_call>``.
+
+
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model makes. ``arguments`` is JSON, as OpenAI's API has it."""
+
+    name: str
+    arguments: str
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text outside the tool calls, and the calls in order.
+
+    If a block is not a call, nothing is: the whole text is content, so that the program sees what the model wrote.
+
+    >>> parse_tool_calls('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ('Let me see.', [ToolCall(name='add', arguments='{"a": 1}')])
+    >>> parse_tool_calls("<tool_call>add 1</tool_call>")
+    ('<tool_call>add 1</tool_call>', [])
+    """
+    calls = [_call(block) for block in _BLOCK.findall(text)]
+    found = [call for call in calls if call is not None]
+    if not found or len(found) < len(calls):
+        return text, []
+    return _BLOCK.sub("", text).strip(), found
+
+
+def _call(block: str) -> ToolCall | None:
+    try:
+        value: Any = strict_json.loads(block.strip())
+    except strict_json.StrictJsonError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        return ToolCall(value["name"], arguments)
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+# A call of ``POST /v1/chat/completions``: its allowed fields, in the form that a chat template takes.
+
+
+Message = dict[str, Any]  # as chat templates take it: role, content (text), and tool_calls with arguments as objects
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# The trainer assumes the sampling of the run's flags, so these are read and change nothing.
+SAMPLING = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
+# These change nothing that the model does here.
+_UNUSED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort", "safety_identifier"}
+_UNUSED |= {"service_tier", "store", "user", "verbosity"}
+_READ = {"max_completion_tokens", "max_tokens", "messages", "model", "n", "response_format", "stop", "stream"}
+_READ |= {"logprobs", "stream_options", "tool_choice", "tools"}
+MAX_STOPS = 4  # as OpenAI has it
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A valid call.
+
+    Attributes:
+        messages: The conversation, oldest first.
+        tools: The tools that the model is shown; empty for none.
+        max_tokens: The most tokens of the answer that the program wants; None for as many as there is room for.
+        stop: Texts that end the answer.
+        stream: Whether the answer is sent as server-sent events.
+        stream_usage: Whether the last event has the numbers of tokens.
+        sampling: Names of parameters that differ from what the run samples with, or may.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    sampling: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        """Return a text per message that is equal for equal messages."""
+        return [message_key(message) for message in self.messages]
+
+
+def message_key(message: Message) -> str:
+    """Return a text that is equal for messages that say the same.
+
+    Ids of tool calls, and white space and order in their arguments, do not count: agent programs rewrite them.
+    """
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"], calls], sort_keys=True)
+
+
+def read_request(text: str) -> ChatRequest:
+    """Return the call that ``text`` holds as JSON.
+
+    Raises:
+        ApiError: It is malformed, or asks for something that a recorded answer cannot have.
+    """
+    try:
+        body = strict_json.loads(text)
+    except strict_json.StrictJsonError as error:
+        raise ApiError(f"the body is {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError("the body is not a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "not given"
+    for name in body:
+        if name not in _UNUSED | _READ | set(SAMPLING):
+            raise ApiError(f"the parameter {one_line(name, 80)} is not known here; leave it out", param=name)
+    _refuse_what_is_not_offered(body)
+    streams = _read(body, "stream", bool, False)
+    options = _read(body, "stream_options", dict, {})
+    tools = _read(body, "tools", list, [])
+    hidden = body.get("tool_choice") == "none"
+    return ChatRequest(
+        messages=_messages(body),
+        tools=() if hidden else tuple(_tool(tool, number) for number, tool in enumerate(tools)),
+        max_tokens=_max_tokens(body),
+        stop=_stop(body),
+        stream=streams,
+        stream_usage=bool(options.get("include_usage")),
+        sampling=tuple(name for name in SAMPLING if name in body),
+    )
+
+
+def _refuse_what_is_not_offered(body: dict[str, Any]) -> None:
+    offered: dict[str, tuple[Any, ...]] = {
+        "n": (1,),
+        "logprobs": (False,),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto", "none"),
+    }
+    for name, values in offered.items():
+        if name in body and body[name] not in values:
+            accepted = " or ".join(json.dumps(value) for value in values)
+            given = one_line(json.dumps(body[name]), 80)
+            raise ApiError(f"{name} {given}: must be {accepted}; leave it out", param=name)
+
+
+def _read(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = body.get(name, default)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ApiError(f"{name} is of type {type(value).__name__}; give {kind.__name__}", param=name)
+    return value
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    limits = [_read(body, name, int, None) for name in ("max_completion_tokens", "max_tokens") if name in body]
+    for limit in limits:
+        if limit < 1:
+            raise ApiError(f"max_completion_tokens {limit}: must be at least 1", param="max_completion_tokens")
+    return min(limits, default=None)
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    given = body.get("stop", [])
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise ApiError(f"stop must be a text, or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
+    return tuple(stops)
+
+
+def _tool(tool: Any, number: int) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(f'tools[{number}]: give {{"type": "function", "function": {{"name": …}}}}', param="tools")
+    kept: dict[str, Any] = tool
+    return kept
+
+
+def _messages(body: dict[str, Any]) -> tuple[Message, ...]:
+    given = _read(body, "messages", list, [])
+    if not given:
+        raise ApiError("messages is empty; give one message at least", param="messages")
+    return read_messages(given)
+
+
+def read_messages(given: Sequence[Any]) -> tuple[Message, ...]:
+    """Return messages of OpenAI's API in the form that chat templates take; raise ``ApiError`` for a malformed one."""
+    return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(given))
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise ApiError(f"{where}: give an object whose role is one of {', '.join(ROLES)}", param="messages")
+    message: Message = {"role": given["role"], "content": _content(given.get("content"), where)}
+    for name in ("name", "tool_call_id"):
+        if isinstance(given.get(name), str):
+            message[name] = given[name]
+    calls = given.get("tool_calls")
+    if calls:
+        if given["role"] != "assistant" or not isinstance(calls, list):
+            raise ApiError(f"{where}: tool_calls is a list, and the assistant's", param="messages")
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(f"{where}: its content must be text, or parts of type text", param="messages")
+    return "".join(text for text in texts if text is not None)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(f"{where}: a tool call has no function with a name", param="messages")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):  # templates take an object, and write text as text in quotes
+        with suppress(strict_json.StrictJsonError):  # as the model wrote it; the template writes it as text
+            arguments = strict_json.loads(arguments)
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+# From the messages of a call to tokens, through the model's chat template, also behind tokens that were sampled.
+
+
+_MARK = "theanswerthatwassampled"
+_ROW = Row("the messages", {})  # for errors in special tokens
+
+
+class ChatFormat:
+    """Renders conversations and tokenizes them. Text of special tokens inside messages is read as text."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._kwargs = template_kwargs or {}
+        self._special = SpecialTokens(tokenizer)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a whole conversation, up to the start of the assistant's next turn.
+
+        Raises:
+            ApiError: The template refuses the messages.
+        """
+        rendered, hidden = self._render(messages, tools)
+        return self._token_ids(rendered, hidden)
+
+    def continuation(
+        self, messages: Sequence[Message], answered: int, tools: Sequence[dict[str, Any]], last_token: int
+    ) -> list[int] | None:
+        """Return the tokens between an answer, which ends ``messages[:answered]``, and the next turn to be sampled.
+
+        They are the end of the answer's turn, as far as it was not sampled, the messages behind it and the start of
+        the assistant's next turn. A mark is rendered in the place of the answer, so they do not depend on how the
+        template would write the answer itself.
+
+        Args:
+            messages: The whole conversation.
+            answered: How many messages the sampled tokens cover.
+            tools: The tools of the call.
+            last_token: The last sampled token. If the end of the turn begins with it, it is not repeated.
+
+        Returns:
+            None if the template does not write the answer exactly once, so that there is nothing to continue.
+
+        Raises:
+            ApiError: The template refuses the messages.
+        """
+        mark = _MARK
+        while mark in json.dumps(messages):
+            mark += "x"
+        marked = [*messages[: answered - 1], {"role": "assistant", "content": mark}, *messages[answered:]]
+        rendered, hidden = self._render(marked, tools)
+        if rendered.count(mark) != 1:
+            return None
+        token_ids = self._token_ids(rendered.partition(mark)[2], hidden)
+        return token_ids[1:] if token_ids[:1] == [last_token] else token_ids
+
+    def text(self, generation: Generation, stop_texts: Sequence[str] = ()) -> str:
+        """Return the text of an answer, as ``answer_text`` does."""
+        ended, mask = generation.finish_reason == "stop", [1] * len(generation.token_ids)
+        return answer_text(self.tokenizer, generation.token_ids, mask, ended, stop_texts)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[str, dict[str, str] | None]:
+        """Return the text, and the special tokens that are hidden in it; None if there are none in the messages."""
+        given, hidden = [*messages, {"role": "tools", "tools": list(tools)}], None
+        if self._special.are_in(given):
+            given, hidden = self._special.hide(given)
+        *shown, last = given
+        with_tools = {"tools": last["tools"]} if last["tools"] else {}
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                shown, tokenize=False, **turn_arguments(self._kwargs, shown), **with_tools
+            )
+        except Exception as error:  # templates are the model author's code and may raise anything
+            reason = one_line(str(error), 300)
+            raise ApiError(
+                f"the model's chat template refuses the messages ({type(error).__name__}: {reason})", param="messages"
+            ) from error
+        return str(rendered), hidden
+
+    def _token_ids(self, text: str, hidden: dict[str, str] | None) -> list[int]:
+        if hidden is not None:
+            try:
+                return list(self._special.token_ids(_ROW, text, hidden))
+            except InputError as error:
+                raise ApiError(str(error), param="messages") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

@@ -1,0 +1,535 @@
+"""The user's choice among finished groups that wait for an iteration: ``--buffer-filter-path``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+from miles.base.user_code import load_function, user_code_in_thread
+from miles.config.flags_view import flags_view
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.engine.base import Engine, gather_or_cancel
+from miles.rollout.collect import PromptSource, ScoredGroups
+from miles.rollout.evaluate import EvalSet, evaluate
+from miles.rollout.groups import GroupTools, ProducedGroup
+from miles.rollout.metrics import rollout_metrics, with_own_metrics
+from miles.tasks.rewards.base import RewardFunction
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.metrics import Metric
+from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
+
+_BUFFER = "--buffer-filter-path"
+MOST_DROPPED = 1000  # groups in a row, without one that is picked: the function keeps nothing
+
+
+class Picked(NamedTuple):
+    """What becomes of the groups that waited."""
+
+    picked: list[PromptGroup]
+    waiting: list[PromptGroup]
+    dropped: list[PromptGroup]
+
+
+class BufferFilter:
+    """Calls ``def pick(args, rollout_id, buffer, num_samples) -> list[list[Sample]]``, as related launchers do.
+
+    ``buffer`` has the samples of each finished group, by ``group_index``. The function returns up to ``num_samples`` of
+    its entries, which the iteration trains on. Groups that it takes out of ``buffer`` without returning them are
+    dropped; the others wait.
+    """
+
+    def __init__(self, path: str, args: Any) -> None:
+        """Import the function. ``args`` are all flags by their names.
+
+        Raises:
+            ValueError: The path cannot be imported.
+        """
+        self._path = path
+        self._args = args
+        self._function: Callable[..., Any] = load_function(path, _BUFFER)
+        self._dropped_in_a_row = 0
+
+    def pick(self, iteration: int, groups: Sequence[PromptGroup], wanted: int) -> Picked:
+        """Return which of ``groups`` are picked, wait and are dropped, each in the order of ``groups``.
+
+        Raises:
+            ValueError: The function returned something else than entries of the buffer, or too many, or it has picked
+                nothing of ``MOST_DROPPED`` groups.
+        """
+        group_of = {id(group.samples): group for group in groups}
+        buffer = [group.samples for group in groups]
+        answer = self._function(self._args, iteration, buffer, wanted)
+        at = f"{_BUFFER} {self._path}: iteration {iteration}"
+        ids = [id(samples) for samples in answer] if isinstance(answer, list) else None
+        if ids is None or len({*ids} & group_of.keys()) != len(ids):
+            raise ValueError(f"{at}: returned {answer!r:.80}; return a list of entries of buffer, each once")
+        if len(ids) > wanted:
+            raise ValueError(f"{at}: returned {len(ids)} groups; return at most num_samples, {wanted}")
+        kept = {id(samples) for samples in buffer} - {*ids}
+        if not kept <= group_of.keys():
+            raise ValueError(f"{at}: put other groups into buffer; take groups out of it, or leave them there")
+        found = Picked(
+            [group for group in groups if id(group.samples) in ids],
+            [group for group in groups if id(group.samples) in kept],
+            [group for group in groups if id(group.samples) not in kept and id(group.samples) not in ids],
+        )
+        self._dropped_in_a_row = 0 if found.picked else self._dropped_in_a_row + len(found.dropped)
+        if self._dropped_in_a_row >= MOST_DROPPED:
+            raise ValueError(
+                f"{at}: it has dropped {self._dropped_in_a_row} groups in a row and picked none; return some of them, "
+                "or leave them in buffer"
+            )
+        return found
+
+    def stuck(self, iteration: int, waiting: int, missing: int) -> ValueError:
+        """Return the error of a run in which no further group may be generated, and too few are picked."""
+        rule = f"iteration {iteration} misses {missing} groups, and {waiting} wait and are not picked"
+        return ValueError(
+            f"{_BUFFER} {self._path}: {rule}, and no more may be generated while they wait; pick more, take those out "
+            "of buffer that are never picked, or raise --over-sampling-batch-size (with --fully-async: --async-steps)"
+        )
+
+
+# Build the training data with the user's function: ``--custom-convert-samples-to-train-data-path``.
+
+
+CONVERT = "--custom-convert-samples-to-train-data-path"
+REQUIRED = ("tokens", "response_lengths", "rewards")
+OPTIONAL = ("loss_masks", "rollout_log_probs", "sample_indices")
+NOT_READ = ("raw_reward", "truncated", "round_number", "metadata")  # what other launchers log, or pass on
+
+
+def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) -> list[PromptGroup]:
+    """Return the groups with the rows of ``returned`` as their samples.
+
+    Args:
+        returned: The columns that the function has returned, with one entry per row. ``tokens`` are those of prompt and
+            response, ``rewards`` the advantages, ``loss_masks`` and ``rollout_log_probs`` have one entry per response
+            token; without them, a row has those of the sample whose tokens it repeats. ``sample_indices`` name the
+            trajectory of each row, as ``sample.index`` does; without them there is a row for each sample, in order.
+        groups: The groups that the function was given.
+        path: The function, for messages.
+
+    Raises:
+        ValueError: A column is missing, unknown, or of another length, or a row is malformed.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    columns = _columns(returned, path)
+    rows = len(columns["tokens"])
+    owners = _owners(columns, samples, rows, path)
+    by_group: dict[int, list[Sample]] = {group.group_index: [] for group in groups}
+    for row, owner in enumerate(owners):
+        by_group[owner.group_index].append(_sample(columns, row, owner, path))
+    made = []
+    for group in groups:
+        kept = by_group[group.group_index]
+        missing = {s.trajectory_id for s in group.samples} - {s.trajectory_id for s in kept}
+        dropped = group.dropped_trajectories + len(missing)
+        made.append(replace(group, samples=kept, dropped_trajectories=dropped, unconverted_trajectories=len(missing)))
+    return made
+
+
+def _columns(returned: Any, path: str) -> Mapping[str, Sequence[Any]]:
+    if not isinstance(returned, Mapping):
+        raise ValueError(
+            f"{CONVERT} {path}: returned {returned!r:.80}; return columns by name: {', '.join(REQUIRED)}, …"
+        )
+    missing = [name for name in REQUIRED if name not in returned]
+    unknown = [str(name) for name in returned if name not in (*REQUIRED, *OPTIONAL, *NOT_READ)]
+    if missing or unknown:
+        what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}, which is not read here"
+        raise ValueError(f"{CONVERT} {path}: its result {what}; the columns are {', '.join((*REQUIRED, *OPTIONAL))}")
+    lengths = {name: len(returned[name]) for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{CONVERT} {path}: its columns have the lengths {lengths}; return one entry per row in each")
+    return returned
+
+
+def _owners(columns: Mapping[str, Sequence[Any]], samples: Sequence[Sample], rows: int, path: str) -> list[Sample]:
+    """Return the sample that each row repeats, or else the first of the trajectory that it belongs to."""
+    indices = columns.get("sample_indices")
+    if indices is None:
+        if rows != len(samples):
+            raise ValueError(
+                f"{CONVERT} {path}: returned {rows} rows for {len(samples)} samples; name the trajectory of each row "
+                "in sample_indices"
+            )
+        return list(samples)
+    by_trajectory: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        by_trajectory.setdefault(sample.trajectory_id, []).append(sample)
+    owners = []
+    for row, index in enumerate(indices):
+        if index not in by_trajectory:
+            raise ValueError(f"{CONVERT} {path}: sample_indices has {index!r:.80}, which is the index of no sample")
+        of_trajectory = by_trajectory[index]
+        tokens, length = list(columns["tokens"][row]), int(columns["response_lengths"][row])
+        repeated = (s for s in of_trajectory if s.response_length == length and s.tokens == tokens)
+        owners.append(next(repeated, of_trajectory[0]))
+    return owners
+
+
+def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path: str) -> Sample:
+    tokens, length = [int(token) for token in columns["tokens"][row]], int(columns["response_lengths"][row])
+    if not 0 < length < len(tokens):
+        raise ValueError(
+            f"{CONVERT} {path}: row {row} has {len(tokens)} tokens and a response of {length}; give both a prompt and "
+            "a response"
+        )
+    advantage = float(columns["rewards"][row])
+    if not math.isfinite(advantage):
+        raise ValueError(f"{CONVERT} {path}: row {row} has the advantage {advantage}; return finite numbers")
+    response, prompt = tokens[-length:], tuple(tokens[:-length])
+    masks, log_probs = columns.get("loss_masks"), columns.get("rollout_log_probs")
+    is_unchanged = response == owner.response_ids and prompt == owner.prompt.token_ids
+    missing = [name for name in ("loss_masks", "rollout_log_probs") if columns.get(name) is None]
+    if missing and not is_unchanged:
+        raise ValueError(
+            f"{CONVERT} {path}: row {row} has other tokens than the samples of trajectory {owner.index}; give its "
+            f"{' and '.join(missing)}"
+        )
+    sample = Sample(
+        owner.prompt if prompt == owner.prompt.token_ids else Prompt(owner.prompt.text, prompt, owner.label),
+        owner.group_index,
+        owner.trajectory_id,
+        response_ids=response,
+        response=owner.response,
+        loss_mask=list(owner.loss_mask) if masks is None else [int(mask) for mask in masks[row]],
+        rollout_log_probs=list(owner.rollout_log_probs) if log_probs is None else [float(p) for p in log_probs[row]],
+        status=owner.status,
+        reward=owner.reward,
+        reward_parts=owner.reward_parts,
+        weight_versions=list(owner.weight_versions) if is_unchanged else [],
+        support=owner.support if is_unchanged else None,
+        experts=owner.experts if is_unchanged else None,
+        remove_sample=owner.remove_sample,
+        advantage=advantage,
+    )
+    try:
+        sample.check()
+    except ValueError as error:
+        raise ValueError(f"{CONVERT} {path}: row {row}: {error}") from None
+    return sample
+
+
+# Call the user's functions on the scored groups of an iteration, before these are converted for the trainer.
+#
+# In this order: samples that are not trained on are marked, all samples are shown, metrics are logged, and samples are
+# replaced by what is trained on. Each function is given ``args``, the settings by their flags' names
+# (``miles/config/flags_view.py``), and samples in groups.
+
+
+FILTER = "--rollout-sample-filter-path"
+PROCESS = "--rollout-all-samples-process-path"
+LOG = "--custom-rollout-log-function-path"
+
+
+class IterationHooks:
+    """The functions that a run calls on each iteration; none of them by default."""
+
+    def __init__(self, settings: Settings, source: Any = None) -> None:
+        """Import the functions. ``source`` is the source of prompts, which one of them is given.
+
+        Raises:
+            ValueError: A path cannot be imported.
+        """
+        rollout = settings.rollout
+        self._args: SimpleNamespace = flags_view(settings)
+        self._source = source
+        self._drops_zero_rewards = rollout.filter_zero_reward_samples
+        self._drops_truncated = rollout.mask_truncated_completions
+        self._filter_path, self._log_path = rollout.rollout_sample_filter_path, rollout.custom_rollout_log_function_path
+        self._filter = _load(self._filter_path, FILTER)
+        self._process = _load(rollout.rollout_all_samples_process_path, PROCESS)
+        self._log = _load(self._log_path, LOG)
+        self._convert_path = rollout.custom_convert_samples_to_train_data_path
+        self._convert = _load(self._convert_path, CONVERT)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._removes_samples or self._process or self._log or self._convert)
+
+    @property
+    def _removes_samples(self) -> bool:
+        return self._filter is not None or self._drops_zero_rewards or self._drops_truncated
+
+    def apply(self, iteration: int, scored: ScoredGroups, seconds: float) -> ScoredGroups:
+        """Return the iteration as the functions leave it.
+
+        Args:
+            iteration: The iteration, counted from 0.
+            scored: Its groups, and its metrics.
+            seconds: How long it took to collect.
+
+        Raises:
+            ValueError: A function leaves something that cannot be trained on.
+            Exception: Whatever a function raises.
+        """
+        metrics = dict(scored.metrics)
+        if self._removes_samples:
+            metrics["rollout/removed_samples"] = Metric(self._remove(scored.groups), 1.0)
+        if self._process is not None:
+            everything = scored.generated or scored.groups
+            self._process(self._args, [group.samples for group in everything], self._source)
+        if self._log is not None:
+            metrics = self._logged(iteration, scored.groups, metrics, seconds)
+        groups = scored.groups
+        if self._convert is not None:
+            assert self._convert_path is not None
+            found = self._convert(self._args, [sample for group in groups for sample in group.samples])
+            groups = converted_groups(found, groups, self._convert_path)
+        return replace(scored, groups=groups, metrics=metrics)
+
+    def _remove(self, groups: Sequence[PromptGroup]) -> int:
+        """Mark the samples that are not trained on; return how many there are.
+
+        Their loss masks stay until advantages are made, since those may depend on lengths (``batch/convert.py``).
+        """
+        if self._filter is not None:
+            self._filter(self._args, [group.samples for group in groups])
+        removed = 0
+        for sample in (sample for group in groups for sample in group.samples):
+            if self._drops_zero_rewards and sample.reward == 0:
+                sample.remove_sample = True
+            if self._drops_truncated and sample.status is SampleStatus.TRUNCATED:
+                sample.remove_sample = True
+            removed += sample.remove_sample
+            self._check(sample)
+        return removed
+
+    def _check(self, sample: Sample) -> None:
+        try:
+            sample.check()
+        except ValueError as error:
+            raise ValueError(f"{FILTER} {self._filter_path}: {error}") from None
+
+    def _logged(
+        self, iteration: int, groups: Sequence[PromptGroup], metrics: dict[str, Metric], seconds: float
+    ) -> dict[str, Metric]:
+        """Return the metrics as the function leaves them (``with_own_metrics``)."""
+        log = self._log
+        assert log is not None
+        samples = [sample for group in groups for sample in group.samples]
+        return with_own_metrics(
+            metrics,
+            lambda extra: log(iteration, self._args, samples, extra, seconds),
+            f"{LOG} {self._log_path}",
+        )
+
+
+def _load(path: str | None, flag: str) -> Callable[..., Any] | None:
+    return None if path is None else load_function(path, flag)
+
+
+# The user's own way to collect an iteration: ``--rollout-function-path``.
+
+
+_ROLLOUT = "--rollout-function-path"
+
+
+@dataclass(frozen=True)
+class RolloutTools:
+    """What a rollout function works with.
+
+    ``stream.draw(n)`` returns n prompts. Awaiting ``make_group(drawn)`` produces one scored group of
+    ``--n-samples-per-prompt`` trajectories, as the built-in collector does; it is in the ``group`` of the result. The
+    other attributes are for functions that generate or score groups themselves.
+    """
+
+    stream: PromptSource
+    make_group: Callable[[PromptGroup], Awaitable[ProducedGroup]]
+    engine: Engine
+    tokenizer: Any
+    reward_function: RewardFunction
+    rollout: RolloutArguments
+    reward: RewardArguments
+
+
+class RolloutFunction(Protocol):
+    """Returns the scored groups of one iteration, ``--rollout-batch-size`` of them.
+
+    To report metrics of its own, it returns a ``miles.rollout.collect.Rollout(groups, metrics)``.
+    """
+
+    async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | ScoredGroups:
+        """Return the groups of ``iteration``, counted from 0."""
+        ...
+
+
+def load_rollout_function(path: str) -> RolloutFunction:
+    """Return the function named by ``--rollout-function-path``.
+
+    Raises:
+        ValueError: The path cannot be imported.
+    """
+    function: RolloutFunction = load_function(path, _ROLLOUT)
+    return function
+
+
+class FunctionCollector:
+    """A ``GroupCollector`` that calls the user's function and checks its result."""
+
+    def __init__(self, path: str, function: RolloutFunction, tools: RolloutTools) -> None:
+        self._path = path
+        self._function = function
+        self._tools = tools
+
+    async def collect(self, iteration: int) -> ScoredGroups:
+        """Return the function's groups and metrics.
+
+        Raises:
+            ValueError: The result is not what ``RolloutFunction`` describes.
+            Exception: Whatever the function raises.
+        """
+        answer: Any = await self._function(iteration, self._tools)
+        groups = answer.groups if isinstance(answer, ScoredGroups) else answer
+        self._check(groups, iteration)
+        metrics = rollout_metrics(groups, groups, 0, self._tools.reward.log_passrate)
+        if isinstance(answer, ScoredGroups):
+            return ScoredGroups(groups, metrics | answer.metrics, answer.generated)
+        return ScoredGroups(groups, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """Return the stream's position: between two iterations the function must not hold prompts back."""
+        return self._tools.stream.state()
+
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: each iteration is generated with the weights that the engine has."""
+
+    def _check(self, groups: Any, iteration: int) -> None:
+        at = f"{_ROLLOUT} {self._path}: iteration {iteration}"
+        if not isinstance(groups, list) or not all(isinstance(group, PromptGroup) for group in groups):
+            raise ValueError(
+                f"{at} is {groups!r:.80}; return a list of miles.types.sample.PromptGroup, or a Rollout of it"
+            )
+        wanted, per_group = self._tools.rollout.rollout_batch_size, self._tools.rollout.n_samples_per_prompt
+        if len(groups) != wanted:
+            raise ValueError(f"{at} has {len(groups)} groups; return as many as --rollout-batch-size {wanted}")
+        for group in groups:
+            trajectories = {sample.trajectory_id for sample in group.samples}
+            if len(trajectories) + group.dropped_trajectories != per_group or None in trajectories:
+                raise ValueError(
+                    f"{at}: group {group.group_index} has the trajectory_ids {sorted(map(str, trajectories))}; give it "
+                    f"--n-samples-per-prompt {per_group} trajectories, each with its own id"
+                )
+            if any(sample.reward is None for sample in group.samples):
+                raise ValueError(f"{at}: group {group.group_index} has samples without a reward; score every sample")
+            for sample in group.samples:
+                sample.check()
+
+
+# The user's own evaluation, ``--eval-function-path``, or own metrics of the built-in one.
+
+
+EVAL = "--eval-function-path"
+EVAL_LOG = "--custom-eval-rollout-log-function-path"
+
+
+@dataclass(frozen=True)
+class EvaluationTools:
+    """What an evaluation function works with.
+
+    Awaiting ``evaluate_sets()`` does what the run does without the function: it returns ``eval/…`` of every set, as
+    numbers. The other attributes are for functions that generate or score by themselves.
+
+    Attributes:
+        version: Iterations that the engine's weights were trained on.
+        eval_sets: The sets of ``--eval-prompt-data`` or ``--eval-config``; there may be none.
+    """
+
+    version: int
+    eval_sets: Sequence[EvalSet]
+    evaluate_sets: Callable[[], Awaitable[dict[str, float]]]
+    engine: Engine
+    tokenizer: Any
+    reward_function: RewardFunction
+
+
+class EvaluationFunction(Protocol):
+    """Returns the metrics of an evaluation: finite numbers by name, logged as ``eval/<name>``."""
+
+    async def __call__(self, args: SimpleNamespace, tools: EvaluationTools) -> Mapping[str, float]:
+        """Return the metrics. ``args`` are the settings, by their flags' names."""
+        ...
+
+
+def load_evaluation_function(path: str) -> EvaluationFunction:
+    """Return the function named by ``--eval-function-path``. Raises ``ValueError`` if it cannot be imported."""
+    function: EvaluationFunction = load_function(path, EVAL)
+    return function
+
+
+def as_metrics(found: Any, path: str) -> dict[str, Metric]:
+    """Return what the function has returned as metrics.
+
+    Raises:
+        ValueError: It is not a mapping of names to finite numbers.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{EVAL} {path}: returned {found!r:.80}; return numbers by name, such as {{'accuracy': 0.5}}")
+    metrics = {}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"{EVAL} {path}: the metric {name} is {value!r:.80}; return finite numbers")
+        metrics[f"eval/{str(name).removeprefix('eval/')}"] = Metric(float(value), 1.0)
+    return metrics
+
+
+def own_evaluation(
+    settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
+) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
+    """Return a call of the function that a flag names: an evaluation, or metrics of one; None without such a flag.
+
+    Raises:
+        ValueError: The function cannot be imported.
+    """
+    path, seed = settings.evaluation.eval_function_path, settings.data.rollout_seed
+    if path is None:
+        return _logged_evaluation(settings, eval_sets, tools)
+    function, args = load_evaluation_function(path), flags_view(settings)
+
+    async def evaluate_sets() -> dict[str, float]:
+        metrics, _ = await evaluate(eval_sets, tools, seed)
+        return {name: metric.value for name, metric in metrics.items()}
+
+    async def call(version: int) -> dict[str, Metric]:
+        found = await function(
+            args,
+            EvaluationTools(version, eval_sets, evaluate_sets, tools.engine, tools.tokenizer, tools.reward_function),
+        )
+        return as_metrics(found, path)
+
+    return call
+
+
+def _logged_evaluation(
+    settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
+) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
+    """Return the built-in evaluation with the metrics of ``--custom-eval-rollout-log-function-path``."""
+    path, seed = settings.evaluation.custom_eval_rollout_log_function_path, settings.data.rollout_seed
+    if path is None:
+        return None
+    function, args = load_function(path, EVAL_LOG), flags_view(settings)
+
+    async def call(version: int) -> dict[str, Metric]:
+        per_set = await gather_or_cancel(evaluate([eval_set], tools, seed) for eval_set in eval_sets)
+        metrics = {name: metric for of_set, _ in per_set for name, metric in of_set.items()}
+        data = {
+            eval_set.name: {
+                "rewards": [sample.reward for sample in samples],
+                "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
+                "samples": samples,
+            }
+            for eval_set, (_, samples) in zip(eval_sets, per_set, strict=True)
+        }
+        return await user_code_in_thread(
+            with_own_metrics, metrics, lambda extra: function(version, args, data, extra), f"{EVAL_LOG} {path}"
+        )
+
+    return call

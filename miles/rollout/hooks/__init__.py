@@ -1,1 +1,0 @@
-"""Functions of the user that see the groups and samples of an iteration."""

@@ -1,0 +1,270 @@
+"""Find out which node and GPU each bundle of a placement group has, and order them: rank i takes slot i.
+
+Ray packs bundles onto as few nodes as it can: of two nodes of eight GPUs, one would hold two times four ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray._common.utils import get_default_system_temp_dir
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles.base.host import GIB, memory_bytes
+from miles.config.host_share import threads
+
+_PROBE_SHARE = 0.01  # of a GPU, for a task that looks at it
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A GPU that a bundle holds.
+
+    Attributes:
+        bundle: The bundle's index in its placement group.
+        node: The Ray node.
+        gpu: The GPU, as CUDA_VISIBLE_DEVICES of that node names it.
+    """
+
+    bundle: int
+    node: str
+    gpu: str
+
+
+def find_slots(group: PlacementGroup, bundles: int) -> tuple[Slot, ...]:
+    """Return the slots of the first ``bundles`` bundles, each of one GPU: node by node, and by device in a node.
+
+    Ray fills bundles in any order, so consecutive ranks would otherwise be on different nodes.
+    """
+    probe = ray.remote(num_cpus=0, num_gpus=_PROBE_SHARE)(_look)
+    calls = [
+        probe.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        ).remote()
+        for bundle in range(bundles)
+    ]
+    return in_order([Slot(bundle, *found) for bundle, found in enumerate(ray.get(calls))])
+
+
+def _look() -> tuple[str, str]:
+    return ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
+
+
+def in_order(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Order slots by node, the node of the first bundle first, and by device.
+
+    >>> [slot.bundle for slot in in_order([Slot(0, "b", "1"), Slot(1, "a", "0"), Slot(2, "b", "0")])]
+    [2, 0, 1]
+    """
+    nodes = list(dict.fromkeys(slot.node for slot in slots))
+
+    def key(slot: Slot) -> tuple[int, int, str]:
+        return nodes.index(slot.node), int(slot.gpu) if slot.gpu.isdigit() else 0, slot.gpu
+
+    return tuple(sorted(slots, key=key))
+
+
+def is_as_asked(nodes_of_ranks: Sequence[str], nodes: int, per_node: int) -> bool:
+    """Return whether the ranks are on ``nodes`` nodes, ``per_node`` on each."""
+    return list(Counter(nodes_of_ranks).values()) == [per_node] * nodes
+
+
+def choose_nodes(
+    free: Mapping[str, float], nodes: int, per_node: int, engines: Sequence[float] = ()
+) -> list[str] | None:
+    """Return the nodes for the ranks: those with the fewest free devices that suffice, so that larger ones stay free.
+
+    None if there are not enough, or the engines find no place beside the ranks.
+
+    Args:
+        free: The free devices of each node.
+        nodes: How many nodes the ranks have.
+        per_node: Their devices on each.
+        engines: The devices of each part of an engine, which is on one node; all have as many.
+
+    >>> choose_nodes({"a": 8, "b": 4, "c": 3, "d": 4}, nodes=2, per_node=4)
+    ['b', 'd']
+    """
+    chosen = [node for node in sorted(free, key=lambda node: free[node]) if free[node] >= per_node][:nodes]
+    left = [have - (per_node if node in chosen else 0) for node, have in free.items()]
+    room = sum(int(have // engines[0]) for have in left) if engines else 0
+    return chosen if len(chosen) == nodes and room >= len(engines) else None
+
+
+def ranks_by_node(nodes_of_ranks: Sequence[str], names: Mapping[str, str]) -> str:
+    """Say which ranks are on which node; ``names`` is what to call each.
+
+    >>> ranks_by_node(["a", "a", "a", "b"], {"a": "10.0.0.1", "b": "10.0.0.2"})
+    'ranks 0-2 on 10.0.0.1, 3 on 10.0.0.2'
+    """
+    parts = []
+    for node in dict.fromkeys(nodes_of_ranks):
+        ranks = [rank for rank, of_rank in enumerate(nodes_of_ranks) if of_rank == node]
+        follows = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        numbers = f"{ranks[0]}-{ranks[-1]}" if follows else " ".join(map(str, ranks))
+        parts.append(f"{numbers} on {names.get(node, node)}")
+    return f"ranks {', '.join(parts)}"
+
+
+def check_engines(slots: Sequence[Slot], size: int, per_node: int) -> None:
+    """Check that every process of an engine has its devices, ``per_node`` consecutive slots, on one node.
+
+    Args:
+        slots: The slots of all engines.
+        size: The devices of an engine.
+        per_node: Its devices on each of its nodes.
+
+    Raises:
+        ValueError: Ray has spread the devices so that one has not.
+    """
+    for first in range(0, len(slots), per_node):
+        nodes = list(dict.fromkeys(slot.node for slot in slots[first : first + per_node]))
+        if len(nodes) > 1:
+            held = " and ".join(str(sum(slot.node == node for slot in slots)) for node in nodes)
+            devices = "the devices" if per_node == size else f"{per_node} devices"
+            raise ValueError(
+                f"--rollout-num-gpus-per-engine {size}: with --colocate {devices} of engine {first // size} are on "
+                f"{len(nodes)} nodes, which hold {held} of the trainer's devices; free whole nodes, or give a smaller "
+                "engine"
+            )
+
+
+# Settings of worker processes: their share of the cores, what their allocator keeps, faster imports.
+
+
+_PLENTY = 16 * GIB  # of memory: enough to keep some for speed
+_LARGE_BLOCK = 2 << 20
+
+
+def malloc_environment(device: str, given: Mapping[str, str], memory: int | None = None) -> dict[str, str]:
+    """Return environment variables for worker processes on ``device``, without those that ``given`` already sets.
+
+    By default glibc returns large blocks to the kernel when they are freed, which clears their pages for the next
+    allocation: a fifth of the time of a training pass (docs/performance.md has the figures). A host with plenty of
+    memory lets each process keep an eighth of it. On others, blocks above 2 MiB are returned. One heap in place of one
+    per thread wastes less in either case. glibc reads the variables when a process starts.
+
+    Args:
+        device: Of the workers; nothing is set for CUDA.
+        given: The variables that are set.
+        memory: Bytes that this host may use; by default they are looked up.
+    """
+    if device != "cpu":
+        return {}
+    memory = memory_bytes() if memory is None else memory
+    wanted = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(_LARGE_BLOCK)}
+    if memory >= _PLENTY:
+        wanted |= {"MALLOC_MMAP_THRESHOLD_": str(memory), "MALLOC_TRIM_THRESHOLD_": str(memory // 8)}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Disable garbage collection while the block imports, and leave the imported objects out of later collections.
+
+    Modules stay, and they have a million objects. Passing over them takes a tenth of the time of the imports, and
+    0.3 s in each later full collection.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def use_threads(device: str, sharers: int) -> None:
+    """On CPU, split the cores over the ``sharers`` processes that compute at the same time (launch/host_share.py).
+
+    Ray sets OMP_NUM_THREADS to the actor's logical CPUs, which are not cores here, so PyTorch's number of threads is
+    set directly.
+    """
+    if device == "cpu":
+        import torch  # not at the top: the launcher imports this module
+
+        torch.set_num_threads(threads(sharers))
+
+
+# Keep a Ray that a run starts on this machine to this machine and this user: its sockets, its token, its files.
+
+
+LOOPBACK = "127.0.0.1"
+# The collectives listen too, gloo at the address of the host's name, NCCL at that of the first network interface.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_TOKEN_BYTES = 32
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def loopback_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables by which workers' collectives listen on the loopback interface only.
+
+    Variables that ``given`` already sets are left out.
+    """
+    return {name: "lo" for name in _INTERFACES if name not in given}
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Have a local Ray that the block starts listen on the loopback interface, and not on all of them.
+
+    Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's own address. With this switch it keeps
+    127.0.0.1, as it does on systems on which it supports one machine only (macOS and Windows).
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def make_token_private() -> None:
+    """Make Ray's file with the authentication token readable for this user only; create it if there is none.
+
+    Ray would create it readable for everybody, and whoever has the token can run code as this user. A token that is
+    given in the environment is the user's own affair.
+    """
+    if any(os.environ.get(name) for name in _TOKEN_VARIABLES) or os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+        return
+    with os.fdopen(file, "w") as token:
+        token.write(secrets.token_hex(_TOKEN_BYTES))
+
+
+def private_session_root() -> Path:
+    """Return a folder for the files of runs, Ray's sessions too, that only this user can enter; create it if needed.
+
+    Ray opens the folder of a session for everybody, and again with each worker, so the folder above it must be closed.
+    The log files in it hold the environment variables of workers, and its sockets are those of the raylet.
+
+    Raises:
+        ValueError: If another user has taken the name.
+    """
+    parent = Path(get_default_system_temp_dir()) / f"ray-{os.getuid()}"
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if parent.is_symlink() or parent.stat().st_uid != os.getuid():
+        raise ValueError(
+            f"{parent}: belongs to another user, who could read what Ray writes there; remove it, or set RAY_TMPDIR to "
+            "a folder of your own"
+        )
+    parent.chmod(0o700)
+    return parent

@@ -1,1 +1,0 @@
-"""Checkpoints of the Megatron backend: their contents, and how shards are written and read."""

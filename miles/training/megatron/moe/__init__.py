@@ -1,1 +1,0 @@
-"""Mixture of experts on Megatron: routing and its auxiliary losses."""

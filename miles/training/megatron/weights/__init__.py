@@ -1,1 +1,0 @@
-"""Hugging Face weights into and out of a sharded Megatron model."""
