@@ -202,7 +202,7 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
     return backend
 
 
-# A backend without weights, for ``miles/rehearsal``: its methods beyond the protocol of backends.
+# A backend without weights, for ``miles/commands/rehearsal``: its methods beyond the protocol of backends.
 
 
 LeaveOut: TypeAlias = Callable[[Sequence[nn.Module]], Collection[int]]
