@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +42,7 @@ class HeldCommand(subprocess.Popen):  # type: ignore[type-arg]
         super().__init__([*holder, *command], pass_fds=(writer,), start_new_session=True, **options)
         os.close(writer)
         self._said = os.fdopen(reader, "rb", buffering=0)
+        weakref.finalize(self, self._said.close)
         self._holder = psutil.Process(self.pid)
         self.pid = int(self._said.readline())
 
