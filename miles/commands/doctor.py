@@ -56,7 +56,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """What was found about one part of the machine.
 
     Attributes:
@@ -80,19 +80,19 @@ class Finding:
         return asdict(self) | {"state": self.state.value}
 
 
-def can_train(findings: Iterable[Finding]) -> bool:
+def can_train(findings: Iterable[MachineFinding]) -> bool:
     """Return whether training can run."""
     return all(finding.state != State.FAULT for finding in findings)
 
 
-def as_text(findings: Sequence[Finding]) -> str:
+def as_text(findings: Sequence[MachineFinding]) -> str:
     """Return one line per finding, below it what follows and what to do, and the verdict at the end."""
     column = max(len(finding.name) for finding in findings)
     lines = [line for finding in findings for line in _lines(finding, column)]
     return "\n".join([*lines, "", verdict(findings)])
 
 
-def verdict(findings: Iterable[Finding]) -> str:
+def verdict(findings: Iterable[MachineFinding]) -> str:
     """Say in one line whether training can run."""
     findings = list(findings)
     faults = [finding.name for finding in findings if finding.state == State.FAULT]
@@ -102,7 +102,7 @@ def verdict(findings: Iterable[Finding]) -> str:
     return "training can run here" + (f", without {count(missing, 'optional part')}" if missing else "")
 
 
-def _lines(finding: Finding, column: int) -> list[str]:
+def _lines(finding: MachineFinding, column: int) -> list[str]:
     head = f"{finding.state.value:8} {finding.name:{column}}  "
     indent = " " * len(head)
     lines = textwrap.wrap(finding.found, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False)
@@ -111,7 +111,7 @@ def _lines(finding: Finding, column: int) -> list[str]:
     return lines + ([f"{indent}-> {finding.remedy}"] if finding.remedy else [])  # one line, to be copied
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[MachineFinding]) -> str:
     """Return the findings as a JSON object."""
     rows = [finding.to_json() for finding in findings]
     return json.dumps({"miles": miles.__version__, "can_train": can_train(findings), "findings": rows}, indent=1)
@@ -132,7 +132,7 @@ LEFTOVERS = "miles.run.leftovers"  # runs in a process of its own, because it ne
 LONGEST_SOCKET = 107  # characters of the path of a socket (man 7 unix)
 
 
-def check_host(folder: Path) -> Iterator[Finding]:
+def check_host(folder: Path) -> Iterator[MachineFinding]:
     """Yield the findings on the machine.
 
     Args:
@@ -147,7 +147,7 @@ def check_host(folder: Path) -> Iterator[Finding]:
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-def check_cores() -> Finding:
+def check_cores() -> MachineFinding:
     """Compare the cores of the machine with those that this process may use."""
     usable, quota, whole = num_cores(), cpu_quota(), os.cpu_count() or 1
     load = os.getloadavg()[0]
@@ -158,15 +158,19 @@ def check_cores() -> Finding:
     if quota is not None and quota < usable:
         what = "threads get in each other's way"
         found += f"; a control group limits this process to {quota:.2g} of them"
-        return Finding("cores", State.NOTE, found, what, "raise the limit of the container or the job", facts)
+        return MachineFinding("cores", State.NOTE, found, what, "raise the limit of the container or the job", facts)
     if load > usable / 2:
-        return Finding("cores", State.NOTE, f"{found}: other processes are at work", "", "expect slow steps", facts)
+        return MachineFinding(
+            "cores", State.NOTE, f"{found}: other processes are at work", "", "expect slow steps", facts
+        )
     if not has_bf16() and not has_gpu():
-        return Finding("cores", State.NOTE, f"{found}; bf16 is emulated", "", "give --fp32, which is faster", facts)
-    return Finding("cores", State.OK, found, facts=facts)
+        return MachineFinding(
+            "cores", State.NOTE, f"{found}; bf16 is emulated", "", "give --fp32, which is faster", facts
+        )
+    return MachineFinding("cores", State.OK, found, facts=facts)
 
 
-def check_memory(limit: int, available: int) -> Finding:
+def check_memory(limit: int, available: int) -> MachineFinding:
     """Check what this process may use, and what of it is free.
 
     Args:
@@ -178,39 +182,43 @@ def check_memory(limit: int, available: int) -> Finding:
     facts = {"limit_bytes": limit, "available_bytes": available}
     remedy = "end other processes, or raise the limit"
     if free < LEAST_MEMORY:
-        return Finding("memory", State.FAULT, found, "disables training", remedy, facts)
+        return MachineFinding("memory", State.FAULT, found, "disables training", remedy, facts)
     if free < QUICKSTART_MEMORY:
         effect = f"the quickstart, which takes {QUICKSTART_MEMORY / GIB:g} GiB, may not fit"
-        return Finding("memory", State.NOTE, found, effect, remedy, facts)
-    return Finding("memory", State.OK, found, facts=facts)
+        return MachineFinding("memory", State.NOTE, found, effect, remedy, facts)
+    return MachineFinding("memory", State.OK, found, facts=facts)
 
 
-def check_shared_memory(folder: Path) -> Finding:
+def check_shared_memory(folder: Path) -> MachineFinding:
     """Check that Ray's object store fits into shared memory."""
     if not folder.is_dir():
         remedy = f"mount a tmpfs at {folder}"
-        return Finding("shared memory", State.NOTE, f"there is no {folder}", "Ray stores objects on disk", remedy)
+        return MachineFinding(
+            "shared memory", State.NOTE, f"there is no {folder}", "Ray stores objects on disk", remedy
+        )
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB in {folder}"
     facts = {"free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < LEAST_SHARED_MEMORY:
         remedy = "give the container more, for example docker run --shm-size=2g"
-        return Finding("shared memory", State.NOTE, found, "Ray stores objects on disk, slowly", remedy, facts)
-    return Finding("shared memory", State.OK, found, facts=facts)
+        return MachineFinding("shared memory", State.NOTE, found, "Ray stores objects on disk, slowly", remedy, facts)
+    return MachineFinding("shared memory", State.OK, found, facts=facts)
 
 
-def check_temp(folder: Path) -> Finding:
+def check_temp(folder: Path) -> MachineFinding:
     """Check the folder of Ray's sockets and of the servers' files: its path is bounded, as sockets are in it."""
     name = "temporary folder"
     inside = f"/ray-{os.getuid()}/r12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
     longest = LONGEST_SOCKET - len(inside)
     if len(os.fsencode(folder)) > longest:
         found = f"{folder} is longer than the {longest} bytes that leave room for the path of Ray's sockets"
-        return Finding(name, State.FAULT, found, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp")
+        return MachineFinding(
+            name, State.FAULT, found, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp"
+        )
     return check_disk(name, folder)
 
 
-def check_disk(name: str, folder: Path) -> Finding:
+def check_disk(name: str, folder: Path) -> MachineFinding:
     """Check that ``folder`` can be written, and has space."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -219,16 +227,16 @@ def check_disk(name: str, folder: Path) -> Finding:
             file.write(b"1")
     except OSError as error:
         remedy = "choose a folder that you can write to"
-        return Finding(name, State.FAULT, f"{folder}: {error.strerror}", "disables training from here", remedy)
+        return MachineFinding(name, State.FAULT, f"{folder}: {error.strerror}", "disables training from here", remedy)
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} GiB free in {folder}"
     facts = {"folder": str(folder), "free_bytes": usage.free}
     if usage.free < LEAST_DISK:
-        return Finding(name, State.NOTE, found, "checkpoints may not fit", "make room", facts)
-    return Finding(name, State.OK, found, facts=facts)
+        return MachineFinding(name, State.NOTE, found, "checkpoints may not fit", "make room", facts)
+    return MachineFinding(name, State.OK, found, facts=facts)
 
 
-def check_loopback() -> Finding:
+def check_loopback() -> MachineFinding:
     """Check that a server can listen on the loopback interface, and be reached there."""
     try:
         with closing(socket.create_server((LOOPBACK, 0))) as server:
@@ -237,12 +245,12 @@ def check_loopback() -> Finding:
                 pass
     except OSError as error:
         remedy = "allow sockets on 127.0.0.1 (the interface lo)"
-        return Finding("ports", State.FAULT, f"{LOOPBACK} cannot be used: {error}", "disables training", remedy)
+        return MachineFinding("ports", State.FAULT, f"{LOOPBACK} cannot be used: {error}", "disables training", remedy)
     low, high = _free_range()
     facts = {"low": low, "high": high}
     if high - low < LEAST_PORTS:
         remedy = "widen net.ipv4.ip_local_port_range"
-        return Finding(
+        return MachineFinding(
             "ports",
             State.NOTE,
             f"only {low} to {high} for sockets",
@@ -250,7 +258,7 @@ def check_loopback() -> Finding:
             remedy,
             facts,
         )
-    return Finding("ports", State.OK, f"{LOOPBACK} answers; {low} to {high} for sockets", facts=facts)
+    return MachineFinding("ports", State.OK, f"{LOOPBACK} answers; {low} to {high} for sockets", facts=facts)
 
 
 def _free_range() -> tuple[int, int]:
@@ -261,16 +269,16 @@ def _free_range() -> tuple[int, int]:
     return int(low), int(high)
 
 
-def check_open_files(soft: int, hard: int) -> Finding:
+def check_open_files(soft: int, hard: int) -> MachineFinding:
     """Check the limit of open files: Ray, and servers with many requests, need thousands."""
     found, facts = f"up to {soft}", {"soft": soft, "hard": hard}
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"
-        return Finding("open files", State.NOTE, found, "limits requests to a server", remedy, facts)
-    return Finding("open files", State.OK, found, facts=facts)
+        return MachineFinding("open files", State.NOTE, found, "limits requests to a server", remedy, facts)
+    return MachineFinding("open files", State.OK, found, facts=facts)
 
 
-def check_leftovers(clean: bool, seconds: float) -> Finding:
+def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
     """Return what killed runs of this user left on this machine.
 
     Args:
@@ -285,24 +293,24 @@ def check_leftovers(clean: bool, seconds: float) -> Finding:
         )
         found = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
     except subprocess.TimeoutExpired:
-        return Finding("leftovers", State.NOTE, f"not known: no answer within {seconds:g} s (--timeout)")
+        return MachineFinding("leftovers", State.NOTE, f"not known: no answer within {seconds:g} s (--timeout)")
     if found is None:
         last = one_line((ended.stderr.strip().splitlines() or ["no message"])[-1], 300)
-        return Finding("leftovers", State.NOTE, f"not known: {last}")
+        return MachineFinding("leftovers", State.NOTE, f"not known: {last}")
     left = found["leftovers"]
     alive = f"; {count(found['alive'], 'run')} alive" if found["alive"] else ""
     if not left:
-        return Finding("leftovers", State.OK, f"none{alive}", facts=found)
+        return MachineFinding("leftovers", State.OK, f"none{alive}", facts=found)
     kept = [each for each in left if not each["removed"]]
     processes = sum(len(each["pids"]) for each in left)
     megabytes = sum(each["size"] for each in left) / 1e6
     shown = f"{count(len(left), 'killed run')}: {processes} process{'' if processes == 1 else 'es'}"
     shown += f", {megabytes:.1f} MB{alive}"
     if not kept:
-        return Finding("leftovers", State.OK, f"removed what was left of {shown}", facts=found)
+        return MachineFinding("leftovers", State.OK, f"removed what was left of {shown}", facts=found)
     if clean:
         folders = ", ".join(each["folder"] for each in kept)
-        return Finding(
+        return MachineFinding(
             "leftovers",
             State.NOTE,
             f"could not remove {folders}",
@@ -310,7 +318,7 @@ def check_leftovers(clean: bool, seconds: float) -> Finding:
             "remove it by hand",
             found,
         )
-    return Finding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)
+    return MachineFinding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)
 
 
 # Check the packages: which are installed, and whether they can be imported, each in a process of its own.
@@ -449,7 +457,7 @@ def install_command(extra: str = "", no_deps: Sequence[str] = ()) -> str:
     return f"{pip} {name}{after}"
 
 
-def check_packages(quick: bool, seconds: float) -> Iterator[Finding]:
+def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
     """Yield a finding on Python, miles and each package.
 
     Args:
@@ -458,27 +466,29 @@ def check_packages(quick: bool, seconds: float) -> Iterator[Finding]:
     """
     version = sys.version.split()[0]
     if LOWEST_PYTHON <= sys.version_info[:2] < ABOVE_PYTHON:
-        yield Finding("python", State.OK, f"{version}, {sys.executable}", facts={"version": version})
+        yield MachineFinding("python", State.OK, f"{version}, {sys.executable}", facts={"version": version})
     else:
-        yield Finding("python", State.FAULT, f"{version}; miles needs 3.11 or 3.12", remedy="make another environment")
+        yield MachineFinding(
+            "python", State.FAULT, f"{version}; miles needs 3.11 or 3.12", remedy="make another environment"
+        )
     folder = Path(miles.__file__).parent
     facts = {"version": miles.__version__, "folder": str(folder)}
-    yield Finding("miles", State.OK, f"{miles.__version__}, {folder}", facts=facts)
+    yield MachineFinding("miles", State.OK, f"{miles.__version__}, {folder}", facts=facts)
     yield check_others()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         useful = [package for package in PACKAGES if has_gpu() or not package.needs_gpu]
         yield from pool.map(lambda package: check_package(package, quick, seconds), useful)
 
 
-def check_others() -> Finding:
+def check_others() -> MachineFinding:
     """Return the finding on the packages that every run needs, and that are not reported one by one."""
     found = {name: _version(name) for name in OTHERS}
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        return Finding(
+        return MachineFinding(
             "other packages", State.FAULT, f"not installed: {', '.join(missing)}", NO_TRAINING, install_command(), found
         )
-    return Finding("other packages", State.OK, f"all {len(found)} installed", facts=found)
+    return MachineFinding("other packages", State.OK, f"all {len(found)} installed", facts=found)
 
 
 def _version(name: str) -> str | None:
@@ -488,44 +498,44 @@ def _version(name: str) -> str | None:
         return None
 
 
-def check_package(package: Package, quick: bool, seconds: float) -> Finding:
+def check_package(package: Package, quick: bool, seconds: float) -> MachineFinding:
     """Return the finding on one package."""
     version = _version(package.name)
     if version is None:
         return _lacking(package, "not installed", package.remedy)
     if quick or not package.is_imported:
-        return Finding(package.name, State.OK, version, facts={"version": version})
+        return MachineFinding(package.name, State.OK, version, facts={"version": version})
     code = _IMPORT + package.facts
     failure, output = _run([code, package.module], seconds)
     if failure is not None:
         return _lacking(package, f"{version} is installed, and cannot be imported: {failure}", package.remedy)
     if not package.facts:
-        return Finding(package.name, State.OK, version, facts={"version": version})
+        return MachineFinding(package.name, State.OK, version, facts={"version": version})
     return _torch(json.loads(output.splitlines()[-1]))
 
 
-def _lacking(package: Package, found: str, remedy: str) -> Finding:
+def _lacking(package: Package, found: str, remedy: str) -> MachineFinding:
     if package.disables:
-        return Finding(package.name, State.MISSING, found, f"disables {package.disables}", remedy)
-    return Finding(package.name, State.FAULT, found, NO_TRAINING, remedy)
+        return MachineFinding(package.name, State.MISSING, found, f"disables {package.disables}", remedy)
+    return MachineFinding(package.name, State.FAULT, found, NO_TRAINING, remedy)
 
 
-def _torch(facts: Mapping[str, Any]) -> Finding:
+def _torch(facts: Mapping[str, Any]) -> MachineFinding:
     """Return the finding on PyTorch, with the GPUs that it sees."""
     version, devices = facts["version"], facts["devices"]
     if not facts["gloo"]:
         remedy = install_command()
-        return Finding("torch", State.FAULT, f"{version} has no gloo", NO_TRAINING, remedy, dict(facts))
+        return MachineFinding("torch", State.FAULT, f"{version} has no gloo", NO_TRAINING, remedy, dict(facts))
     if devices:
         gib = min(device["memory_bytes"] for device in devices) / 2**30
         found = f"{version}; {len(devices)} x {devices[0]['name']} of {gib:.0f} GiB"
-        return Finding("torch", State.OK, found, facts=dict(facts))
+        return MachineFinding("torch", State.OK, found, facts=dict(facts))
     if has_gpu():
         why = "a build for CPU" if facts["cuda"] is None else f"CUDA {facts['cuda']} finds no device"
         found = f"{version} sees none of this machine's GPUs: {why}"
         remedy = "install a build of torch for the driver's CUDA, https://pytorch.org/get-started"
-        return Finding("torch", State.MISSING, found, "disables --device cuda", remedy, dict(facts))
-    return Finding("torch", State.OK, f"{version}; no GPU, runs are on CPU", facts=dict(facts))
+        return MachineFinding("torch", State.MISSING, found, "disables --device cuda", remedy, dict(facts))
+    return MachineFinding("torch", State.OK, f"{version}; no GPU, runs are on CPU", facts=dict(facts))
 
 
 def _run(words: Sequence[str], seconds: float) -> tuple[str | None, str]:

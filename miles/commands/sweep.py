@@ -32,7 +32,7 @@ from miles.commands.sweeps.run_queue import (
     start_process,
     summary,
 )
-from miles.commands.sweeps.swept_run import TRAIN, Start, SweptRun
+from miles.commands.sweeps.swept_run import TRAIN, RunStart, SweptRun
 from miles.commands.train import in_one_process
 from miles.config.command_parser import CommandParser
 from miles.config.rules.modes import check_one_process
@@ -157,7 +157,7 @@ def _beginning(
     lines = [f"sweep: {count(len(runs), 'run')} ({what}), {len(runs) - len(to_do)} finished before"]
     if to_do:
         lines[0] += f"; {len(places)} at a time, each on {places[0]}"
-    lines += [f"  {run.name} {run.in_words()}" for run in to_do if run.start is not Start.NEW]
+    lines += [f"  {run.name} {run.in_words()}" for run in to_do if run.start is not RunStart.NEW]
     return "\n".join(lines)
 
 

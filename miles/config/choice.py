@@ -19,7 +19,7 @@ RANKS_ON_CUDA = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenValue:
     """Hold a value that was chosen, and why.
 
     Attributes:
@@ -31,7 +31,7 @@ class Choice:
     why: str
 
 
-def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: str | None = None) -> Choice:
+def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: str | None = None) -> ChosenValue:
     """Choose ``--train-backend``: the one that is given, Megatron if the command has flags of it, else FSDP.
 
     Args:
@@ -40,14 +40,14 @@ def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: 
         only_fsdp: The type of the model, if FSDP trains it and Megatron does not.
     """
     if given is not None:
-        return Choice(given, "--train-backend")
+        return ChosenValue(given, "--train-backend")
     first = next(iter(megatron_flags), None)
     megatron, other = (first_with(TRAIN_BACKENDS, "reads_megatron_flags", wanted) for wanted in (True, False))
     if first is None:
-        return Choice(other, "the command has no flag of Megatron")
+        return ChosenValue(other, "the command has no flag of Megatron")
     if only_fsdp is not None:
-        return Choice(other, f"the command has {first}, but the Megatron backend has no layers for a {only_fsdp}")
-    return Choice(megatron, f"the command has {first}")
+        return ChosenValue(other, f"the command has {first}, but the Megatron backend has no layers for a {only_fsdp}")
+    return ChosenValue(megatron, f"the command has {first}")
 
 
 def trained_without_megatron(settings: Settings) -> str | None:
@@ -64,7 +64,7 @@ def trained_without_megatron(settings: Settings) -> str | None:
     return model_type(config) if is_trained else None
 
 
-def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Choice:
+def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> ChosenValue:
     """Choose cuda or cpu: as ``--device`` says, or cuda if this host or the cluster that the run joins has a GPU.
 
     Args:
@@ -73,17 +73,17 @@ def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Ch
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
     """
     if given != "auto":
-        return Choice(given, f"--device {given}")
+        return ChosenValue(given, f"--device {given}")
     if has_gpu:
-        return Choice("cuda", "this host has a GPU")
+        return ChosenValue("cuda", "this host has a GPU")
     if joined is None:
-        return Choice("cpu", "this host has no GPU")
+        return ChosenValue("cpu", "this host has no GPU")
     if joined.gpus:
-        return Choice("cuda", joined.in_words)
-    return Choice("cpu", f"this host has no GPU; {joined.in_words}")
+        return ChosenValue("cuda", joined.in_words)
+    return ChosenValue("cpu", f"this host has no GPU; {joined.in_words}")
 
 
-def choose_engine(given: str | None, server_flags: Iterable[str], device: Choice) -> Choice:
+def choose_engine(given: str | None, server_flags: Iterable[str], device: ChosenValue) -> ChosenValue:
     """Choose ``--rollout-engine``: the one that is given, SGLang if the command has flags of it or CUDA is there.
 
     Args:
@@ -92,15 +92,15 @@ def choose_engine(given: str | None, server_flags: Iterable[str], device: Choice
         device: The device that was chosen.
     """
     if given is not None:
-        return Choice(given, "--rollout-engine")
+        return ChosenValue(given, "--rollout-engine")
     servers, embedded = (first_with(ENGINES, "has_servers", wanted) for wanted in (True, False))
     first = next(iter(server_flags), None)
     if first is not None:
-        return Choice(servers, f"the command has {first}")
-    return Choice(servers if device.value == "cuda" else embedded, device.why)
+        return ChosenValue(servers, f"the command has {first}")
+    return ChosenValue(servers if device.value == "cuda" else embedded, device.why)
 
 
-def choose_ranks(device: Choice, cores: int) -> Choice:
+def choose_ranks(device: ChosenValue, cores: int) -> ChosenValue:
     """Choose ``--actor-num-gpus-per-node``: 8 on CUDA, and one rank for two cores on CPU.
 
     Args:
@@ -108,11 +108,11 @@ def choose_ranks(device: Choice, cores: int) -> Choice:
         cores: The cores of this host.
     """
     if device.value == "cuda":
-        return Choice(RANKS_ON_CUDA, "the default on CUDA")
-    return Choice(max(1, cores // 2), f"one for two of {count(cores, 'core')}")
+        return ChosenValue(RANKS_ON_CUDA, "the default on CUDA")
+    return ChosenValue(max(1, cores // 2), f"one for two of {count(cores, 'core')}")
 
 
-def in_words(backend: Choice, engine: Choice, ranks: Choice | None, device: Choice | None) -> str:
+def in_words(backend: ChosenValue, engine: ChosenValue, ranks: ChosenValue | None, device: ChosenValue | None) -> str:
     """Say in one line what was chosen, and why.
 
     Args:

@@ -220,7 +220,7 @@ class MlflowSink:
             batch = [self._param(name, value[:MLFLOW_VALUE]) for name, value in params[start : start + MLFLOW_PARAMS]]
             self._client.log_batch(self._run, params=batch)
         self._tables = SampleTables(tracking, header)
-        self._calls = Calls("--use-mlflow")
+        self._calls = OrderedCalls("--use-mlflow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Have one step sent."""
@@ -277,7 +277,7 @@ def mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-class Calls:
+class OrderedCalls:
     """Calls that a thread makes in order. The first that fails is a note; the others are made all the same.
 
     Args:

@@ -19,7 +19,7 @@ from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
 from miles.observe.sinks import Notifier
 from miles.run import stop_requests
 from miles.run.failure_files import FailureFiles
-from miles.run.liveness import DEATHS, WorkerLost, how_it_died
+from miles.run.liveness import DEATHS, ActorLost, how_it_died
 from miles.run.remote_checkpoints import pending_in
 from miles.run.stop_requests import StopRequests
 from miles.training.checkpoint_files import at, newest
@@ -97,7 +97,7 @@ def stopped_by(stop: StopRequests, checkpoint: CheckpointArguments) -> str:
 
 def is_death(error: Exception) -> bool:
     """Return whether an error is that a worker process died or does not answer."""
-    return isinstance(error, (WorkerLost, *DEATHS))
+    return isinstance(error, (ActorLost, *DEATHS))
 
 
 def is_stopped_soon(stop: StopRequests) -> bool:
@@ -118,7 +118,7 @@ def cause_of(error: Exception) -> BaseException:
 
 def show(error: Exception) -> None:
     """Print the traceback of the process that failed, not the launcher's own if the failure is elsewhere."""
-    if isinstance(error, WorkerLost):
+    if isinstance(error, ActorLost):
         text = "" if error.__cause__ is None else str(error.__cause__)
     elif isinstance(error, ray.exceptions.RayError):
         text = str(error)
@@ -130,7 +130,7 @@ def show(error: Exception) -> None:
 
 def in_one_line(error: Exception) -> str:
     """Return what went wrong as the end of a sentence."""
-    if isinstance(error, WorkerLost):
+    if isinstance(error, ActorLost):
         return str(error)
     if isinstance(error, DEATHS):
         return f"a worker process died ({how_it_died(error)}; Ray's message is above)"

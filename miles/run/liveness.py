@@ -102,7 +102,7 @@ _OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.ObjectLostError, *D
 _TIME_OUT = re.compile(r"tim(?:ed|e) ?-?out|\(--worker-timeout\)", re.IGNORECASE)
 
 
-class WorkerLost(ray.exceptions.RayError):
+class ActorLost(ray.exceptions.RayError):
     """A worker process died or does not answer. The message names it; the cause, if any, is Ray's own error."""
 
     def __init__(self, worker: Any, message: str) -> None:
@@ -120,7 +120,7 @@ class _Watched:
     preparing: ray.ObjectRef[Any] | None = None  # until it has ended
     pid: int | None = None  # known with the first heartbeat
     node: str | None = None  # the id of its node, known with the first heartbeat; None outside of a joined cluster
-    lost: WorkerLost | None = None
+    lost: ActorLost | None = None
 
     def beat(self) -> None:
         """Request the next heartbeat."""
@@ -227,7 +227,7 @@ class Workers:
         The first failure of any call, or of a call in ``beside``, is raised at once, because its peers may hang.
 
         Raises:
-            WorkerLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``), and
+            ActorLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``), and
                 if a call takes longer than the longest wait. It is also raised instead of a failure that the loss
                 caused in another worker.
         """
@@ -267,12 +267,12 @@ class Workers:
                 self._on_hang(str(cause).partition("\n")[0])
             raise failure
 
-    def _hangs(self, worker: Any, why: str) -> WorkerLost:
+    def _hangs(self, worker: Any, why: str) -> ActorLost:
         self._on_hang(why)
-        return WorkerLost(worker, why)
+        return ActorLost(worker, why)
 
     def _look(self, whose: Any) -> None:
-        """Read the heartbeats; raise ``WorkerLost`` for a lost worker."""
+        """Read the heartbeats; raise ``ActorLost`` for a lost worker."""
         now = time.monotonic()
         if (asleep := now - self._looked) > ASLEEP_SECONDS:  # answers may have arrived unread
             for watched in self._watched:
@@ -286,11 +286,11 @@ class Workers:
             if watched.lost is not None and (watched.worker is whose or not watched.replaceable):
                 raise watched.lost
 
-    def _lost(self, watched: _Watched, answered: bool) -> WorkerLost | None:
+    def _lost(self, watched: _Watched, answered: bool) -> ActorLost | None:
         """Return how ``watched`` was lost, or None if it is alive; one that answered gets the next request."""
         if (loss := loss_of_node(watched.node)) is not None:
             self.end_directly(watched.node)
-            return WorkerLost(watched.worker, f"{watched.name} (process {watched.pid}) is lost with its node: {loss}")
+            return ActorLost(watched.worker, f"{watched.name} (process {watched.pid}) is lost with its node: {loss}")
         if not answered:
             longest = HEARTBEAT_SECONDS + self._seconds
             if watched.is_preparing() or watched.pid is None or time.monotonic() - watched.sent <= longest:
@@ -308,7 +308,7 @@ class Workers:
                 watched.node = node_of(watched.worker)
         except DEATHS as death:
             look_at_node()  # does not return if Ray itself was lost
-            lost = WorkerLost(watched.worker, f"{watched.name} died ({how_it_died(death, watched.pid)})")
+            lost = ActorLost(watched.worker, f"{watched.name} died ({how_it_died(death, watched.pid)})")
             lost.__cause__ = death
             return lost
         watched.beat()

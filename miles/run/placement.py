@@ -27,7 +27,7 @@ _PROBE_SHARE = 0.01  # of a GPU, for a task that looks at it
 
 
 @dataclass(frozen=True)
-class Slot:
+class GpuSlot:
     """A GPU that a bundle holds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Slot:
     gpu: str
 
 
-def find_slots(group: PlacementGroup, bundles: int) -> tuple[Slot, ...]:
+def find_slots(group: PlacementGroup, bundles: int) -> tuple[GpuSlot, ...]:
     """Return the slots of the first ``bundles`` bundles, each of one GPU: node by node, and by device in a node.
 
     Ray fills bundles in any order, so consecutive ranks would otherwise be on different nodes.
@@ -53,22 +53,22 @@ def find_slots(group: PlacementGroup, bundles: int) -> tuple[Slot, ...]:
         ).remote()
         for bundle in range(bundles)
     ]
-    return in_order([Slot(bundle, *found) for bundle, found in enumerate(ray.get(calls))])
+    return in_order([GpuSlot(bundle, *found) for bundle, found in enumerate(ray.get(calls))])
 
 
 def _look() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
 
 
-def in_order(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+def in_order(slots: Sequence[GpuSlot]) -> tuple[GpuSlot, ...]:
     """Order slots by node, the node of the first bundle first, and by device.
 
-    >>> [slot.bundle for slot in in_order([Slot(0, "b", "1"), Slot(1, "a", "0"), Slot(2, "b", "0")])]
+    >>> [slot.bundle for slot in in_order([GpuSlot(0, "b", "1"), GpuSlot(1, "a", "0"), GpuSlot(2, "b", "0")])]
     [2, 0, 1]
     """
     nodes = list(dict.fromkeys(slot.node for slot in slots))
 
-    def key(slot: Slot) -> tuple[int, int, str]:
+    def key(slot: GpuSlot) -> tuple[int, int, str]:
         return nodes.index(slot.node), int(slot.gpu) if slot.gpu.isdigit() else 0, slot.gpu
 
     return tuple(sorted(slots, key=key))
@@ -116,7 +116,7 @@ def ranks_by_node(nodes_of_ranks: Sequence[str], names: Mapping[str, str]) -> st
     return f"ranks {', '.join(parts)}"
 
 
-def check_engines(slots: Sequence[Slot], size: int, per_node: int) -> None:
+def check_engines(slots: Sequence[GpuSlot], size: int, per_node: int) -> None:
     """Check that every process of an engine has its devices, ``per_node`` consecutive slots, on one node.
 
     Args:

@@ -38,10 +38,10 @@ from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
-from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
+from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
-from miles.run.stored_weights import Weights
+from miles.run.stored_weights import UpdateWeights
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
 from miles.types.metrics import Metric
@@ -83,7 +83,7 @@ class RolloutDriver:
         self._update: ray.ObjectRef[Any] | None = None  # the weight update in progress
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
-        self._weights: tuple[Weights | None, int] | None = None  # the newest, if workers are replaced
+        self._weights: tuple[UpdateWeights | None, int] | None = None  # the newest, if workers are replaced
         self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended
         self._whole_updates = 0  # in which an engine took all weights
         self._actor: Any = with_heartbeat(RolloutActor).options(**placement.rollout_options())
@@ -127,9 +127,9 @@ class RolloutDriver:
                     self._replace()
                 return call()
             except ray.exceptions.RayError as error:
-                lost = isinstance(error, WorkerLost) and error.worker is self.worker
+                lost = isinstance(error, ActorLost) and error.worker is self.worker
                 # A new worker whose engines do not start, because one was killed as well, is replaced too.
-                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError | WriteFailed)
+                failed_again = self._dead and not isinstance(cause_of(error), ActorLost | ValueError | WriteFailed)
                 if tries_left == 0 or not (lost or failed_again):
                     raise
                 self._dead = True
@@ -164,7 +164,7 @@ class RolloutDriver:
 
         return self._surviving(ask)
 
-    def update_weights(self, weights: Weights | None, version: int) -> None:
+    def update_weights(self, weights: UpdateWeights | None, version: int) -> None:
         """Give the engine new weights; None lets it keep those that it has."""
         if self._replaces:
             self._weights = (weights, version)
@@ -333,7 +333,7 @@ class RolloutActor:
         """Return the metrics of every evaluation set under the engine's weights."""
         return await self.pipeline.evaluate()
 
-    async def update_weights(self, weights: Weights | None, version: int, after: int | None) -> dict[str, Metric]:
+    async def update_weights(self, weights: UpdateWeights | None, version: int, after: int | None) -> dict[str, Metric]:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
 
         If ``weights`` is None, the engine keeps those that it has.

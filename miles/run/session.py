@@ -34,9 +34,9 @@ from miles.base.text import few_lines
 from miles.config.cluster import ClusterArguments
 from miles.run.failure_files import FailureFiles
 from miles.run.failures import cause_of, is_death, is_stopped_soon
-from miles.run.liveness import WorkerLost
+from miles.run.liveness import ActorLost
 from miles.run.placement import (
-    Slot,
+    GpuSlot,
     check_engines,
     choose_nodes,
     find_slots,
@@ -104,14 +104,14 @@ class Placement:
     cluster: ClusterArguments
     device: str  # cpu or cuda
     engines: EngineLayout
-    slots: tuple[Slot, ...] = ()  # the GPU of each trainer rank; none on CPU, where rank i takes bundle i
+    slots: tuple[GpuSlot, ...] = ()  # the GPU of each trainer rank; none on CPU, where rank i takes bundle i
     nodes: frozenset[str] = frozenset()  # the ids of all nodes with bundles
 
     def renew(self) -> None:
         """Take other devices for a new attempt of the run, if a node of a joined cluster with some of them was lost.
 
         Raises:
-            WorkerLost: If the cluster does not have the devices in time.
+            ActorLost: If the cluster does not have the devices in time.
         """
         if not self.cluster.ray_address or are_alive(self.nodes):
             return
@@ -120,7 +120,7 @@ class Placement:
         try:
             self.place()
         except ValueError as error:
-            raise WorkerLost(None, f"a node of the cluster was lost, and {error}") from None
+            raise ActorLost(None, f"a node of the cluster was lost, and {error}") from None
 
     def place(self) -> None:
         """Reserve the devices. Raises ``ValueError`` if the cluster does not have them in time."""

@@ -18,7 +18,7 @@ from miles.types.weights import PackedChunk, WeightChunk, pack, unpack
 
 
 @dataclass(frozen=True)
-class Weights:
+class UpdateWeights:
     """The weights of an update, as they are passed between processes.
 
     Attributes:

@@ -39,7 +39,7 @@ from miles.run.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
-from miles.run.stored_weights import Weights, store, store_packed
+from miles.run.stored_weights import UpdateWeights, store, store_packed
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
 from miles.training.optimizer import be_deterministic
@@ -132,9 +132,9 @@ class TrainDriver:
         steps[-1][MEMORY] = Metric(fullest)
         return TrainedIteration(steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()})
 
-    def export_weights(self) -> Weights:
+    def export_weights(self) -> UpdateWeights:
         """Return references to the packed chunks of the full weights, or what has changed since the last export."""
-        exported: Weights = self._on_all("export_weights")[0]
+        exported: UpdateWeights = self._on_all("export_weights")[0]
         return replace(exported, trainer=self.actors[0])
 
     def offload(self) -> None:
@@ -361,7 +361,7 @@ class TrainActor:
         steps[-1][MEMORY] = Metric(used / GIB)
         return TrainedIteration(steps, self.trainer.recorder.read())
 
-    def export_weights(self) -> Weights:
+    def export_weights(self) -> UpdateWeights:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.
 
         With ``--update-weight-transfer-mode disk-delta`` it writes what has changed, and returns that, if it can.
@@ -370,12 +370,12 @@ class TrainActor:
             chunks = self.backend.export_weights()
             if self.rank == 0 and self.deltas is not None:
                 offer = self.deltas.update(chunks)
-                return Weights(store_packed(self.deltas.newest()) if offer is None else [], offer)
+                return UpdateWeights(store_packed(self.deltas.newest()) if offer is None else [], offer)
             if self.rank == 0:
-                return Weights(store(chunks))
+                return UpdateWeights(store(chunks))
             for _ in chunks:  # take part in the gathering
                 continue
-        return Weights([])
+        return UpdateWeights([])
 
     @ray.method(concurrency_group=WEIGHTS)
     def whole_weights(self, identity: str) -> list[ray.ObjectRef[Any]]:

@@ -24,7 +24,7 @@ _CACHE_ITEMSIZES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "bf16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationEstimate:
     """What one engine needs, and how fast all of them can generate.
 
     Attributes:
@@ -55,7 +55,7 @@ class Generation:
 
 def foresee_generation(
     settings: Settings, config: dict[str, Any], parameters: int, active: int, device: Device, memory: float
-) -> Generation:
+) -> GenerationEstimate:
     """Compute what the engines need.
 
     Args:
@@ -91,7 +91,7 @@ def foresee_generation(
         duration = _decode(weights, per_token, running, prompt, response, active / gpus, device, rate) * waves
     elif engines:
         duration = Seconds(float("inf"), float("inf"))
-    return Generation(engines, gpus, weights, per_token, cache, running, total * response, duration)
+    return GenerationEstimate(engines, gpus, weights, per_token, cache, running, total * response, duration)
 
 
 def memory_for_tensors(settings: Settings, memory: float) -> float:

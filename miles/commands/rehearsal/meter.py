@@ -32,7 +32,7 @@ from miles.training import packed_attention
 # What a rank's operations did, in order: allocations, work and collectives, and copies of a part of these.
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """What memory holds."""
 
     WEIGHTS = "weights"
@@ -75,7 +75,7 @@ class Message(NamedTuple):
 
 
 @dataclass
-class Tally:
+class OperationCounts:
     """How often each operation and each collective of a phase runs."""
 
     work: Counter[Work] = field(default_factory=Counter)
@@ -91,24 +91,24 @@ class Tally:
         """Bytes that operations read and write."""
         return sum(work.bytes * count for work, count in self.work.items())
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: OperationCounts) -> None:
         """Count the work of ``other`` too."""
         self.work.update(other.work)
         self.messages.update(other.messages)
 
-    def beyond(self, earlier: Tally) -> Tally:
+    def beyond(self, earlier: OperationCounts) -> OperationCounts:
         """Return what was counted since the tally was ``earlier``."""
-        return Tally(self.work - earlier.work, self.messages - earlier.messages)
+        return OperationCounts(self.work - earlier.work, self.messages - earlier.messages)
 
-    def scaled(self, factor: float) -> Tally:
+    def scaled(self, factor: float) -> OperationCounts:
         """Return the tally of ``factor`` times the work."""
-        return Tally(
+        return OperationCounts(
             Counter({work: count * factor for work, count in self.work.items()}),
             Counter({message: count * factor for message, count in self.messages.items()}),
         )
 
 
-Usage: TypeAlias = dict[Kind, int]  # bytes by kind
+Usage: TypeAlias = dict[MemoryKind, int]  # bytes by kind
 
 
 class _Event(NamedTuple):
@@ -121,7 +121,7 @@ class Moment(NamedTuple):
     """A position in the record, with what was counted before it."""
 
     position: int
-    tallies: dict[Phase, Tally]
+    tallies: dict[Phase, OperationCounts]
 
 
 class Stretch(NamedTuple):
@@ -129,7 +129,7 @@ class Stretch(NamedTuple):
 
     start: int
     end: int
-    tallies: dict[Phase, Tally]  # of this part alone
+    tallies: dict[Phase, OperationCounts]  # of this part alone
 
 
 class _Copies(NamedTuple):
@@ -138,7 +138,7 @@ class _Copies(NamedTuple):
     start: int
     end: int
     times: int
-    released: Mapping[Kind, int]
+    released: Mapping[MemoryKind, int]
 
 
 class Record:
@@ -150,8 +150,8 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.tallies: dict[Phase, Tally] = {}
-        self.kinds: dict[int, Kind] = {}
+        self.tallies: dict[Phase, OperationCounts] = {}
+        self.kinds: dict[int, MemoryKind] = {}
         self._events: list[_Event] = []
         self._copies: list[_Copies] = []
 
@@ -159,9 +159,9 @@ class Record:
         """Note that the storage of this number has grown by ``change`` bytes."""
         self._events.append(_Event(storage, change, phase))
 
-    def tally(self, phase: Phase) -> Tally:
+    def tally(self, phase: Phase) -> OperationCounts:
         """Return the tally of a phase, to count in it."""
-        return self.tallies.setdefault(phase, Tally())
+        return self.tallies.setdefault(phase, OperationCounts())
 
     def forget(self, phases: Iterable[Phase]) -> None:
         """Drop the work of ``phases`` that was done so far; allocated memory stays."""
@@ -178,7 +178,7 @@ class Record:
 
     def since(self, moment: Moment) -> Stretch:
         """Return what was recorded since ``moment``."""
-        found = {p: tally.beyond(moment.tallies.get(p, Tally())) for p, tally in self.tallies.items()}
+        found = {p: tally.beyond(moment.tallies.get(p, OperationCounts())) for p, tally in self.tallies.items()}
         tallies = {phase: tally for phase, tally in found.items() if tally.work or tally.messages}
         return Stretch(moment.position, len(self._events), tallies)
 
@@ -215,7 +215,7 @@ class Record:
 
     def peaks(self, since: int = 0) -> dict[Phase, Usage]:
         """Return what memory held when each phase was at its peak, counting from ``since`` on."""
-        held: Counter[Kind] = Counter()
+        held: Counter[MemoryKind] = Counter()
         total = position = 0
         best: dict[Phase, int] = {}
         found: dict[Phase, Usage] = {}
@@ -229,7 +229,7 @@ class Record:
                     best[event.phase] = total
                     found[event.phase] = {kind: size for kind, size in held.items() if size}
 
-        def add(change: Mapping[Kind, int], times: int) -> None:
+        def add(change: Mapping[MemoryKind, int], times: int) -> None:
             nonlocal total
             for kind, size in change.items():
                 held[kind] += times * size
@@ -254,23 +254,23 @@ class Record:
         found.update(self._held_by([copies for copies in self._copies if copies.end <= until]))
         return {kind: size for kind, size in found.items() if size}
 
-    def _held_by(self, copies: Sequence[_Copies]) -> Counter[Kind]:
+    def _held_by(self, copies: Sequence[_Copies]) -> Counter[MemoryKind]:
         """Return what ``copies`` have allocated and not released."""
-        held: Counter[Kind] = Counter()
+        held: Counter[MemoryKind] = Counter()
         for start, end, times, released in copies:
             for kind, size in self._change(start, end).items():
                 held[kind] += times * size
             held.subtract(released)
         return held
 
-    def _change(self, start: int, end: int) -> Counter[Kind]:
-        found: Counter[Kind] = Counter()
+    def _change(self, start: int, end: int) -> Counter[MemoryKind]:
+        found: Counter[MemoryKind] = Counter()
         for event in self._events[start:end]:
             found[self._kind(event)] += event.change
         return found
 
-    def _kind(self, event: _Event) -> Kind:
-        return self.kinds.get(event.storage, Kind.ACTIVATIONS)
+    def _kind(self, event: _Event) -> MemoryKind:
+        return self.kinds.get(event.storage, MemoryKind.ACTIVATIONS)
 
 
 # Repeat the results of operations without running them, if they were run before on tensors of the same shapes.
@@ -443,7 +443,7 @@ aten = torch.ops.aten
 
 
 # What is allocated in a phase, if nothing else says what it is; activations in other phases.
-_KIND_OF_PHASE = {Phase.BUILD: Kind.WEIGHTS, Phase.OPTIMIZE: Kind.OPTIMIZER}
+_KIND_OF_PHASE = {Phase.BUILD: MemoryKind.WEIGHTS, Phase.OPTIMIZE: MemoryKind.OPTIMIZER}
 
 
 FlopFormula: TypeAlias = Callable[..., int]
@@ -542,7 +542,7 @@ class Meter(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def label(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+    def label(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Say what the storages of ``tensors`` hold, from their allocation on."""
         for tensor in tensors:
             for local in _locals(tensor):
@@ -593,7 +593,7 @@ class Meter(TorchDispatchMode):
             self._note_message(func, args, kwargs, [*given, *made])
             return result
         if func.name() == "fsdp::chunk_cat":
-            self.label(given, Kind.GRADIENTS)  # whole ones, on their way to the reduction
+            self.label(given, MemoryKind.GRADIENTS)  # whole ones, on their way to the reduction
         work, converted = _work_of(func, args, kwargs, given, made, result)
         self._note_work(work, converted)
         if key is not None and not is_real:
@@ -628,14 +628,14 @@ class Meter(TorchDispatchMode):
         if self.phase in _KIND_OF_PHASE:
             self.record.kinds[number] = _KIND_OF_PHASE[self.phase]
         elif tensor.ndim == 2 and tensor.shape[-1] == self.vocabulary and tensor.is_floating_point():
-            self.record.kinds[number] = Kind.LOGITS
+            self.record.kinds[number] = MemoryKind.LOGITS
         weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         number, size = self._live.pop(key)
         self.record.add(number, -size, self.phase)
 
-    def _note_passing(self, size: int, kind: Kind) -> None:
+    def _note_passing(self, size: int, kind: MemoryKind) -> None:
         """Record ``size`` bytes that are released before the next operation."""
         self._numbers += 1
         self.record.kinds[self._numbers] = kind
@@ -649,7 +649,7 @@ class Meter(TorchDispatchMode):
         number, before = self._live[key]
         size = self._rounded(storage.nbytes())
         self._live[key] = number, size
-        self.record.kinds.setdefault(number, Kind.COMMUNICATION)
+        self.record.kinds.setdefault(number, MemoryKind.COMMUNICATION)
         self.record.add(number, size - before, self.phase)
 
     def _rounded(self, size: int) -> int:
@@ -664,16 +664,16 @@ class Meter(TorchDispatchMode):
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and name not in ("broadcast", "allreduce", "send"):
-                self.record.kinds.setdefault(entry[0], Kind.COMMUNICATION)
+                self.record.kinds.setdefault(entry[0], MemoryKind.COMMUNICATION)
         size = max(sum(_size(leaf) for leaf in tree_iter(argument)) for argument in args)
         self.record.tally(self.phase).messages[Message(name, size, ranks)] += 1
         if not self.on_gpu and name in COPIED_BY_GLOO:
-            self._note_passing(size, Kind.COMMUNICATION)
+            self._note_passing(size, MemoryKind.COMMUNICATION)
 
     def _note_work(self, work: Work | None, converted: int) -> None:
         """Count an operation, and on a host the bytes that it copies to another dtype and releases."""
         if converted and not self.on_gpu:
-            self._note_passing(converted, _KIND_OF_PHASE.get(self.phase, Kind.ACTIVATIONS))
+            self._note_passing(converted, _KIND_OF_PHASE.get(self.phase, MemoryKind.ACTIVATIONS))
         if work is not None:
             self.record.tally(self.phase).work[work] += 1
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import memory
 from miles.commands.rehearsal.changes import Change, changes
-from miles.commands.rehearsal.generation import Generation, foresee_generation, sync_seconds
+from miles.commands.rehearsal.generation import GenerationEstimate, foresee_generation, sync_seconds
 from miles.commands.rehearsal.meter import Phase, Usage
 from miles.commands.rehearsal.roofline import NOTHING, Device, Seconds, device_of, seconds
 from miles.commands.rehearsal.trace import Job, RankTrace, Tracers, step_of_one_rank, trace_rank
@@ -79,7 +79,7 @@ class Rehearsal:
     size: ModelSize
     ranks: tuple[RankForecast, ...]
     imbalanced: RankForecast | None
-    generation: Generation
+    generation: GenerationEstimate
 
     @cached_property
     def worst(self) -> RankForecast:
@@ -229,7 +229,9 @@ def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:
     return False
 
 
-def _trace_more(tried: Sequence[_Tried], generation: Generation, tracers: Tracers, stages: int | None = None) -> None:
+def _trace_more(
+    tried: Sequence[_Tried], generation: GenerationEstimate, tracers: Tracers, stages: int | None = None
+) -> None:
     """Trace the next ``stages`` of each change, or all that are missing; the engines are as before."""
     chosen = [(each, stage) for each in tried for stage in each.missing[:stages]]
     jobs = [Job(each.settings, stage) for each, stage in chosen]
@@ -286,7 +288,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _forecasts(
-    jobs: Sequence[Job], traces: Sequence[RankTrace | str], generation: Generation
+    jobs: Sequence[Job], traces: Sequence[RankTrace | str], generation: GenerationEstimate
 ) -> Iterator[RankForecast]:
     """Yield the ranks that were traced. Raises ``ValueError`` with the reason why one was not."""
     for job, trace in zip(jobs, traces, strict=True):

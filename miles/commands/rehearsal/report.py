@@ -11,7 +11,7 @@ from miles.base.flags import count
 from miles.base.host import GIB
 from miles.commands.rehearsal.generation import copies_sent
 from miles.commands.rehearsal.memory import total, worst_phase
-from miles.commands.rehearsal.meter import Kind, Phase, Tally, Usage
+from miles.commands.rehearsal.meter import MemoryKind, OperationCounts, Phase, Usage
 from miles.commands.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.commands.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
 from miles.commands.rehearsal.timeline import WAITS, Side, Timeline, timeline_of
@@ -63,7 +63,7 @@ def _micro_batches(rehearsal: Rehearsal) -> str:
 
 def _memory(rehearsal: Rehearsal) -> list[str]:
     worst = rehearsal.worst
-    kinds = [kind for kind in Kind if any(usage.get(kind) for usage in worst.phases.values())]
+    kinds = [kind for kind in MemoryKind if any(usage.get(kind) for usage in worst.phases.values())]
     width = max(len(phase) for phase in worst.phases)
     lines = [" " * width + "".join(f"{kind:>14}" for kind in (*kinds, "total"))]
     for phase, usage in worst.phases.items():
@@ -92,7 +92,7 @@ def _ranks(rehearsal: Rehearsal) -> list[str]:
 
 
 def _rank(rehearsal: Rehearsal, rank: RankForecast, note: str) -> str:
-    passes = seconds(rank.trace.tallies.get(Phase.TRAIN, Tally()), rehearsal.device, Phase.TRAIN)
+    passes = seconds(rank.trace.tallies.get(Phase.TRAIN, OperationCounts()), rehearsal.device, Phase.TRAIN)
     stage = f"stage {rank.stage + 1} of {rehearsal.stages}" if rehearsal.stages > 1 else "every stage"
     words = f"rank {rank.trace.rank}, {stage}"
     peak, phase = rank.peak / GIB, worst_phase(rank.phases)
@@ -123,7 +123,7 @@ def _work(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def _collectives(tally: Tally, rehearsal: Rehearsal) -> Iterator[str]:
+def _collectives(tally: OperationCounts, rehearsal: Rehearsal) -> Iterator[str]:
     groups: dict[tuple[str, int, bool], list[float]] = {}
     for message, times in tally.messages.items():
         key = message.name, len(message.ranks), crosses_nodes(message.ranks, rehearsal.device)
@@ -295,15 +295,15 @@ LABEL = 150  # beside the bars of the timeline
 MOST_DRAWN = 12  # micro-batches in the picture of the schedule, unless the pipeline needs more to fill
 FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, in turns
 COLORS = {
-    Kind.WEIGHTS: "#4269d0",
-    Kind.GRADIENTS: "#efb118",
-    Kind.OPTIMIZER: "#ff725c",
-    Kind.ACTIVATIONS: "#6cc5b0",
-    Kind.LOGITS: "#3ca951",
-    Kind.COMMUNICATION: "#a463f2",
-    Kind.KV_CACHE: "#97bbf5",
-    Kind.ENGINE: "#9c6b4e",
-    Kind.RUNTIME: "#9498a0",
+    MemoryKind.WEIGHTS: "#4269d0",
+    MemoryKind.GRADIENTS: "#efb118",
+    MemoryKind.OPTIMIZER: "#ff725c",
+    MemoryKind.ACTIVATIONS: "#6cc5b0",
+    MemoryKind.LOGITS: "#3ca951",
+    MemoryKind.COMMUNICATION: "#a463f2",
+    MemoryKind.KV_CACHE: "#97bbf5",
+    MemoryKind.ENGINE: "#9c6b4e",
+    MemoryKind.RUNTIME: "#9498a0",
 }
 PHASES: Mapping[str, str] = {
     Phase.GENERATE: "#4269d0",
@@ -420,7 +420,7 @@ def _schedule(rehearsal: Rehearsal) -> str:
     return f"<svg width={WIDTH} height={stages * (BAR + 4)}>{''.join(shapes)}</svg>{note}"
 
 
-class Task(NamedTuple):
+class PipelinePass(NamedTuple):
     """One pass of a micro-batch through a part of the model, in units of a forward pass."""
 
     stage: int
@@ -431,7 +431,7 @@ class Task(NamedTuple):
     length: int
 
 
-def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Iterator[Task]:
+def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Iterator[PipelinePass]:
     """Yield the tasks of the schedule of that name, interleaved if a stage has several ``chunks``.
 
     Interleaved (Narayanan et al., 2021, §2.2; Megatron's ``forward_backward_pipelining_with_interleaving``), a stage
@@ -462,7 +462,7 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -
                 length = 1 if is_forward else 2
                 ended[stage, is_forward, number, chunk] = free[stage] = start + length
                 done[stage] += 1
-                yield Task(stage, is_forward, number, chunk, start, length)
+                yield PipelinePass(stage, is_forward, number, chunk, start, length)
 
 
 def _before(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from miles.base import strict_json
 from miles.base.flags import refuse
-from miles.commands.rehearsal.meter import Message, Phase, Tally
+from miles.commands.rehearsal.meter import Message, OperationCounts, Phase
 
 # The devices whose speed is assumed, from their makers' data sheets, or from a file of measured figures.
 
@@ -121,7 +121,7 @@ class Seconds:
 NOTHING = Seconds(0.0, 0.0)
 
 
-def seconds(tally: Tally, device: Device, phase: Phase) -> Seconds:
+def seconds(tally: OperationCounts, device: Device, phase: Phase) -> Seconds:
     """Return the time of the tally of ``phase``."""
     fuses = phase in (Phase.SCORE, Phase.TRAIN)  # the others have no products
     low = high = 0.0
@@ -135,7 +135,7 @@ def seconds(tally: Tally, device: Device, phase: Phase) -> Seconds:
     return Seconds(max(low, sending.low), high + sending.high)
 
 
-def communication(tally: Tally, device: Device) -> Seconds:
+def communication(tally: OperationCounts, device: Device) -> Seconds:
     """Return the time of a tally's collectives."""
     low = sum(
         count * message_bytes(message) / _speed(message.ranks, device) for message, count in tally.messages.items()

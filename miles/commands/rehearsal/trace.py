@@ -27,7 +27,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from miles.batch.convert import convert
 from miles.batch.schedule import schedule_step
-from miles.commands.rehearsal.meter import Kind, Meter, Moment, Phase, Record, Stretch, Tally, Usage, fused_attention
+from miles.commands.rehearsal.meter import (
+    MemoryKind,
+    Meter,
+    Moment,
+    OperationCounts,
+    Phase,
+    Record,
+    Stretch,
+    Usage,
+    fused_attention,
+)
 from miles.config.explain import explain_layout
 from miles.config.settings import Settings
 from miles.objective.aggregation import MODES, AggregationFlags, StepDenominators, step_denominators
@@ -276,7 +286,7 @@ class RankTrace:
     weight_bytes: int
     resident: Usage
     peaks: dict[Phase, Usage]
-    tallies: dict[Phase, Tally]
+    tallies: dict[Phase, OperationCounts]
     micro_batches: int
     tokens: int
     step_tokens: int
@@ -403,7 +413,7 @@ class _Run:
     def trace(self) -> RankTrace:
         """Run, and return what was counted."""
         meter, record, objective = self.meter, self.record, build_objective(self.settings.loss)
-        meter.label(self.backend.weights(), Kind.WEIGHTS)
+        meter.label(self.backend.weights(), MemoryKind.WEIGHTS)
         roles: list[Role[Any]] = []
         if self.settings.loss.type.trains_policy:
             roles.append(policy_role(self.backend.policy, objective))
@@ -429,12 +439,12 @@ class _Run:
         for phase, size in further.items():
             if size and phase in steady_peaks:
                 usage = steady_peaks[phase]
-                usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + size
+                usage[MemoryKind.ACTIVATIONS] = usage.get(MemoryKind.ACTIVATIONS, 0) + size
         per_micro_batch = (Phase.SCORE, Phase.TRAIN)
         tallies = {p: t.scaled(self.factor if p in per_micro_batch else 1.0) for p, t in record.tallies.items()}
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.backend.weights()}
         size = sum(storages.values())
-        building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
+        building = {MemoryKind.WEIGHTS: size} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
         return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens, self.step_tokens)
 
@@ -442,7 +452,7 @@ class _Run:
         for role in roles:
             with self.meter.during(Phase.OPTIMIZE):
                 self.backend.allocate_states(role.model)
-        self.meter.label(self.backend.optimizer_states(), Kind.OPTIMIZER)
+        self.meter.label(self.backend.optimizer_states(), MemoryKind.OPTIMIZER)
 
     def _step(self, role: Role[Any]) -> None:
         self.backend.expect(self.shard)
@@ -451,22 +461,22 @@ class _Run:
         with self.meter.during(Phase.TRAIN):
             if self.count > 1:
                 self.backend.hold_gradients(role.model)
-                self.meter.label(self.backend.gradients(), Kind.GRADIENTS)
+                self.meter.label(self.backend.gradients(), MemoryKind.GRADIENTS)
             role.model.forward_backward(self.shard, role.loss_function)
-            self.meter.label(self.backend.gradients(), Kind.GRADIENTS)
+            self.meter.label(self.backend.gradients(), MemoryKind.GRADIENTS)
             with self.meter.unseen():  # of layers that did not run; the record's copies have them already
                 self.backend.hold_gradients(role.model)
             self.meter.held_by_copies(self.backend.gradients())
         if len(started) > 1:
-            kept = self.record.held(started[1]).get(Kind.ACTIVATIONS, 0)
-            self.kept = max(self.kept, kept - self.record.held(started[0]).get(Kind.ACTIVATIONS, 0))
+            kept = self.record.held(started[1]).get(MemoryKind.ACTIVATIONS, 0)
+            self.kept = max(self.kept, kept - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0))
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
         self._release_copies()
 
     def _release_copies(self) -> None:
         """Release what copies of layers hold, and the layers do not: the gradients of a step."""
-        if self.record.release_copies().keys() - {Kind.GRADIENTS}:
+        if self.record.release_copies().keys() - {MemoryKind.GRADIENTS}:
             raise UnequalLayers("copies do not release in a backward pass what they keep for it")
 
 

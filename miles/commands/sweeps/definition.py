@@ -40,7 +40,7 @@ _NAME = re.compile(r"\w[\w.,=+-]*")
 
 
 @dataclass(frozen=True)
-class Variant:
+class SweepVariant:
     """Settings that are run with every seed.
 
     Attributes:
@@ -74,7 +74,7 @@ class Definition:
     path: Path
     words: tuple[str, ...]
     flags: Mapping[str, Any]
-    variants: tuple[Variant, ...]
+    variants: tuple[SweepVariant, ...]
     seeds: tuple[int, ...]
     baseline: str
     metrics: tuple[str, ...] | None
@@ -146,7 +146,7 @@ class _Values:
         flags = self.given.get("flags")
         return {} if flags is None or isinstance(flags, str) else self._fields("flags", flags)
 
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> tuple[SweepVariant, ...]:
         grid, listed = self.given.get("grid"), self.given.get("variants")
         if grid is not None and listed is not None:
             self.refuse("grid and variants: a sweep has one of the two; write the combinations as variants")
@@ -154,9 +154,9 @@ class _Values:
             return self._combined(grid)
         elif listed is not None:
             return self._listed(listed)
-        return (Variant(name="run", flags={}),)
+        return (SweepVariant(name="run", flags={}),)
 
-    def _listed(self, listed: Any) -> tuple[Variant, ...]:
+    def _listed(self, listed: Any) -> tuple[SweepVariant, ...]:
         if not isinstance(listed, Mapping) or not listed:
             self.refuse("variants: must map names to flags; write NAME: {flag: value}, or NAME: {} without changes")
             return ()
@@ -170,11 +170,11 @@ class _Values:
                 self.refuse(f"{where}: is the name of a file that the sweep writes; give another name")
             fields = self._fields(where, {} if flags is None else flags)
             offset = self._whole(f"{where}: {SEED_OFFSET}", fields.pop(SEED_OFFSET, "0"), 0)
-            found.append(Variant(str(name), fields, offset or 0))
+            found.append(SweepVariant(str(name), fields, offset or 0))
         self._refuse_equal(found)
         return tuple(found)
 
-    def _combined(self, grid: Any) -> tuple[Variant, ...]:
+    def _combined(self, grid: Any) -> tuple[SweepVariant, ...]:
         fields = self._fields("grid", grid)
         for name, values in fields.items():
             if not isinstance(values, list) or not values:
@@ -188,11 +188,11 @@ class _Values:
                 rule = f"the name has more than {LONGEST_NAME} characters"
                 self.refuse(f"grid: {one_line(name, LONGEST_VALUE)}: {rule}; name the combinations under variants")
                 return ()
-            found.append(Variant(name, flags))
+            found.append(SweepVariant(name, flags))
         self._refuse_equal(found)
         return tuple(found)
 
-    def _refuse_equal(self, variants: list[Variant]) -> None:
+    def _refuse_equal(self, variants: list[SweepVariant]) -> None:
         names: dict[str, int] = {}
         for variant in variants:
             names[variant.name] = names.get(variant.name, 0) + 1
@@ -215,7 +215,7 @@ class _Values:
             return ()
         return tuple(range(1, (number or 0) + 1))
 
-    def baseline(self, variants: tuple[Variant, ...]) -> str:
+    def baseline(self, variants: tuple[SweepVariant, ...]) -> str:
         names = [variant.name for variant in variants]
         given = self.given.get("baseline")
         if given is None:
@@ -440,7 +440,7 @@ def _located(found: Mapping[str, Iterable[str]], variants: list[str]) -> Iterato
             yield f"{'all variants' if len(where) == len(variants) else '; '.join(where)}: {message}"
 
 
-def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> PlannedRun:
+def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path) -> PlannedRun:
     folder = out / variant.name / f"seed-{seed}"
     own = seed + variant.seed_offset
     keywords = {**definition.flags, **variant.flags}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from miles.base.flags import count
 from miles.commands.sweeps.definition import PAGE, TABLE_CSV, TABLE_JSON, Definition
-from miles.commands.sweeps.swept_run import Start, SweptRun
+from miles.commands.sweeps.swept_run import RunStart, SweptRun
 from miles.observe.health import MetricsFile, charts, evaluation_names, number
 from miles.observe.page import single_file
 from miles.observe.report.comparison import differing_settings
@@ -140,7 +140,7 @@ _OF_THE_RUN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricSummary:
     """A metric, summarized for each run of a variant.
 
     Attributes:
@@ -170,7 +170,7 @@ class Results:
         self.starts = {run.name: run.start for run in runs}
         self._metrics: dict[str, dict[int, MetricsFile]] = {name: {} for name in self.variants}
         for run in runs:
-            if self.starts[run.name] is Start.FINISHED:
+            if self.starts[run.name] is RunStart.FINISHED:
                 file = MetricsFile(run.folder / METRICS)
                 file.refresh()
                 self._metrics[run.planned.variant][run.planned.seed] = file
@@ -202,7 +202,7 @@ class Results:
         """Return the metrics of a variant's finished runs by seed."""
         return dict(sorted(self._metrics[variant].items()))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MetricSummary]:
         """Return the table: every metric, summary and variant."""
         rows = []
         for metric in self.table_metrics:
@@ -214,7 +214,7 @@ class Results:
                     if variant != self.definition.baseline:
                         difference = paired_difference(values[variant], baseline)
                     mean = over_seeds(values[variant])
-                    rows.append(Row(metric, summary, variant, values[variant], mean, difference))
+                    rows.append(MetricSummary(metric, summary, variant, values[variant], mean, difference))
         return rows
 
     def _values(self, variant: str, metric: str, summary: str) -> dict[int, float]:
@@ -254,7 +254,7 @@ def write_tables(results: Results, out: Path) -> None:
             {
                 "variant": run.planned.variant,
                 "seed": run.planned.seed,
-                "is_finished": results.starts[run.name] is Start.FINISHED,
+                "is_finished": results.starts[run.name] is RunStart.FINISHED,
                 "attempts": len(run.attempts),
                 "seconds": round(sum(attempt.seconds for attempt in run.attempts), 1),
             }
@@ -287,7 +287,7 @@ def _text(value: float) -> str:
     return f"{value:.8g}" if math.isfinite(value) else ""
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: MetricSummary) -> dict[str, Any]:
     return {
         "metric": row.metric,
         "summary": row.summary,
@@ -439,26 +439,26 @@ def _tables(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def _grouped(rows: Sequence[Row]) -> list[tuple[tuple[str, str], dict[str, Row]]]:
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
+def _grouped(rows: Sequence[MetricSummary]) -> list[tuple[tuple[str, str], dict[str, MetricSummary]]]:
+    groups: dict[tuple[str, str], dict[str, MetricSummary]] = {}
     for row in rows:
         groups.setdefault((row.metric, row.variant), {})[row.summary] = row
     return list(groups.items())
 
 
-def _difference(row: Row) -> Interval:
+def _difference(row: MetricSummary) -> Interval:
     assert row.difference is not None, "rows of the baseline are left out"
     return row.difference
 
 
-def _seeds(group: dict[str, Row], paired: bool = False) -> str:
+def _seeds(group: dict[str, MetricSummary], paired: bool = False) -> str:
     return str(max((_difference(row) if paired else row.mean).count for row in group.values()))
 
 
 def _run(results: Results, run: SweptRun) -> list[str]:
     start, attempts = results.starts[run.name], run.attempts
     state = "finished"
-    if start is not Start.FINISHED:
+    if start is not RunStart.FINISHED:
         state = "not started" if not attempts else f"not finished: {attempts[-1].last_line}"
     return [run.name, state, str(len(attempts)), number(sum(attempt.seconds for attempt in attempts))]
 

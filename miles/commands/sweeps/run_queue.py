@@ -285,7 +285,7 @@ class Task(Protocol):
         """Keep an attempt."""
 
 
-class Listener(Protocol):
+class QueueListener(Protocol):
     """Receives the events of a queue, in the main thread."""
 
     def started(self, task: Any) -> None:
@@ -323,7 +323,7 @@ class RunQueue:
     """Runs tasks in order, one at a time in each of its places."""
 
     def __init__(
-        self, tasks: Sequence[Task], slots: Sequence[Slot], listener: Listener, start: Starter = start_process
+        self, tasks: Sequence[Task], slots: Sequence[Slot], listener: QueueListener, start: Starter = start_process
     ) -> None:
         self._start = start
         self._waiting = deque(tasks)
@@ -458,7 +458,7 @@ def importing_miles() -> Mapping[str, str]:
 # What a sweep prints while it runs: a line for every run that ends, how many are left, and for how long.
 
 
-class TimeLeft:
+class QueueTimeLeft:
     """Foresees when a queue ends, from the speed of its runs.
 
     Args:
@@ -520,7 +520,7 @@ class SweepProgress:
         self._total = len(runs) + finished
         self._done = finished
         self._begun_with = {id(run): run.fraction() for run in runs}
-        self._left = TimeLeft(min(places, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
+        self._left = QueueTimeLeft(min(places, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
         self._running: dict[int, tuple[SweptRun, float]] = {}
         self._bar: Progress | None = None
         if self._console.is_terminal:

@@ -26,7 +26,7 @@ LOG = "log.txt"
 TRAIN = (sys.executable, "-m", "miles", "train")  # the command of a run, before its flags
 
 
-class Start(StrEnum):
+class RunStart(StrEnum):
     """What a sweep does with a run when it comes to it."""
 
     NEW = "starts"
@@ -102,7 +102,7 @@ class SweptRun:
 
     def _fault_of_checkpoints(self) -> str | None:
         """Say why checkpoints that are there keep the run from both resuming and starting again; None if none does."""
-        if self.start is not Start.RESTARTS or self.planned.settings.checkpoint.start_over:
+        if self.start is not RunStart.RESTARTS or self.planned.settings.checkpoint.start_over:
             return None
         root = self.folder / CHECKPOINTS
         found = all_in(root) if self.planned.resuming is not None else []
@@ -115,31 +115,31 @@ class SweptRun:
         return f"{root}: no checkpoint is complete ({names}), so the run cannot resume; remove {root} to start it again"
 
     @property
-    def start(self) -> Start:
+    def start(self) -> RunStart:
         """What is to be done with the run."""
         if not (self.folder / FILE_NAME).exists():
-            return Start.NEW
+            return RunStart.NEW
         saved = self._run_on_disk()
         if saved is not None and saved.state is RunState.FINISHED:
-            return Start.FINISHED
-        return Start.RESTARTS if self._checkpoint() is None else Start.RESUMES
+            return RunStart.FINISHED
+        return RunStart.RESTARTS if self._checkpoint() is None else RunStart.RESUMES
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has come to its end."""
-        return self.start is Start.FINISHED
+        return self.start is RunStart.FINISHED
 
     def in_words(self) -> str:
         """Say what is to be done with the run, and from where."""
         start = self.start
-        if start is Start.RESUMES:
+        if start is RunStart.RESUMES:
             return f"{start.value} after iteration {self._checkpoint()}"
-        return f"{start.value}, as it has no checkpoint" if start is Start.RESTARTS else start.value
+        return f"{start.value}, as it has no checkpoint" if start is RunStart.RESTARTS else start.value
 
     def command(self) -> list[str]:
         """Return the words of the process that starts the run, or continues it."""
         words = self.planned.words
-        if self.start is Start.RESUMES:
+        if self.start is RunStart.RESUMES:
             assert self.planned.resuming is not None, "only a run with --save has checkpoints"
             words = self.planned.resuming
         return [*TRAIN, *words]

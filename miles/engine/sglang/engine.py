@@ -26,7 +26,7 @@ from miles.engine.sglang.health import Health
 from miles.engine.sglang.keys import NO_KEYS, Keys, keys_of
 from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
 from miles.engine.sglang.processes import allow_open_files
-from miles.engine.sglang.requests import Requests, SenderConfig
+from miles.engine.sglang.requests import Requests, SglangSenderConfig
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.servers import Servers
@@ -87,7 +87,7 @@ class SglangEngine:
         self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, router_client, check, experts_shape)
         self._pause_mode = sglang.pause_generation_mode
         self._senders: RemoteSenders | None = None
-        self._sender_config = SenderConfig(
+        self._sender_config = SglangSenderConfig(
             requests=requests,
             vocab_size=vocab_size,
             eos_ids=frozenset(eos_ids),
@@ -105,7 +105,7 @@ class SglangEngine:
         allow_open_files(self._concurrency, self._concurrency_flag)
         await self._health.start(end_requests=self._end_requests)
 
-    def sender_config(self) -> SenderConfig:
+    def sender_config(self) -> SglangSenderConfig:
         """Return what another process needs to send requests; ``SharesServers.sender_config``."""
         return self._sender_config
 

@@ -342,7 +342,7 @@ class SglangSender:
 
 
 @dataclass(frozen=True)
-class SenderConfig:
+class SglangSenderConfig:
     """What a process needs to send requests; ``miles.engine.base.SenderConfig``.
 
     Attributes:
@@ -400,7 +400,7 @@ SECONDS = 600.0  # of one request
 WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 
 
-class ServedTeacher:
+class SglangTeacher:
     """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
 
     def __init__(
@@ -460,9 +460,9 @@ class ServedTeacher:
             await client.close()
 
 
-def connect(loss: LossArguments, share: Callable[[int], int]) -> ServedTeacher:
+def connect(loss: LossArguments, share: Callable[[int], int]) -> SglangTeacher:
     """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
-    return ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
+    return SglangTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
 
 
 def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:

@@ -3,7 +3,7 @@
 from miles.objective.estimators.grpo import Grpo
 
 
-class Gspo(Grpo):
+class GspoEstimator(Grpo):
     """The same as ``--advantage-estimator grpo --policy-loss gspo``."""
 
     name = "gspo"
@@ -11,4 +11,4 @@ class Gspo(Grpo):
     default_policy_loss = "gspo"
 
 
-ESTIMATOR = Gspo()
+ESTIMATOR = GspoEstimator()

@@ -100,7 +100,7 @@ def _unpack_column(packed: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GeneratorParts:
     """The parts of a worker that take part in producing a group.
 
     Attributes:
@@ -127,7 +127,7 @@ class Produce:
     """
 
     spec: GroupSpec
-    kind: Kind
+    kind: GeneratorParts
     drawn: tuple[tuple[int, PromptGroup], ...]
 
 

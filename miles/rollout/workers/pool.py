@@ -35,8 +35,8 @@ from miles.rollout.workers.messages import (
     Checked,
     CheckServers,
     Failed,
+    GeneratorParts,
     Hold,
-    Kind,
     Made,
     Produce,
     Produced,
@@ -95,7 +95,7 @@ class _Order:
     ticket: int
     drawn: PromptGroup
     spec: GroupSpec
-    kind: Kind
+    kind: GeneratorParts
     result: asyncio.Future[ProducedGroup]
     losses: int = 0  # workers that were lost with it
 
@@ -202,7 +202,7 @@ class WorkerPool:
         """Produce a group in a worker; ``GroupWorkers.produce``."""
         if self._failure is not None:
             raise self._failure
-        kind = Kind(
+        kind = GeneratorParts(
             filters=spec.group_filter is not None,
             shows=spec.scored is not None,
             taught=tools.teacher is not None,
@@ -252,7 +252,7 @@ class WorkerPool:
         """Return the messages as they are sent, the orders of one kind together: they share a specification."""
         sent: list[Any] = []
 
-        def is_order(message: Any) -> tuple[int, Kind] | None:
+        def is_order(message: Any) -> tuple[int, GeneratorParts] | None:
             return (id(message.spec), message.kind) if isinstance(message, _Order) else None
 
         for key, found in itertools.groupby(messages, is_order):

@@ -38,7 +38,7 @@ from miles.training.megatron.optimizer import (
     model_state,
     optimizer_state,
 )
-from miles.training.megatron.policy_model import PolicyModel, ValueModel
+from miles.training.megatron.policy_model import PolicyModel, ValueStage
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.reference import FollowingReference
 from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
@@ -101,7 +101,7 @@ class MegatronBackend:
         return policy
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
-        models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
+        models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueStage))
         given = self.settings.critic_optimizer
         config = optimizer_config(given, self.settings.megatron, self.compute_dtype, self.device)
         optimizer = MegatronOptimizer(models, config, given, total_steps, rate_flag="--critic-lr")

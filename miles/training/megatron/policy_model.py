@@ -373,7 +373,7 @@ class PolicyModel(GPTModel):
 # The critic on Megatron: a policy's decoder with one number per token instead of the vocabulary.
 
 
-class ValueModel(PolicyModel):
+class ValueStage(PolicyModel):
     """One pipeline stage. ``forward`` is the policy's; the last stage's hidden states go to ``scorer``.
 
     Every tensor-parallel rank has the whole head and computes every value, so that neither it nor the gradient of the

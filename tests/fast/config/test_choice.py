@@ -7,7 +7,7 @@ import pytest
 
 from miles.base.host import has_bf16
 from miles.config import parser
-from miles.config.choice import Choice, choose_backend, choose_device, choose_engine
+from miles.config.choice import ChosenValue, choose_backend, choose_device, choose_engine
 from miles.config.explain import explain
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
 
@@ -179,7 +179,7 @@ def test_features_of_the_cpu(tmp_path):
 
 def test_the_flag_itself_is_the_reason_if_it_is_given():
     assert choose_backend("fsdp", ["--num-layers"]).why == "--train-backend"
-    assert choose_engine("torch", ["--sglang-dtype"], Choice("cuda", "--device cuda")).value == "torch"
+    assert choose_engine("torch", ["--sglang-dtype"], ChosenValue("cuda", "--device cuda")).value == "torch"
 
 
 HEAD = "10.0.0.1:6379"
@@ -197,7 +197,7 @@ HEAD = "10.0.0.1:6379"
     ],
 )
 def test_a_flag_decides_then_this_host_then_the_cluster(given, has_gpu, gpus, device, why):
-    assert choose_device(given, has_gpu, JoinedCluster(HEAD, gpus)) == Choice(device, why)
+    assert choose_device(given, has_gpu, JoinedCluster(HEAD, gpus)) == ChosenValue(device, why)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
-from miles.engine.sglang.requests import ServedTeacher
+from miles.engine.sglang.requests import SglangTeacher
 from miles.types.sample import Prompt, Sample
 
 PASSWORD = "hunter2secret"
@@ -52,7 +52,7 @@ async def teachers(*names, waits=(0.0, 0.0)):
         name: str(test.make_url("").with_user("me").with_password(PASSWORD)).rstrip("/")
         for name, test in running.items()
     }
-    teacher = ServedTeacher(urls, "subject", waits)
+    teacher = SglangTeacher(urls, "subject", waits)
     try:
         yield teacher, servers
     finally:

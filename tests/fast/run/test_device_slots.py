@@ -16,24 +16,24 @@ from miles.config.cluster import ClusterArguments
 from miles.engine.sglang.spanning import SpanningServer
 from miles.run import session
 from miles.run.engine_actors import RayHost
-from miles.run.placement import Slot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
+from miles.run.placement import GpuSlot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
 from miles.run.session import EngineLayout, ray_session
 
 
 def test_ranks_are_ordered_by_node_and_device():
-    slots = [Slot(0, "b", "10"), Slot(1, "a", "0"), Slot(2, "b", "9"), Slot(3, "a", "1")]
+    slots = [GpuSlot(0, "b", "10"), GpuSlot(1, "a", "0"), GpuSlot(2, "b", "9"), GpuSlot(3, "a", "1")]
     assert [slot.bundle for slot in in_order(slots)] == [2, 0, 1, 3]
 
 
 def test_an_engine_on_two_nodes_is_refused():
-    slots = [Slot(0, "a", "0"), Slot(1, "b", "0"), Slot(2, "b", "1"), Slot(3, "b", "2")]
+    slots = [GpuSlot(0, "a", "0"), GpuSlot(1, "b", "0"), GpuSlot(2, "b", "1"), GpuSlot(3, "b", "2")]
     check_engines(slots[2:], 2, 2)
     with pytest.raises(ValueError, match="-per-engine 2: .* engine 0 are on 2 nodes, which hold 1 and 3 of"):
         check_engines(slots, 2, 2)
 
 
 def test_an_engine_of_several_nodes_has_whole_ones():
-    slots = [Slot(0, "a", "0"), Slot(1, "a", "1"), Slot(2, "b", "0"), Slot(3, "b", "1")]
+    slots = [GpuSlot(0, "a", "0"), GpuSlot(1, "a", "1"), GpuSlot(2, "b", "0"), GpuSlot(3, "b", "1")]
     check_engines(slots, 4, 2)
     with pytest.raises(ValueError, match="-per-engine 4: with --colocate 2 devices of engine 0 are on 2 nodes"):
         check_engines([slots[0], slots[2], slots[1], slots[3]], 4, 2)

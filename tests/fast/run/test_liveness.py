@@ -10,7 +10,7 @@ import ray
 
 from miles.run import liveness
 from miles.run.failures import in_one_line
-from miles.run.liveness import WorkerLost, Workers, with_heartbeat
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from tests.fast.run.actors.sleepers import FOR_EVER, Silent, Sleeper
 from tests.fast.run.actors.small_ray import small_ray
 
@@ -51,7 +51,7 @@ def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(
     for name, actor in (("slow", first), ("idle", second)):
         bounded.add(name, actor)
     bounded.results([first.sleep.remote(0), second.sleep.remote(0)])
-    with pytest.raises(WorkerLost, match=r"has not ended within 1 s \(--wait-timeout\)"):
+    with pytest.raises(ActorLost, match=r"has not ended within 1 s \(--wait-timeout\)"):
         bounded.result(first.sleep.remote(FOR_EVER))
     ((why, described),) = found
     assert "--wait-timeout" in why and described.keys() == {"slow", "idle"}
@@ -76,7 +76,7 @@ def test_silence_counts_from_the_end_of_the_imports(crew):
     second = with_heartbeat(Silent).options(num_cpus=0).remote()
     workers.add("importing", second, preparing=second.sleep.remote(5.0))
     assert workers.result(first.sleep.remote(4.5)) == 4.5  # longer than its silence may last
-    with pytest.raises(WorkerLost, match="importing .* no sign of life"):
+    with pytest.raises(ActorLost, match="importing .* no sign of life"):
         workers.result(first.sleep.remote(FOR_EVER))
     replaced = []
     workers._on_replacement = lambda: replaced.append(True)
@@ -95,7 +95,7 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     waits = second.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match=r"worker 0 died \(out of memory, killed from outside, or ended by") as lost:
+    with pytest.raises(ActorLost, match=r"worker 0 died \(out of memory, killed from outside, or ended by") as lost:
         workers.result(waits)
     assert lost.value.worker is first
     assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
@@ -103,7 +103,7 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
 
 def test_a_worker_that_code_in_it_has_ended_is_not_blamed_on_memory_alone(crew):
     workers, (first, _), _ = crew
-    with pytest.raises(WorkerLost, match=r"worker 0 died \(.*, or ended by code of yours, as os\._exit does\)"):
+    with pytest.raises(ActorLost, match=r"worker 0 died \(.*, or ended by code of yours, as os\._exit does\)"):
         workers.result(first.leave.remote())
 
 
@@ -111,14 +111,14 @@ def test_a_fault_of_native_code_is_named_and_an_instruction_that_is_missing_has_
     workers, (first, second), (pid, other) = crew
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     os.kill(pid, signal.SIGILL)
-    with pytest.raises(WorkerLost, match=r"worker 0 died \(SIGILL: .* set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"):
+    with pytest.raises(ActorLost, match=r"worker 0 died \(SIGILL: .* set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"):
         workers.result(second.sleep.remote(FOR_EVER))
     with pytest.raises(ray.exceptions.RayActorError) as death:
         ray.get(first.sleep.remote(0))
     assert in_one_line(death.value).startswith("a worker process died (SIGILL: ")
     workers.end(first)
     os.kill(other, signal.SIGSEGV)
-    with pytest.raises(WorkerLost, match=r"worker 1 died \(SIGSEGV: a fault of native code"):
+    with pytest.raises(ActorLost, match=r"worker 1 died \(SIGSEGV: a fault of native code"):
         workers.result(second.sleep.remote(FOR_EVER))
 
 
@@ -130,7 +130,7 @@ def test_the_death_of_a_replaceable_worker_is_reported_to_who_waits_for_it(crew)
     waits = third.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
     assert workers.results([first.sleep.remote(1), second.sleep.remote(0)]) == [1, 0]
-    with pytest.raises(WorkerLost, match="worker 2 died"):
+    with pytest.raises(ActorLost, match="worker 2 died"):
         workers.results([waits], whose=third)
     workers.end(third)
 
@@ -140,7 +140,7 @@ def test_a_stopped_worker_is_lost_and_its_process_is_killed(crew):
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     stopped = psutil.Process(pid)
     stopped.suspend()
-    with pytest.raises(WorkerLost, match=rf"worker 1 \(process {pid}\) has shown no sign of life for 3 s") as lost:
+    with pytest.raises(ActorLost, match=rf"worker 1 \(process {pid}\) has shown no sign of life for 3 s") as lost:
         workers.result(first.sleep.remote(FOR_EVER))
     assert lost.value.worker is second
     workers.end(second)
@@ -161,5 +161,5 @@ def test_a_failure_caused_by_a_dead_peer_names_the_dead_peer(crew):
     fails = first.fail.remote(RuntimeError("connection closed by peer"))
     ray.wait([fails])
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="worker 1 died"):
+    with pytest.raises(ActorLost, match="worker 1 died"):
         workers.results([fails, second.sleep.remote(FOR_EVER)])

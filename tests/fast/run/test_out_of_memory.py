@@ -7,11 +7,11 @@ import pytest
 import ray
 
 from miles.engine.base import ServerFailed
-from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
+from miles.rollout.workers.pool import ActorLost as GenerationWorkerLost
 from miles.run import engine_actors
 from miles.run.engine_actors import GenerationActor, RayWorker
 from miles.run.failures import in_one_line, is_death
-from miles.run.liveness import WorkerLost, Workers, with_heartbeat
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from tests.fast.run.actors.small_ray import small_ray
 
 WHY = r"died \(Ray has ended it, as the memory of its host was nearly used up \(RAY_memory_usage_threshold\)\)"
@@ -29,7 +29,7 @@ def test_the_worker_is_lost_and_the_reason_is_named():
     workers = Workers(seconds=60.0)
     actor = with_heartbeat(GenerationActor).options(**OPTIONS).remote(EndlessPlan())
     workers.add("the rollout worker", actor, replaceable=True)
-    with pytest.raises(WorkerLost, match=f"^the rollout worker {WHY}$") as lost:
+    with pytest.raises(ActorLost, match=f"^the rollout worker {WHY}$") as lost:
         workers.results([actor.prepare.remote()], whose=actor)
     assert lost.value.worker is actor
     error = lost.value.__cause__

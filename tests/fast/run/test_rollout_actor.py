@@ -14,9 +14,9 @@ from miles.config.sglang.flags import SglangArguments
 from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import IterationSummary
-from miles.run.liveness import WorkerLost
+from miles.run.liveness import ActorLost
 from miles.run.rollout_actor import RolloutActor, RolloutDriver
-from miles.run.stored_weights import Weights, store
+from miles.run.stored_weights import UpdateWeights, store
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.types.dims import ParallelDims
@@ -47,7 +47,7 @@ def test_a_worker_that_is_lost_while_it_stops_recording_is_replaced():
     """Its trace is missing then; the run continues."""
 
     def stop_lost():
-        raise WorkerLost(lost, "the rollout worker died")
+        raise ActorLost(lost, "the rollout worker died")
 
     def replace_worker():
         driver.worker, driver._dead = other, False
@@ -153,7 +153,7 @@ async def test_the_bytes_and_seconds_of_an_update_are_measured_in_every_mode(mon
     sglang = SglangArguments(update_weight_transfer_mode=mode)
     actor._settings = SimpleNamespace(sends_deltas=False, sglang=sglang, rollout=RolloutArguments())
     actor._built = Loads()
-    sent = Weights(store(map(WeightChunk, weights)))
+    sent = UpdateWeights(store(map(WeightChunk, weights)))
     driver._note_update(await actor.update_weights(sent, 1, None))
     found = {name: metric.value for name, metric in driver.weight_metrics.items()}
     assert found == {"weight_sync/bytes": 2032, "weight_sync/load_seconds": 0.5}

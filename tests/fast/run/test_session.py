@@ -15,7 +15,7 @@ import ray
 from ray._private.node import Node
 
 from miles.config.cluster import ClusterArguments
-from miles.run.placement import Slot
+from miles.run.placement import GpuSlot
 from miles.run.session import EngineLayout, Placement, ray_session
 from miles.run.stop_requests import STOPS, StopRequests
 
@@ -188,7 +188,7 @@ def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.Mo
 
 
 def test_colocated_engines_have_the_gpus_of_consecutive_ranks() -> None:
-    slots = tuple(Slot(bundle, "a", gpu) for bundle, gpu in ((2, "0"), (0, "1"), (3, "5"), (1, "7")))
+    slots = tuple(GpuSlot(bundle, "a", gpu) for bundle, gpu in ((2, "0"), (0, "1"), (3, "5"), (1, "7")))
     cluster = ClusterArguments(device="cuda", actor_num_gpus_per_node=4, colocate=True)
     placement = Placement(None, cluster, "cuda", EngineLayout(2, 2), slots)  # type: ignore[arg-type]
     assert [placement.engine_gpus(number) for number in range(2)] == [("0", "1"), ("5", "7")]

@@ -15,7 +15,7 @@ from miles.types.sample import Prompt, Sample
 TRY_AGAIN = "That is not right. Try again."
 
 
-class ReasoningGym(EnvironmentKind):
+class ReasoningGymEnvironment(EnvironmentKind):
     """Prompts come from ``--prompt-data reasoning_gym:TASK``. The reward is the task's score of the last answer.
 
     After an answer that scores less than 1, the model is asked to try again, up to ``attempts`` answers in all. With
@@ -58,4 +58,4 @@ class Attempts(Environment):
         return self._score
 
 
-ENVIRONMENT = ReasoningGym()
+ENVIRONMENT = ReasoningGymEnvironment()

@@ -36,7 +36,7 @@ class ToolCalls(EnvironmentKind):
             raise InputError(f"{_FLAG}: needs the function that runs a call; write {self.name}:call=module.function")
         call = load_function(str(options["call"]), f"{_FLAG}:call")
         specs = _specs(str(options["specs"])) if options["specs"] else None
-        return partial(Calls, call=call, specs=specs)
+        return partial(ToolCallsTrajectory, call=call, specs=specs)
 
 
 def _specs(path: str) -> Sequence[Mapping[str, Any]]:
@@ -49,7 +49,7 @@ def _specs(path: str) -> Sequence[Mapping[str, Any]]:
     return specs
 
 
-class Calls(ToolEnvironment):
+class ToolCallsTrajectory(ToolEnvironment):
     """One trajectory; see ``ToolCalls``."""
 
     def __init__(self, prompt: Prompt, call: Callable[..., Any], specs: Sequence[Mapping[str, Any]] | None) -> None:

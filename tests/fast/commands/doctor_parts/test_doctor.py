@@ -18,7 +18,7 @@ from miles.commands.doctor import (
     PACKAGES,
     SGLANG,
     SMOLLM2,
-    Finding,
+    MachineFinding,
     Package,
     State,
     as_text,
@@ -177,7 +177,9 @@ def test_leftovers_are_listed_and_removed_and_live_runs_stay(tmp_path):
 
 
 def test_text_has_one_line_per_command():
-    text = as_text([Finding("sglang", State.MISSING, "not installed", "disables x", install_command("sglang", SGLANG))])
+    text = as_text(
+        [MachineFinding("sglang", State.MISSING, "not installed", "disables x", install_command("sglang", SGLANG))]
+    )
     (line,) = [line for line in text.splitlines() if "->" in line]
     assert line.strip() == f"-> {install_command('sglang', SGLANG)}"
 

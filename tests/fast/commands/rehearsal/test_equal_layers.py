@@ -13,7 +13,7 @@ from tiny_kinds import config_of
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from miles.commands.rehearsal import trace as equal_layers
-from miles.commands.rehearsal.meter import Phase, Record, Tally, Work
+from miles.commands.rehearsal.meter import OperationCounts, Phase, Record, Work
 from miles.commands.rehearsal.trace import RankTrace, trace_rank
 from miles.config.validate import validate
 
@@ -87,7 +87,7 @@ def _comparable(trace: RankTrace) -> RankTrace:
     """Return the trace with the sums of the optimizer's work, which is one operation on all weights or two on parts."""
     optimizer = trace.tallies[Phase.OPTIMIZE]
     work = Counter({Work(optimizer.flops, optimizer.bytes, 0): 1})
-    return replace(trace, tallies={**trace.tallies, Phase.OPTIMIZE: Tally(work, optimizer.messages)})
+    return replace(trace, tallies={**trace.tallies, Phase.OPTIMIZE: OperationCounts(work, optimizer.messages)})
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -21,7 +21,7 @@ from miles.commands.rehearsal import rehearsal as rehearsals
 from miles.commands.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
 from miles.commands.rehearsal.generation import foresee_generation
 from miles.commands.rehearsal.memory import total
-from miles.commands.rehearsal.meter import Kind, Phase
+from miles.commands.rehearsal.meter import MemoryKind, Phase
 from miles.commands.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.commands.rehearsal.report import as_json as figures_of
 from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
@@ -49,13 +49,15 @@ def test_an_fsdp_run(tmp_path):
     found = rehearse_settings(settings, Tracers())
     (rank,) = found.ranks
     part = 4 * found.size.parameters / 2
-    assert rank.trace.resident[Kind.WEIGHTS] == pytest.approx(part, rel=0.05)
-    assert rank.trace.peaks[Phase.BUILD][Kind.WEIGHTS] == pytest.approx(part, rel=0.05), "no rank holds a whole model"
-    assert rank.trace.resident[Kind.OPTIMIZER] == pytest.approx(2 * part, rel=0.05)  # 512 bytes at a time
-    assert rank.trace.peaks[Phase.TRAIN][Kind.GRADIENTS] >= part * 0.98
+    assert rank.trace.resident[MemoryKind.WEIGHTS] == pytest.approx(part, rel=0.05)
+    assert rank.trace.peaks[Phase.BUILD][MemoryKind.WEIGHTS] == pytest.approx(part, rel=0.05), (
+        "no rank holds a whole model"
+    )
+    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * part, rel=0.05)  # 512 bytes at a time
+    assert rank.trace.peaks[Phase.TRAIN][MemoryKind.GRADIENTS] >= part * 0.98
     size = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
     chunk = settings.training.micro_batch_size * 96 * size.vocab_size * 4
-    assert chunk <= rank.trace.peaks[Phase.TRAIN][Kind.LOGITS] <= 4 * chunk
+    assert chunk <= rank.trace.peaks[Phase.TRAIN][MemoryKind.LOGITS] <= 4 * chunk
     tokens = settings.global_batch_size * (96 + 40 / 2) / 2  # two answers share a prompt
     assert rank.trace.step_tokens == tokens, "utilization counts no token that is not computed"
     assert 6 * found.size.active * tokens * 0.7 < rank.trace.tallies[Phase.TRAIN].flops
@@ -100,9 +102,9 @@ def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tm
     )
     adapter = config.num_hidden_layers * 4 * (config.hidden_size + out) * 4 / 2  # bytes on one of two ranks
     whole = 4 * found.size.parameters / 2
-    assert rank.trace.resident[Kind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at a time
-    assert rank.trace.resident[Kind.OPTIMIZER] < whole / 4
-    assert rank.trace.resident[Kind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
+    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at a time
+    assert rank.trace.resident[MemoryKind.OPTIMIZER] < whole / 4
+    assert rank.trace.resident[MemoryKind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
 
 
 @pytest.mark.slow
@@ -117,7 +119,7 @@ def test_megatron_holds_an_adapters_state_and_an_optimizer_in_host_memory_holds_
         "offloaded": replace(given, megatron=offload),
     }.items():
         found = rehearse_settings(validate(changed).settings, Tracers())
-        held[name] = found.ranks[0].phases[Phase.TRAIN].get(Kind.OPTIMIZER, 0)
+        held[name] = found.ranks[0].phases[Phase.TRAIN].get(MemoryKind.OPTIMIZER, 0)
     assert 0 < held["adapter"] < held["all"] / 4
     assert held["offloaded"] == 0
 
@@ -306,7 +308,7 @@ def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str
     config_of(kind).save_pretrained(tmp_path / kind)
     found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings, Tracers())
     assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
-    assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0
+    assert found.worst.trace.peaks[Phase.TRAIN][MemoryKind.ACTIVATIONS] > 0
 
 
 def test_an_engine_has_the_precision_of_the_run(tmp_path):

@@ -14,7 +14,7 @@ from rich.console import Console
 from sweep_files import planned, write_run_of
 from tolerance import DOUBLE_ERROR
 
-from miles.commands.sweeps.run_queue import Ended, SweepProgress, TimeLeft, summary
+from miles.commands.sweeps.run_queue import Ended, QueueTimeLeft, SweepProgress, summary
 from miles.commands.sweeps.swept_run import Attempt, SweptRun
 
 
@@ -31,7 +31,7 @@ def test_runs_of_one_speed_end_when_foreseen(
     """Whole runs take ``speed`` seconds; some have ended and some are running."""
     ended = min(ended, runs)
     running = running[: runs - ended]
-    left = TimeLeft(places, [1.0] * runs)
+    left = QueueTimeLeft(places, [1.0] * runs)
     for _ in range(ended):
         left.ended(1.0, speed)
     found = left.seconds([(share, share * speed) for share in running])

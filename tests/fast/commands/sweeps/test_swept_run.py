@@ -12,7 +12,7 @@ from sweep_files import planned, write_run_of
 
 from miles.base.locks import locked_folders
 from miles.commands.sweeps.definition import PlannedRun
-from miles.commands.sweeps.swept_run import FILE_NAME, Attempt, Start, SweptRun
+from miles.commands.sweeps.swept_run import FILE_NAME, Attempt, RunStart, SweptRun
 from miles.observe.run_files import RunFiles
 from miles.run.resume import own_save_folder
 from miles.training.checkpoint_files import publish, staging
@@ -33,7 +33,7 @@ def save(run: PlannedRun, iteration: int) -> None:
 
 def test_a_new_run_starts(tmp_path: Path) -> None:
     run = SweptRun(one(tmp_path))
-    assert (run.start, run.in_words(), run.fraction(), run.fault()) == (Start.NEW, "starts", 0.0, None)
+    assert (run.start, run.in_words(), run.fraction(), run.fault()) == (RunStart.NEW, "starts", 0.0, None)
     assert run.command() == [*PROGRAM, *run.planned.words]
 
 
@@ -57,13 +57,13 @@ def test_an_interrupted_run_without_checkpoint_starts_again(tmp_path: Path) -> N
 def test_an_interrupted_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
     planned_run = one(tmp_path, save="x", save_interval="2")
     run = write_run_of(planned_run, steps=5)
-    assert run.start is Start.RESTARTS, "it has saved nothing yet"
+    assert run.start is RunStart.RESTARTS, "it has saved nothing yet"
     save(planned_run, 2)
     save(planned_run, 4)
     assert run.in_words() == "resumes after iteration 4"
     assert planned_run.resuming is not None and run.command() == [*PROGRAM, *planned_run.resuming]
     finished = write_run_of(one(tmp_path / "other", save="x"))
-    assert finished.start is Start.RESTARTS, "the last checkpoint is missing"
+    assert finished.start is RunStart.RESTARTS, "the last checkpoint is missing"
     save(finished.planned, 10)
     assert finished.is_finished
 
@@ -85,14 +85,14 @@ def test_damaged_checkpoints_that_would_be_refused_at_each_start_are_told(tmp_pa
     (run.folder / "run.json").write_text("{")
     assert f"remove {run.folder} to start it again" in (SweptRun(planned_run).fault() or "")
     shutil.rmtree(root)
-    assert SweptRun(planned_run).fault() is None and SweptRun(planned_run).start is Start.RESTARTS
+    assert SweptRun(planned_run).fault() is None and SweptRun(planned_run).start is RunStart.RESTARTS
 
 
 def test_a_run_that_failed_before_its_first_step_starts_again(tmp_path: Path) -> None:
     run = SweptRun(one(tmp_path))
     run.begin()
     run.note(Attempt("2026-01-01 10:00:00", 1.5, 1, "it broke"))
-    assert run.start is Start.RESTARTS and run.fraction() == 0.0 and run.fault() is None
+    assert run.start is RunStart.RESTARTS and run.fraction() == 0.0 and run.fault() is None
 
 
 def test_attempts_are_kept_over_calls_of_the_sweep(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from miles.config.cluster import ClusterArguments
 from miles.run import liveness, ray_watch, session
-from miles.run.liveness import WorkerLost, Workers, with_heartbeat
+from miles.run.liveness import ActorLost, Workers, with_heartbeat
 from miles.run.ray_watch import RayWatch, parts_of_ray
 from miles.run.session import LOCAL_RAY, RAY_DEFAULTS, EngineLayout, Placement, without_extras
 from tests.fast.run.actors.sleepers import FOR_EVER, Sleeper
@@ -86,14 +86,14 @@ def test_a_worker_is_lost_with_its_node_and_the_run_takes_another(
         raylet.wait(30)  # its workers take a zombie for alive
     died = rf"(one|two) died \(with its node {address}: (Ray's raylet there does not answer|health check failed)"
     silent = rf"(one|two) \(process {there.pid}\) is lost with its node: Ray's raylet at {address}:\d+ has not answered"
-    with pytest.raises(WorkerLost, match=died if number == signal.SIGKILL else silent):
+    with pytest.raises(ActorLost, match=died if number == signal.SIGKILL else silent):
         workers.results([actor.sleep.remote(FOR_EVER) for actor in actors])
     assert psutil.wait_procs([there], timeout=30)[1] == [], "its raylet cannot end it"
     for actor in actors:
         workers.end(actor)
 
     monkeypatch.setattr(session, "PLACEMENT_SECONDS", 1)
-    with pytest.raises(WorkerLost, match="a node of the cluster was lost, and the run needs 2 bundles with 2 CPUs"):
+    with pytest.raises(ActorLost, match="a node of the cluster was lost, and the run needs 2 bundles with 2 CPUs"):
         placement.renew()
     monkeypatch.setattr(session, "PLACEMENT_SECONDS", 60)
     if number == signal.SIGSTOP:
