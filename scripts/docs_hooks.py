@@ -21,9 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
 PAGES = {
-    "flags.md": ("miles.compat.pages.flags", "flags_reference"),
-    "objectives.md": ("miles.compat.pages.objectives", "objectives_reference"),
-    "launch-scripts.md": ("miles.compat.pages.launch_scripts", "launch_page"),
+    "flags.md": ("scripts.pages.flags", "flags_reference"),
+    "objectives.md": ("scripts.pages.objectives", "objectives_reference"),
+    "launch-scripts.md": ("scripts.pages.launch_scripts", "launch_page"),
 }
 
 # Elements that a browser loads by themselves. A link that a reader follows may lead anywhere.
@@ -71,7 +71,7 @@ def _record(name: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "rewards": lambda: _module("miles.compat.pages.rewards").rewards_table(),
+    "rewards": lambda: _module("scripts.pages.rewards").rewards_table(),
     "recipes": _recipes,
     "reproductions": _reproductions,
     "kill campaign": _kill_campaign,

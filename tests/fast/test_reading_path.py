@@ -66,7 +66,6 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "objective/loss_types/custom_loss.py",
         "objective/loss_types/sft_loss.py",
         "observe/sample_records.py",
-        "compat/pages/objective_variants.py",
         "compat/translate/objective.py",
         "commands/rehearsal/trace.py",
-    }, "hooks, SFT, what a report stores, the page of objectives, the worked example of other trainers, rehearsals"
+    }, "hooks, SFT, what a report stores, the worked example of other trainers, rehearsals"

@@ -16,7 +16,6 @@ from miles.compat.launch.megatron import normalize_megatron
 from miles.compat.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.compat.launch.multi_turn import normalize_multi_turn
 from miles.compat.launch.newer_flags import NEWER_FLAGS
-from miles.compat.launch.no_effect import normalize_idle, normalize_values
 from miles.compat.launch.paths import (
     CONSTANT_OF_REDUCER,
     HOOKS,
@@ -31,6 +30,7 @@ from miles.config.abilities import reads_megatron_flags
 from miles.config.checkpoint import checkpoint_name
 from miles.config.megatron.rules import lacks_bridge
 from miles.config.model import readable_config
+from miles.config.no_effect import normalize_idle, normalize_values
 from miles.config.notes import NO_EFFECT, READ_AS, Note, note_on, overruled, written
 from miles.config.settings import Settings
 from miles.models.registry import CONVERTED

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.launchers.base import Launcher
+from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.objective import (
     Objective,
     Reduction,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.compat.pages.launch_scripts import launch_page
+from scripts.pages.launch_scripts import launch_page
 
 KL = "--use-kl-loss --kl-loss-coef 0.1"
 

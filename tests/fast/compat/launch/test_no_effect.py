@@ -7,7 +7,7 @@ import pytest
 
 from miles.base.flags import flag_name
 from miles.compat.launch import normalize
-from miles.compat.launch.no_effect import IDLE
+from miles.config.no_effect import IDLE
 from miles.config.settings import Settings
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.settings import LossArguments

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from run_folder import healthy_row, write_rows
 
-from miles.compat.pages.flags import flags_reference
 from miles.observe.health import RULES, WINDOW, MetricsFile, unhealthy, verdicts
 from miles.observe.run_files import METRICS
+from scripts.pages.flags import flags_reference
 
 STEPS = 40
 

@@ -1,4 +1,4 @@
-"""Make the page of flags of the built docs; ``python -m miles.compat.pages.flags`` prints it."""
+"""Make the page of flags of the built docs; ``python -m scripts.pages.flags`` prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the table of rewards of the built docs; ``python -m miles.compat.pages.rewards`` prints it."""
+"""Make the table of rewards of the built docs; ``python -m scripts.pages.rewards`` prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the page of objectives of the built docs; ``python -m miles.compat.pages.objectives`` prints it."""
+"""Make the page of objectives of the built docs; ``python -m scripts.pages.objectives`` prints it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 
 from miles.base.choices import Registry
 from miles.base.flags import flag_name
-from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
-from miles.compat.pages.objective_variants import (
+from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
+from miles.objective.adaptive import adaptive_entropy_formula, adaptive_kl_formula
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.estimators.base import Estimator
+from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.policy_losses.base import PolicyLoss
+from miles.objective.registry import ObjectivePart
+from miles.objective.settings import LossArguments
+from scripts.pages.objective_variants import (
     PAPER,
     TESTS,
     aggregation_table,
@@ -22,13 +29,6 @@ from miles.compat.pages.objective_variants import (
     linked,
     markdown_row,
 )
-from miles.objective.adaptive import adaptive_entropy_formula, adaptive_kl_formula
-from miles.objective.estimators import ESTIMATORS
-from miles.objective.estimators.base import Estimator
-from miles.objective.policy_losses import POLICY_LOSSES
-from miles.objective.policy_losses.base import PolicyLoss
-from miles.objective.registry import ObjectivePart
-from miles.objective.settings import LossArguments
 
 
 def objectives_reference() -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from miles.compat.launch.normalize import FOREIGN_FLAGS
-from miles.compat.pages.launch_scripts import launch_page
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
 from miles.config.sglang.flags import known_server_flags
+from scripts.pages.launch_scripts import launch_page
 
 LINES = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
 FLAGS = [line.split()[0] for line in LINES]

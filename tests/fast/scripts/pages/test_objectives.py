@@ -7,19 +7,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from miles.base.flags import Errors, flag_name
-from miles.compat.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
-from miles.compat.pages.objective_variants import (
-    CONFORMANCE,
-    TESTS,
-    files_of_kl,
-    files_of_mode,
-    files_of_variant,
-)
-from miles.compat.pages.objectives import (
-    files_of_tests,
-    objectives_reference,
-    papers,
-)
+from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.objective.aggregation import MODES, Aggregation
@@ -28,6 +16,18 @@ from miles.objective.kl import KL_FORMS, KlEstimator, check_kl
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.settings import CommonFlags, LossArguments
 from miles.objective.token_weights import TOKEN_WEIGHTS
+from scripts.pages.objective_variants import (
+    CONFORMANCE,
+    TESTS,
+    files_of_kl,
+    files_of_mode,
+    files_of_variant,
+)
+from scripts.pages.objectives import (
+    files_of_tests,
+    objectives_reference,
+    papers,
+)
 
 VARIANTS = [(weight, variant) for weight in TOKEN_WEIGHTS for variant in weight.variants]
 CHOICES = [*ESTIMATORS.values(), *POLICY_LOSSES.values()]
@@ -111,8 +111,8 @@ def test_every_choice_and_switch_of_a_correction_is_a_variant():
 def test_a_setting_without_a_test_is_seen(monkeypatch, tmp_path):
     """The page does not name a file that gives other settings."""
     (tmp_path / "test_it.py").write_text('LossArguments(use_tis=True, tis_clip=9.0, tis_mode="icepop")\n')
-    monkeypatch.setattr("miles.compat.pages.objective_variants.TESTS", tmp_path)
-    monkeypatch.setattr("miles.compat.pages.objective_variants.CONFORMANCE", tmp_path / "none")
+    monkeypatch.setattr("scripts.pages.objective_variants.TESTS", tmp_path)
+    monkeypatch.setattr("scripts.pages.objective_variants.CONFORMANCE", tmp_path / "none")
     found = {variant.name: files_of_variant(weight, variant) for weight, variant in VARIANTS}
     assert found.pop("IcePop") == ["test_it.py"] and not any(found.values())
 

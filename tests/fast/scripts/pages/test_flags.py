@@ -1,7 +1,7 @@
 """The page of flags is complete."""
 
-from miles.compat.pages.flags import flags_reference
 from miles.config.parser import build_parser
+from scripts.pages.flags import flags_reference
 
 
 def test_page_has_every_flag():

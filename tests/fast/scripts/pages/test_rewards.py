@@ -1,7 +1,7 @@
 """The table of rewards is complete."""
 
-from miles.compat.pages.rewards import rewards_table
 from miles.tasks.rewards.built_in import REWARDS
+from scripts.pages.rewards import rewards_table
 
 
 def test_the_table_has_every_reward():

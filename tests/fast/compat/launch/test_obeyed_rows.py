@@ -11,7 +11,6 @@ from miles.compat.launch.megatron import judge as judge_field
 from miles.compat.launch.megatron_flags import FREE_FIELDS
 from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.compat.launch.server import RENAMED
-from miles.compat.pages.launch_scripts import launch_page
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
 from miles.config.notes import HEADINGS, READ_AS
@@ -19,6 +18,7 @@ from miles.config.parser import judge, read_command
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import TENSOR_PARALLEL
 from miles.config.sglang.installed import server_flags
+from scripts.pages.launch_scripts import launch_page
 
 TESTS = Path(__file__).parents[2]
 IN_TABLES = {

@@ -17,7 +17,7 @@ from miles.objective.registry import Term, Variant
 from miles.objective.settings import LossArguments
 from miles.objective.token_weights import TOKEN_WEIGHTS, TokenWeight
 
-TESTS = Path(__file__).parents[3] / "tests" / "fast" / "objective"
+TESTS = Path(__file__).parents[2] / "tests" / "fast" / "objective"
 CONFORMANCE = TESTS.parent / "conformance"
 PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossArguments)}

@@ -1,4 +1,4 @@
-"""Make the page of launch scripts of the built docs; ``python -m miles.compat.pages.launch_scripts`` prints it."""
+"""Make the page of launch scripts of the built docs; ``python -m scripts.pages.launch_scripts`` prints it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from miles.compat.launch.megatron import NOT_LATENT, OF_LATENT_ROPE
 from miles.compat.launch.megatron_flags import FREE_FIELDS
 from miles.compat.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
 from miles.compat.launch.multi_turn import TAIL as MULTI_TURN
-from miles.compat.launch.no_effect import IDLE
 from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.compat.launch.paths import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
 from miles.compat.launch.server import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
@@ -27,6 +26,7 @@ from miles.config.megatron.overrides import (
     TRIED,
     refusal_of,
 )
+from miles.config.no_effect import IDLE
 from miles.config.notes import SAME
 from miles.config.parser import defaults
 from miles.config.settings import SECTIONS
