@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 from pathlib import Path
 
 GIB = 2**30
@@ -20,6 +21,16 @@ _MEMORY_FILES = (
 def has_gpu() -> bool:
     """Return whether this host has a device file of an NVIDIA GPU."""
     return any(Path(file).exists() for file in _DEVICE_FILES)
+
+
+def num_gpus(devices: str = "/dev") -> int | None:
+    """Return how many GPUs a process of this host sees; None if that is not known, as under WSL."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        ids = [word.strip() for word in visible.split(",")]
+        return next((place for place, word in enumerate(ids) if word in ("", "-1", "NoDevFiles")), len(ids))
+    files = [file for file in os.listdir(devices) if re.fullmatch(r"nvidia\d+", file)]
+    return None if not files and has_gpu() else len(files)
 
 
 def has_bf16(cpu: str = "/proc/cpuinfo") -> bool:

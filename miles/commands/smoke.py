@@ -501,7 +501,7 @@ def main(argv: Sequence[str]) -> int:
     except InputError as error:
         parser.error(str(error))
     model = [] if given.model is None else ["--hf-checkpoint", given.model]
-    settings = main_parse([*words[end + 1 :], *model]).settings
+    settings = main_parse([*words[end + 1 :], *model], starts=False).settings
     with _folder(given.folder) as folder:
         try:
             small, notes = shrink(settings, folder, given.iterations)

@@ -49,7 +49,7 @@ class CheckpointArguments:
     start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
         None,
-        "folder of checkpoints, or its URL, whose newest complete one is resumed; the run starts fresh if it is empty",
+        "folder of checkpoints, or its URL, whose newest complete one is resumed; only --save itself may have none",
         metavar="DIR",
     )
     no_load_fallback: bool = flag(False, "stop if the newest checkpoint in --load is damaged, and take no earlier one")
@@ -122,6 +122,36 @@ def first_iteration(checkpoint: CheckpointArguments) -> int | None:
         return _newest_checkpoint(folder) or 0
     except OSError:  # the launcher refuses to run (base/locks.py)
         return None
+
+
+def fault_of_nothing(checkpoint: CheckpointArguments, ref_load: str | None) -> tuple[str, str] | None:
+    """Return the rule that ``--load`` breaks if it names a folder without a checkpoint, and what to do.
+
+    None if there is one, however damaged; for the first job of a chain, whose ``--load`` is its ``--save``; and if
+    ``--ref-load`` gives the weights, as in launch scripts. Of a URL, the local copy of its index is read.
+    """
+    if checkpoint.load is None or (ref_load is not None and not checkpoint.finetune):
+        return None
+    folder, save = checkpoint.local(checkpoint.load), checkpoint.save
+    is_own = save is not None and checkpoint.local(save).resolve() == folder.resolve()
+    if is_own or _is_checkpoint(folder):
+        return None
+    if not is_url(checkpoint.load) and not os.path.isdir(folder):
+        return "there is no such folder", "check the path, or drop --load to start from --hf-checkpoint"
+    if os.path.isfile(folder / "config.json"):
+        return "is a model, and no checkpoint of a run", "give it to --hf-checkpoint, and drop --load"
+    return "holds no checkpoint", "check the path, or drop --load to start from --hf-checkpoint"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is or holds a checkpoint, complete or not; true if nobody can read it (base/locks.py)."""
+    try:
+        names = [folder.name, *os.listdir(folder)]
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError:
+        return True
+    return "state.json" in names or any(re.fullmatch(r"(\.replaced_)?iter_\d{7}", name) for name in names)
 
 
 def _newest_checkpoint(folder: str) -> int | None:

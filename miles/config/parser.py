@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 # A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
@@ -52,6 +52,7 @@ from miles.config.rules.modes import (
     check_saved_samples,
     notes_on_saved_samples,
 )
+from miles.config.rules.start import check_devices, check_load
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags, split_server_flags
 from miles.config.sglang.rules import check_server_heads
@@ -431,20 +432,24 @@ def _flat(value: Any) -> Any:
     return value
 
 
-def judge(command: Command) -> Validated:
+def judge(command: Command, starts: bool = False) -> Validated:
     """Settle and validate a command that was read.
+
+    Args:
+        command: The command.
+        starts: Whether the run starts now, on this host. Otherwise a note says why it could not.
 
     Raises:
         FlagError: With all errors of the command.
     """
     try:
-        return _judge(command)
+        return _judge(command, starts)
     except FlagError as error:
         messages = with_written_flags(error.messages, command.words)
         raise FlagError(*located(messages, command.origins)) from None
 
 
-def _judge(command: Command) -> Validated:
+def _judge(command: Command, starts: bool) -> Validated:
     errors = Errors()
     for message in command.errors:
         errors.add(message)
@@ -478,9 +483,16 @@ def _judge(command: Command) -> Validated:
     for message in of_host.messages:
         errors.add_unless_refused(message)
     check_columns(settings, errors)
+    of_start, starts = Errors(), starts and not (command.explains or settings.rehearsal.rehearse)
+    check_load(settings, of_start)
+    if not errors.messages:
+        check_devices(validated.settings, of_start)
+    for message in of_start.messages if starts else ():
+        errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
-    further = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
+    not_now = (f"a start on this host would be refused: {message}" for message in of_start.messages)
+    further = (*not_now, *notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)
@@ -502,14 +514,18 @@ def _with_defaults(command: Command) -> Settings:
     return settings
 
 
-def main_parse(argv: Sequence[str]) -> Validated:
+def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
     """Parse and validate for a program.
+
+    Args:
+        argv: The words of the command.
+        starts: Whether the run starts now, as it is, unless the command explains or rehearses it.
 
     Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
     ``--version`` print to stdout and exit with 0.
     """
     with _exiting_on_wrong_flags():
-        command, validated = judge_with_hub(lambda: read_command(argv))
+        command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts))
     if command.explains:
         print(explain(validated))
         raise SystemExit(0)

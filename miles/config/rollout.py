@@ -493,12 +493,6 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs are those of the raw logits"
         )
-    alone = rollout.n_samples_per_prompt == 1 and uses_policy_loss and loss.normalizes_rewards
-    if alone and not loss.use_opd:
-        yield (
-            f"--n-samples-per-prompt 1: --advantage-estimator {loss.advantage_estimator} compares the responses of a "
-            "prompt, so every advantage is 0"
-        )
     if rollout.truncates_sampling and rollout.no_support_replay and uses_policy_loss:
         yield (
             "--no-support-replay: the trainer's log-probs are over the whole vocabulary and samples are not, so the "

@@ -158,7 +158,6 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
     check_adaptive_entropy(loss, errors)
     if objective.loss_type.uses_advantages:
         objective.estimator.check(loss, shape, errors)
-        _check_group(objective, shape, errors)
     objective.loss_type.check(loss, shape, errors)
     _check_read(objective, errors)
 
@@ -189,13 +188,3 @@ def check_chunk_size(loss: LossArguments, errors: Errors) -> None:
     size = loss.log_probs_chunk_size
     if size != -1 and size < 1:
         errors.refuse("log_probs_chunk_size", size, "must be -1 (all tokens) or at least 1", "1024 is usual")
-
-
-def _check_group(objective: Objective, shape: StepShape, errors: Errors) -> None:
-    smallest, name = objective.estimator.smallest_group(objective.flags), objective.estimator.name
-    if objective.estimator.accepts_one or objective.flags.use_opd:
-        return
-    if 1 <= shape.samples_per_prompt < smallest:
-        rule = f"with --advantage-estimator {name} every advantage is 0: it compares {smallest} or more of a group"
-        what_to_do = f"give {smallest} or more (8 is usual), or use an estimator that does not compare"
-        errors.refuse("n_samples_per_prompt", shape.samples_per_prompt, rule, what_to_do)

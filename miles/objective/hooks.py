@@ -413,7 +413,6 @@ class CustomAdvantages(Estimator):
         self.greedy_baseline = estimator.greedy_baseline
         self.reads_reward_parts = estimator.reads_reward_parts
         self.reads_score_norms = estimator.reads_score_norms
-        self.accepts_one = estimator.accepts_one
 
     def needs(self, flags: Any) -> Needs:
         """Return what the chosen estimator needs."""

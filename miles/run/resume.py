@@ -351,9 +351,7 @@ def _note_of_nothing(checkpoint: CheckpointArguments, root: Path, flag: str) -> 
         )
     is_missing = not is_url(str(checkpoint.load)) and not root.is_dir()
     found = "there is no such folder" if is_missing else "holds no checkpoint"
-    is_own = checkpoint.save is not None and root.resolve() == checkpoint.local(checkpoint.save).resolve()
-    check = "" if is_own else "; check the path if it was to continue another"
-    return f"{flag}: {found}, so the run starts from the beginning{check}"
+    return f"{flag}: {found}, so the run starts from the beginning"
 
 
 def check_frozen_models(model: ModelArguments) -> list[str]:

@@ -18,6 +18,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     loss = settings.loss
     shape = StepShape(_trajectories_of_step(settings), settings.rollout.n_samples_per_prompt)
     check_objective(loss, shape, errors)
+    _check_group(settings, errors)
     check_adaptive_kl(loss, shape.num_trajectories, errors)
     if settings.reward.custom_reward_post_process_path is not None:
         why = "beside --custom-reward-post-process-path, which makes the advantages"
@@ -47,6 +48,21 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     else:
         why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
         check_no_critic(settings.critic, why, errors)
+
+
+def _check_group(settings: Settings, errors: Errors) -> None:
+    """Refuse groups so small that every advantage is 0, in a run that would learn from the comparison."""
+    loss, samples = settings.loss, settings.rollout.n_samples_per_prompt
+    if not (settings.trains and loss.type.uses_advantages and loss.normalizes_rewards):
+        return
+    smallest = find_objective(loss).estimator.smallest_group(loss)
+    if settings.given_advantages is None and 1 <= samples < smallest:
+        rule = (
+            f"with --advantage-estimator {loss.advantage_estimator} every advantage is 0 and nothing is learned: it "
+            f"compares {smallest} or more answers of a prompt"
+        )
+        what_to_do = f"give {smallest} or more (8 is usual), or use an estimator that does not compare, such as ppo"
+        errors.refuse("n_samples_per_prompt", samples, rule, what_to_do)
 
 
 def _check_old_log_probs(settings: Settings, errors: Errors) -> None:

@@ -96,7 +96,6 @@ class Estimator(ObjectivePart):
     greedy_baseline: bool = False
     reads_reward_parts: bool = False
     reads_score_norms: bool = False
-    accepts_one: bool = False  # a group of one, whose advantage is 0, is allowed, with a note
 
     @abstractmethod
     def formula(self, flags: Any) -> list[Term]:

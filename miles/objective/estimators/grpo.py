@@ -30,7 +30,6 @@ class Grpo(Estimator):
     summary = "the reward compared within its prompt group"
     reads = ("normalize_advantages", "disable_grpo_std_normalization", "disable_rewards_normalization")
     own_flags = GrpoFlags
-    accepts_one = True
 
     def smallest_group(self, flags: Any) -> int:
         """Return 2: a group of one has no spread. Rewards as they are need no group."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.base.secrets import hidden_in_output, secrets_in
-from miles.config.checkpoint import NOT_OF_ITS_OWN
+from miles.base.text import InputError
+from miles.config.checkpoint import NOT_OF_ITS_OWN, fault_of_nothing
 from miles.config.host_share import host_line
 from miles.config.notes import grouped
 from miles.run.launcher.attempt import RunContext, train
@@ -164,6 +165,8 @@ def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
     given = settings.checkpoint
     print(host_line(settings))
     notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
+    if (fault := fault_of_nothing(given, settings.model.ref_load)) is not None:
+        raise InputError(f"--load {given.load}: {'; '.join(fault)}")
     point = resume_point(given)
     check_same_steps(point.checkpoint, settings.steps_per_iteration)
     branch, branch_notes = branch_of(given)

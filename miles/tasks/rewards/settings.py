@@ -150,6 +150,9 @@ def _named_rewards(rm_type: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _unknown(name: str) -> str:
+    if name == CUSTOM:
+        rule = "alone names no reward: it stands for --custom-rm-path in a sum"
+        return f"{rule}; drop it, and give your function with --custom-rm-path module:function"
     near = get_close_matches(name, REWARDS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     fault = f"no such reward as {name!r}; {hint}the built-in ones are {', '.join(REWARDS)}"

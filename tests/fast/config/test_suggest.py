@@ -28,26 +28,17 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--advantage_estimatr", "did you mean --advantage-estimator?"),
         ("--override_opt_param_scheduler", "did you mean --override-opt-param-scheduler?"),
         *(
-            (flag, f"give {here}; miles translate FILE translates a whole command of TRL or OpenRLHF")
+            (flag, f"give {here}; miles translate FILE translates a whole script of TRL, verl or OpenRLHF")
             for flag, here in COUNTERPARTS.items()
         ),
         ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
-        ("--learning-rate", "did you mean --lr?"),
         ("--critic-learning-rate", "did you mean --critic-lr?"),
         ("--max-staleness", "did you mean --max-weight-staleness?"),
         ("--tensor-modelparallel-size", "did you mean --tensor-model-parallel-size?"),
         ("--router-aux-loss-coef", "did you mean --moe-aux-loss-coeff?"),
         # one word of many flags, or words that flags share whose other words differ
-        ("--num-gpus", "--help lists all flags"),
         ("--no-save", "--help lists all flags"),
-        ("--save-steps", "--help lists all flags"),
-        ("--model", "--help lists all flags"),
-        ("--epsilon-high", "--help lists all flags"),
-        ("--epsilon", "--help lists all flags"),
-        ("--max-new-tokens", "--help lists all flags"),
         ("--max-tokens-per-device", "--help lists all flags"),
-        ("--warmup-steps", "--help lists all flags"),
-        ("--rollout-n", "--help lists all flags"),
         ("--xyzzy", "--help lists all flags"),
         ("--rm-uri-list", "--help lists all flags"),
         ("--no-colocate", "--help lists all flags"),

@@ -145,7 +145,6 @@ def test_an_unknown_choice_is_not_read_as_the_last_known_one(read):
     ("flags", "note"),
     [
         ("--rollout-temperature 0", "samples greedily"),
-        ("--n-samples-per-prompt 1", "every advantage is 0"),
         ("--log-passrate --rm-type format:1,length:0.1", "an answer passes if the sum is 1 or more"),
         ("--use-dynamic-batch-size --max-tokens-per-gpu 32", "its own micro-batch"),
         ("", "--global-batch-size is 32"),

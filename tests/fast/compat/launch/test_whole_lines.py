@@ -130,9 +130,9 @@ def test_two_broken_objects_and_all_wrong_words_are_reported_together(refusals):
 
 
 def test_only_readings_are_listed_as_read(accepted):
-    parts = explain(accepted("--num-steps-per-rollout 1 --n-samples-per-prompt 1 --colocate --rollout-num-gpus 4"))
+    parts = explain(accepted("--num-steps-per-rollout 1 --rollout-temperature 0 --colocate --rollout-num-gpus 4"))
     parts = {part.partition("\n")[0]: part for part in parts.split("\n\n")}
-    assert "--global-batch-size is 8" in parts["Read as"] and "advantage" not in parts["Read as"]
-    assert "--n-samples-per-prompt 1: --advantage-estimator grpo" in parts["Notes"]
+    assert "--global-batch-size is 32" in parts["Read as"] and "advantage" not in parts["Read as"]
+    assert "--rollout-temperature 0 samples greedily" in parts["Notes"]
     accepted_part = next(part for title, part in parts.items() if title.startswith("Accepted"))
     assert "no effect" in accepted_part and "--rollout-num-gpus 4: with --colocate" in accepted_part

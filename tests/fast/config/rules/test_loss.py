@@ -109,3 +109,14 @@ REFUSED = [
 @pytest.mark.parametrize(("flags", "without", "sentence"), REFUSED)
 def test_refused(refused, flags, without, sentence):
     assert any(re.search(sentence, message) for message in refused(flags, without))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
+def test_one_answer_per_prompt_is_refused_where_answers_are_compared(refused, validated, estimator):
+    flags, without = f"--advantage-estimator {estimator}", "--n-samples-per-prompt"
+    (message,) = refused(flags, without)
+    assert message.startswith("--n-samples-per-prompt 1: ") and "every advantage is 0 and nothing is learned" in message
+    validated(f"{flags} --debug-rollout-only", without)
+    validated(f"{flags} --custom-reward-post-process-path mine:advantages", without)
+    validated("--advantage-estimator grpo --disable-rewards-normalization", without)
+    validated("--loss-type sft_loss", f"{without} --rm-type --rollout-max-response-len")

@@ -72,7 +72,7 @@ def test_what_is_right_is_a_flag(advantages_of):
     ("flags", "message"),
     [
         ("passk_best --n-samples-per-prompt 1", "with --advantage-estimator passk_best every advantage is 0"),
-        ("passk_analytic --pass-k 4", "passk_analytic every advantage is 0: it compares 5 or more of a group"),
+        ("passk_analytic --pass-k 4", "it compares 5 or more answers of a prompt"),
         ("passk_analytic --pass-k 0", "--pass-k 0: .*at least 1"),
         ("passk_analytic --pass-correct-above nan", "--pass-correct-above nan"),
         (
