@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from miles.rollout.collect import PromptSource, ScoredGroups
@@ -14,11 +13,10 @@ from miles.types.sample import PromptGroup, Sample, SampleStatus
 class ConversationCollector:
     """A ``GroupCollector`` that draws conversations: each is a group of one sample."""
 
-    def __init__(self, stream: PromptSource, conversations: Sequence[Conversation], batch_size: int) -> None:
-        """``stream`` draws the prompts of ``conversations``, ``batch_size`` of them per iteration."""
+    def __init__(self, stream: PromptSource, batch_size: int) -> None:
+        """``stream`` draws conversations, ``batch_size`` of them per iteration."""
         self._stream = stream
         self._batch_size = batch_size
-        self._of_prompt = {id(conversation.prompt): conversation for conversation in conversations}
 
     async def collect(self, iteration: int) -> ScoredGroups:
         """Return the next conversations, and their lengths as metrics."""
@@ -33,18 +31,19 @@ class ConversationCollector:
         return ScoredGroups(groups, {f"rollout/{name}": metric for name, metric in metrics.items()})
 
     def _group(self, drawn: PromptGroup) -> PromptGroup:
-        conversation = self._of_prompt[id(drawn.prompt)]
+        conversation = drawn.prompt
+        assert isinstance(conversation, Conversation), "the stream is one of conversations"
         sample = Sample(
-            drawn.prompt,
+            conversation.prompt,
             drawn.group_index,
             trajectory_id=drawn.group_index,
             response_ids=list(conversation.response_ids),
-            response=conversation.text,
+            response=conversation.response,
             loss_mask=list(conversation.loss_mask),
             rollout_log_probs=[0.0] * len(conversation.response_ids),  # nothing sampled them, and the loss reads none
             status=SampleStatus.COMPLETED,
         )
-        return PromptGroup(drawn.group_index, drawn.prompt, [sample])
+        return PromptGroup(drawn.group_index, sample.prompt, [sample])
 
     def state(self) -> dict[str, Any]:
         """Return the stream's position."""

@@ -19,9 +19,10 @@ from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams, gather_or_cancel
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
-from miles.tasks.data.prompts import PromptSet, load_prompts
+from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.passing import passes_of
+from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import Prompt, PromptGroup, Sample
 
@@ -100,13 +101,11 @@ def load_eval_sets(
     rollout: RolloutArguments,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    labels_optional: bool = False,
-    check: Callable[[Prompt], None] = lambda prompt: None,
+    reward: RewardArguments | None = None,
 ) -> list[EvalSet]:
     """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
 
-    What a set does not specify is taken from the ``--eval-*`` flags. Rows may lack a label with ``labels_optional``, as
-    for a custom reward. Those that ``check`` raises ``ValueError`` for are refused.
+    What a set does not specify is taken from the ``--eval-*`` flags. Rows that ``reward`` cannot score are refused.
 
     Raises:
         InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
@@ -123,7 +122,7 @@ def load_eval_sets(
             raise InputError(
                 f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
             )
-    load = partial(load_prompts, labels_optional=labels_optional, check=check)
+    load = partial(load_prompts, reward=reward)
     return [_load(entry, evaluation, data, rollout, tokenizer, load) for entry in entries]
 
 
@@ -133,7 +132,7 @@ def _load(
     data: DataArguments,
     rollout: RolloutArguments,
     tokenizer: PreTrainedTokenizerBase,
-    load: Callable[..., PromptSet],
+    load: Callable[..., Sequence[Prompt]],
 ) -> EvalSet:
     chosen: dict[str, Any] = {
         "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
@@ -152,7 +151,7 @@ def _load(
         input_key=chosen["input_key"],
         label_key=chosen["label_key"],
         max_context_len=rollout.rollout_max_context_len,
-    ).prompts
+    )
     sampling = SamplingParams(
         max_new_tokens=chosen["max_response_len"],
         temperature=chosen["temperature"],

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,6 @@ from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, Rollou
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of, load_held_out
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
-from miles.tasks.data.conversations import Conversation
 from miles.tasks.data.stream import TrainingStream
 from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.base import RewardFunction
@@ -306,7 +305,7 @@ async def build_pipeline(
             data.rollout_seed,
             num_iterations,
             local_vocab_size(settings.model),
-            supply.conversations,
+            settings.reads_conversations,
             settings.loss.reads_greedy_baseline,
             flags_view(settings),
         )
@@ -373,7 +372,7 @@ def build_collector(
     seed: int,
     num_iterations: int,
     vocab_size: int | None = None,
-    conversations: Sequence[Conversation] = (),
+    reads_conversations: bool = False,
     greedy_baseline: bool = False,
     args: Any = None,
 ) -> GroupCollector:
@@ -389,7 +388,7 @@ def build_collector(
         seed: The seed of the run's responses.
         num_iterations: How many iterations the run has.
         vocab_size: The end of the token ids of saved groups, if it is known.
-        conversations: The conversations that ``stream`` draws, in a run that trains on them.
+        reads_conversations: Whether ``stream`` draws conversations to train on.
         greedy_baseline: Whether each group has a greedy response too, whose reward the estimator reads.
         args: All flags by their names, for functions of the user's.
 
@@ -398,9 +397,9 @@ def build_collector(
     """
     if rollout.load_debug_rollout_data is not None:
         return SavedGroups(rollout.load_debug_rollout_data, reward.log_passrate, stream, vocab_size)
-    if conversations:
+    if reads_conversations:
         assert stream is not None and rollout.rollout_batch_size is not None
-        return ConversationCollector(stream, conversations, rollout.rollout_batch_size)
+        return ConversationCollector(stream, rollout.rollout_batch_size)
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
     spec = _group_spec(stream, rollout, seed, greedy_baseline)

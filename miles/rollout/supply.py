@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from miles.config.flags_view import flags_view
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.rollout.evaluate import EvalSet, load_eval_sets
-from miles.tasks.data.conversations import Conversation, load_conversations
+from miles.tasks.data.conversations import load_conversations
 from miles.tasks.data.curriculum import CurriculumStream, load_curriculum
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader, load_prompts
@@ -26,12 +26,10 @@ class Supply:
     Attributes:
         stream: Draws them; None if there are none to train on.
         num_prompts: How many make a pass; 0 if that is not known.
-        conversations: Those whose prompts are drawn, if the run trains on conversations.
     """
 
     stream: TrainingStream | None = None
     num_prompts: int = 0
-    conversations: Sequence[Conversation] = ()
 
 
 def build_supply(settings: Settings, tokenizer: Any) -> Supply:
@@ -46,29 +44,27 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         reader = RowReader(
             data,
             tokenizer,
-            labels_optional=reward.labels_optional,
-            check=reward.check_prompt,
+            reward=reward,
             max_context_len=context,
         )
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
     if data.prompt_mix is not None or data.curriculum_path is not None:
         sources = data.mixed_sources
-        sets = [_named_set(name, source, settings, tokenizer) for name, source in sources.items()]
+        sets = [NamedSet(name, _prompts_of(name, source, settings, tokenizer)) for name, source in sources.items()]
         weights = data.prompt_mix_weights or [float(len(one.prompts)) for one in sets]
         mixture = Mixture(sets, weights, data.rollout_shuffle, data.rollout_seed)
         return Supply(_with_curriculum(mixture, data.curriculum_path, rollout), mixture.num_prompts)
     if data.prompt_data is None:
         return Supply()
-    conversations: Sequence[Conversation] = ()
+    prompts: Sequence[Prompt]
     if settings.reads_conversations:
         longest = rollout.rollout_max_response_len
-        conversations = load_conversations(
+        prompts = load_conversations(
             data.prompt_data, data, tokenizer, max_response_len=longest, max_context_len=context
         )
-        prompts = [conversation.prompt for conversation in conversations]
     else:
-        prompts = list(_prompts_of(data.prompt_data, settings, tokenizer))
-    return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts), conversations)
+        prompts = _prompts_of("", data.prompt_data, settings, tokenizer)
+    return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts))
 
 
 def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
@@ -78,25 +74,19 @@ def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
         settings.data,
         settings.rollout,
         tokenizer,
-        labels_optional=settings.reward.labels_optional,
-        check=settings.reward.check_prompt,
+        reward=settings.reward,
     )
 
 
-def _prompts_of(source: str, settings: Settings, tokenizer: Any) -> Sequence[Prompt]:
+def _prompts_of(name: str, source: str, settings: Settings, tokenizer: Any) -> Sequence[Prompt]:
     return load_prompts(
         source,
         settings.data,
         tokenizer,
-        labels_optional=settings.reward.labels_optional,
-        check=settings.reward.check_prompt,
+        reward=settings.reward,
         max_context_len=settings.rollout.rollout_max_context_len,
-    ).prompts
-
-
-def _named_set(name: str, source: str, settings: Settings, tokenizer: Any) -> NamedSet:
-    prompts = _prompts_of(source, settings, tokenizer)
-    return NamedSet(name, [replace(prompt, prompt_set=name) for prompt in prompts])
+        prompt_set=name,
+    )
 
 
 def _with_curriculum(mixture: Mixture, path: str | None, rollout: RolloutArguments) -> Mixture | CurriculumStream:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Names of models in tests are made up, so the hub need not be asked about them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Verdicts about rows are remembered there, and those of an earlier session of tests must decide nothing.
+USER_CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
+os.environ["XDG_CACHE_HOME"] = USER_CACHE.name
 
 # Under nohup, and in the background of a script, these signals are ignored, here and in the runs that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -2,52 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from miles.base.flags import FlagError
 from miles.base.text import InputError
+from miles.tasks.data.checked_rows import PromptSet, caught, check_rows, name_of, verdict_key
 from miles.tasks.data.end_tokens import end_of_turn, next_added_token
 from miles.tasks.data.row import Notes, Row
-from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.sources import read_rows
-from miles.tasks.data.tokenizer import PromptRenderer
+from miles.tasks.data.settings import DataArguments, of_rows
+from miles.tasks.data.sources import open_rows
+from miles.tasks.data.tokenizer import PromptRenderer, load_tokenizer
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
+_logger = logging.getLogger(__name__)
 Render = Callable[[Sequence[dict[str, Any]], bool], str]  # of messages, and whether the assistant's turn is opened
 _MARK = "contentofthismessage"  # takes the place of a content, to see what the template writes behind it
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A conversation as a model is trained on it.
+class Conversation(Prompt):
+    """A conversation as a model is trained on it: as a prompt, it is what comes before the first trained token.
 
     Attributes:
-        prompt: The tokens before the first trained one.
         response_ids: The tokens from there to the last trained one.
         loss_mask: 1 for each of them that is trained on, 0 for those of other roles and of the template.
-        text: Their text.
+        response: Their text.
     """
 
-    prompt: Prompt
-    response_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    text: str
+    response_ids: tuple[int, ...] = ()
+    loss_mask: tuple[int, ...] = ()
+    response: str = ""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt alone."""
+        return Prompt(self.text, self.token_ids, metadata=self.metadata, source=self.source)
 
 
 def load_conversations(
     source: str,
     data: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | str,
     *,
     max_response_len: int | None = None,
     max_context_len: int | None = None,
-) -> list[Conversation]:
-    """Read the conversations of ``source``, render them through the chat template, and mark what is trained on.
+) -> PromptSet[Conversation]:
+    """Check the conversations of ``source``: each is rendered through the chat template, here and when it is drawn.
 
     The column ``--input-key`` is a list of messages, as of a chat. Messages of ``--sft-roles`` are trained on: their
     content, and the tokens with which the template ends their turn, or the next role's token. A conversation that has
@@ -56,43 +64,68 @@ def load_conversations(
     Args:
         source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, and the roles.
-        tokenizer: The model's tokenizer, with a chat template.
+        tokenizer: The model's tokenizer, with a chat template; or its folder or name, as for ``load_prompts``.
         max_response_len: The most tokens from the first trained one on.
         max_context_len: The most tokens of a conversation.
 
     Raises:
-        InputError: For a malformed row, a template that changes the messages it renders, and a set without a
-            row to train on.
+        FlagError: For malformed rows, a template that changes the messages it renders, and a set without a row to
+            train on.
     """
-    if not tokenizer.is_fast:
-        raise InputError(
-            "--loss-type sft_loss: the tokenizer of --hf-checkpoint cannot say which text a token stands for, as it is "
-            "no fast one; give a folder with a tokenizer.json"
+    reader, rows = _Reader(data, tokenizer), open_rows(source)
+    limits = tuple(
+        math.inf if limit is None else limit
+        for limit in (max_context_len, max_response_len, data.rollout_max_prompt_len)
+    )
+
+    def is_long(one: Conversation) -> bool:
+        lengths = len(one.token_ids) + len(one.response_ids), len(one.response_ids), len(one.token_ids)
+        return any(length > limit for length, limit in zip(lengths, limits, strict=True))
+
+    key = verdict_key(source, rows, name_of(tokenizer), "conversations", of_rows(data), limits)
+    verdict = check_rows(source, rows, reader.conversations, is_long, key)
+    if not verdict.kept:
+        raise FlagError(
+            f"prompt source {source}: all {verdict.rows} conversations are longer than a limit; give a longer limit, "
+            "or one with at least one row"
         )
-    renderer = PromptRenderer(replace(data, apply_chat_template=True), tokenizer)
-    notes, conversations, dropped = Notes(), list[Conversation](), 0
-    rows = list(read_rows(source))
-    for row in rows:
-        conversation = _read(row, renderer, data, tokenizer, notes)
-        length = len(conversation.prompt.token_ids) + len(conversation.response_ids)
-        is_long = (
-            (max_context_len is not None and length > max_context_len)
-            or (max_response_len is not None and len(conversation.response_ids) > max_response_len)
-            or (
-                data.rollout_max_prompt_len is not None
-                and len(conversation.prompt.token_ids) > data.rollout_max_prompt_len
+    verdict.notes.log(source, verdict.rows)
+    if verdict.dropped:
+        _logger.warning(
+            "%s: %d of %d conversations: %s; the first is %s",
+            source,
+            verdict.dropped,
+            verdict.rows,
+            _TOO_LONG,
+            verdict.first_long,
+        )
+    return PromptSet(rows, verdict, reader.conversation, lambda row: [row.find(data.input_key), None])
+
+
+class _Reader:
+    """Makes conversations of rows. The tokenizer is loaded when the first is made."""
+
+    def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase | str) -> None:
+        self._data, self._given = data, tokenizer
+
+    @cached_property
+    def _tools(self) -> tuple[PromptRenderer, PreTrainedTokenizerBase]:
+        tokenizer = load_tokenizer(self._given) if isinstance(self._given, str) else self._given
+        if not tokenizer.is_fast:
+            raise InputError(
+                "--loss-type sft_loss: the tokenizer of --hf-checkpoint cannot say which text a token stands for, as "
+                "it is no fast one; give a folder with a tokenizer.json"
             )
-        )
-        if is_long:
-            dropped += 1
-            notes.add(_TOO_LONG, row.where)
-        else:
-            conversations.append(conversation)
-    if not conversations:
-        why = f"all {dropped} conversations are longer than a limit" if dropped else "it is empty"
-        raise InputError(f"prompt source {source}: {why}; give a longer limit, or one with at least one row")
-    notes.log(source, len(rows))
-    return conversations
+        return PromptRenderer(replace(self._data, apply_chat_template=True), tokenizer), tokenizer
+
+    def conversation(self, row: Row, notes: Notes | None = None) -> Conversation:
+        """Return the conversation of a row; raise ``InputError`` if it is malformed."""
+        renderer, tokenizer = self._tools
+        return _read(row, renderer, self._data, tokenizer, Notes() if notes is None else notes)
+
+    def conversations(self, rows: Sequence[Row], notes: Notes) -> list[Conversation | InputError]:
+        """Return the conversations of rows; in the place of one, what is wrong with its row."""
+        return [caught(partial(self.conversation, row, notes)) for row in rows]
 
 
 _TOO_LONG = (
@@ -146,14 +179,15 @@ def _read(
     metadata = row.columns.get(data.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         notes.add(_NO_OBJECT, row.where)
-    prompt = Prompt(
+    return Conversation(
         text[: offsets[first][0]],
         tuple(token_ids[:first]),
         metadata=metadata if isinstance(metadata, dict) else {},
         source=row.where,
+        response_ids=tuple(token_ids[first:last]),
+        loss_mask=tuple(mask[first:last]),
+        response=text[offsets[first][0] : offsets[last - 1][1]],
     )
-    ids, trained = token_ids[first:last], mask[first:last]
-    return Conversation(prompt, tuple(ids), tuple(trained), text[offsets[first][0] : offsets[last - 1][1]])
 
 
 def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import cached_property, partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from miles.base.flags import FlagError
 from miles.base.text import InputError
 from miles.tasks.data import reasoning_gym_task, verifiers_task
+from miles.tasks.data.checked_rows import PromptSet, Verdict, caught, check_rows, name_of, verdict_key
 from miles.tasks.data.row import Notes, Row
-from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.sources import read_rows
-from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt
+from miles.tasks.data.settings import DataArguments, of_rows
+from miles.tasks.data.sources import Rows, open_rows
+from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt, load_tokenizer
 from miles.tasks.rewards.answer_text import plain_number
+from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:
@@ -30,28 +34,21 @@ _NO_LABEL = "there is no label, so the reward function gets None"
 _NO_LABEL_KEY = "there is no label, as --label-key is not given, so the reward function gets None"
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """The prompts of one source, in its order, and how many were dropped for their length."""
-
-    prompts: tuple[Prompt, ...]
-    dropped: int
-
-
 def load_prompts(
     source: str,
     data: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | str,
     *,
     input_key: str | None = None,
     label_key: str | None = None,
-    labels_optional: bool = False,
-    check: Callable[[Prompt], None] = lambda prompt: None,
+    reward: RewardArguments | None = None,
     max_context_len: int | None = None,
-) -> PromptSet:
-    """Read, render and tokenize the prompts of ``source``.
+    prompt_set: str = "",
+) -> PromptSet[Prompt]:
+    """Check the prompts of ``source``: each is rendered and tokenized, here once, and again whenever it is drawn.
 
-    Unusual rows that are allowed are counted and logged, one line for each kind (notes.py).
+    The verdict of an earlier check of the same rows is used (checked_rows.py). Unusual rows that are allowed are
+    counted and logged, one line for each kind.
 
     Text rendered through a chat template is tokenized without special tokens, because templates write them; other text
     with the tokenizer's default. Prompts of more than ``rollout_max_prompt_len`` tokens are dropped, and their number
@@ -60,42 +57,90 @@ def load_prompts(
     Args:
         source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, chat template and length limit.
-        tokenizer: The model's tokenizer.
+        tokenizer: The model's tokenizer; or its folder or name, from which it is loaded if a row has to be read.
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
-        labels_optional: Whether rows may lack a label: a custom reward may not need it. One at least must have it.
-        check: Raises ``ValueError`` for a prompt that a reward of the run cannot score answers to.
+        reward: Rows without what its rewards compare with are refused. Those of a custom reward may lack a label, but
+            one at least must have it.
         max_context_len: The most tokens of prompt and response together.
+        prompt_set: The name of the set in a mixture, which the prompts carry.
 
     Raises:
-        InputError: For a malformed row, naming file and line, and for a source without prompts.
+        FlagError: For malformed rows, naming file and line, and for a source without prompts.
     """
+    rows = open_rows(source)
     for own in (reasoning_gym_task, verifiers_task):
         if source.startswith(own.SCHEME):
             columns = _Columns(own.INPUT, own.LABEL, own.METADATA, label_may_be_null=True)
             break
     else:
         columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
-    optional = columns.label_may_be_null or labels_optional
-    columns = replace(columns, label_may_be_null=optional, check=check)
-    renderer = PromptRenderer(data, tokenizer)
-    rows = list(read_rows(source))
-    if not rows:
-        raise InputError(f"prompt source {source}: it is empty; give one with at least one row")
-    if labels_optional and not any(_has_label(row, columns) for row in rows):
-        columns = replace(columns, label_may_be_null=False)  # the first row is refused: the key is a wrong one
-    notes = Notes()
-    rendered = [renderer.render(row, row.column(columns.input, "--input-key"), notes) for row in rows]
-    unread = [prompt.text for prompt in rendered if prompt.token_ids is None]
-    read = iter(tokenizer(unread, add_special_tokens=not renderer.uses_template)["input_ids"] if unread else ())
-    token_ids = [next(read) if prompt.token_ids is None else prompt.token_ids for prompt in rendered]
-    prompts = [
-        _prompt(row, prompt, ids, columns, notes) for row, prompt, ids in zip(rows, rendered, token_ids, strict=True)
-    ]
+    labels_optional = reward is not None and reward.labels_optional
+    if labels_optional:  # if no row has one, the first is refused: the key is a wrong one
+        has_any = columns.label is None or any(_has_label(row, columns) for row in _readable(rows))
+        columns = replace(columns, label_may_be_null=has_any or columns.label_may_be_null)
+    if reward is not None:
+        columns = replace(columns, check=reward.check_prompt)
+    reader = _Reader(data, tokenizer, columns, prompt_set)
+    flag, limit = _limit(data.rollout_max_prompt_len, max_context_len)
+    key = verdict_key(source, rows, name_of(tokenizer), of_rows(data), columns.names, reward, limit)
+    verdict = check_rows(source, rows, reader.prompts, lambda prompt: len(prompt.token_ids) > limit, key)
     if labels_optional and columns.label is None:
-        notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)
-    notes.log(source, len(rows))
-    return _drop_long(prompts, data.rollout_max_prompt_len, max_context_len, source)
+        verdict.notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)
+    verdict.notes.log(source, len(rows))
+    _log_long(source, verdict, flag, limit)
+    return PromptSet(rows, verdict, reader.prompt, reader.identity)
+
+
+def _readable(rows: Rows) -> Iterator[Row]:
+    batches = (rows.read(start, min(start + 256, len(rows))) for start in range(0, len(rows), 256))
+    return (row for batch in batches for row in batch if isinstance(row, Row))
+
+
+class _Reader:
+    """Makes prompts of rows. The tokenizer is loaded when the first is made."""
+
+    def __init__(
+        self, data: DataArguments, tokenizer: PreTrainedTokenizerBase | str, columns: _Columns, prompt_set: str = ""
+    ) -> None:
+        self._data, self._given, self._columns, self._prompt_set = data, tokenizer, columns, prompt_set
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._given) if isinstance(self._given, str) else self._given
+
+    @cached_property
+    def _renderer(self) -> PromptRenderer:
+        return PromptRenderer(self._data, self._tokenizer)
+
+    def prompts(self, rows: Sequence[Row], notes: Notes) -> list[Prompt | InputError]:
+        """Return the prompts of rows, tokenized together; in the place of a prompt, what is wrong with its row."""
+        made: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
+        unread = [one.text for one in made if isinstance(one, RenderedPrompt) and one.token_ids is None]
+        special = not self._renderer.uses_template
+        read = iter(self._tokenizer(unread, add_special_tokens=special)["input_ids"] if unread else ())
+        found = list[Prompt | InputError]()
+        for row, one in zip(rows, made, strict=True):
+            if isinstance(one, RenderedPrompt):
+                ids = next(read) if one.token_ids is None else one.token_ids
+                found.append(caught(partial(_prompt, row, one, ids, self._columns, notes, self._prompt_set)))
+            else:
+                found.append(one)
+        return found
+
+    def _render(self, row: Row, notes: Notes) -> RenderedPrompt:
+        return self._renderer.render(row, row.column(self._columns.input, "--input-key"), notes)
+
+    def prompt(self, row: Row, notes: Notes | None = None) -> Prompt:
+        """Return the prompt of a row; raise ``InputError`` if it is malformed."""
+        (prompt,) = self.prompts([row], Notes() if notes is None else notes)
+        if isinstance(prompt, InputError):
+            raise prompt
+        return prompt
+
+    def identity(self, row: Row) -> list[Any]:
+        """Return what the file holds of a prompt."""
+        return [row.find(self._columns.input), _label(row, self._columns, Notes())]
 
 
 class RowReader:
@@ -106,15 +151,14 @@ class RowReader:
         data: DataArguments,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        labels_optional: bool = False,
-        check: Callable[[Prompt], None] = lambda prompt: None,
+        reward: RewardArguments | None = None,
         max_context_len: int | None = None,
     ) -> None:
         """See ``load_prompts``."""
-        self._data = data
-        self._tokenizer = tokenizer
-        self._renderer = PromptRenderer(data, tokenizer)
-        self._columns = _Columns(data.input_key, data.label_key, data.metadata_key, labels_optional, check)
+        columns = _Columns(data.input_key, data.label_key, data.metadata_key)
+        if reward is not None:
+            columns = replace(columns, label_may_be_null=reward.labels_optional, check=reward.check_prompt)
+        self._reader = _Reader(data, tokenizer, columns)
         self._limits = (data.rollout_max_prompt_len, None if max_context_len is None else max_context_len - 1)
         self._notes = Notes()  # of all rows
 
@@ -125,14 +169,12 @@ class RowReader:
             InputError: The row is malformed, or longer than a limit: its source chooses what is drawn.
         """
         row, notes = Row(f"row {number} of --data-source-path", columns), Notes()
-        rendered = self._renderer.render(row, row.column(self._columns.input, "--input-key"), notes)
-        ids = rendered.token_ids
-        if ids is None:
-            ids = self._tokenizer(rendered.text, add_special_tokens=not self._renderer.uses_template)["input_ids"]
+        prompt = self._reader.prompt(row, notes)
         for limit in self._limits:
-            if limit is not None and len(ids) > limit:
-                row.refuse(f"the prompt has {len(ids)} tokens, and at most {limit} are allowed; leave it out")
-        prompt = _prompt(row, rendered, ids, self._columns, notes)
+            if limit is not None and len(prompt.token_ids) > limit:
+                row.refuse(
+                    f"the prompt has {len(prompt.token_ids)} tokens, and at most {limit} are allowed; leave it out"
+                )
         self._notes.log_new(notes)
         return prompt
 
@@ -147,13 +189,20 @@ class _Columns:
     label_may_be_null: bool = False  # some tasks have no single right answer
     check: Callable[[Prompt], None] = lambda prompt: None
 
+    @property
+    def names(self) -> tuple[Any, ...]:
+        """What they are, without the check."""
+        return self.input, self.label, self.metadata, self.label_may_be_null
 
-def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
+
+def _prompt(
+    row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes, prompt_set: str
+) -> Prompt:
     if not ids:
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
     given, tools = row.find(columns.input), rendered.tools
-    prompt = Prompt(rendered.text, tuple(ids), label, metadata, row.where, input=given, tools=tools)
+    prompt = Prompt(rendered.text, tuple(ids), label, metadata, row.where, prompt_set, given, tools)
     try:
         columns.check(prompt)
     except ValueError as error:
@@ -207,28 +256,27 @@ def _metadata(row: Row, key: str) -> dict[str, Any]:
     return metadata
 
 
-def _drop_long(prompts: list[Prompt], limit: int | None, max_context_len: int | None, source: str) -> PromptSet:
-    flag = "--rollout-max-prompt-len"
+def _limit(limit: int | None, max_context_len: int | None) -> tuple[str, float]:
+    """Return the flag that limits prompts, with its value, and the most tokens of one."""
     if max_context_len is not None and (limit is None or limit >= max_context_len):
-        flag, limit = f"--rollout-max-context-len {max_context_len}", max_context_len - 1
-    long = [p for p in prompts if limit is not None and len(p.token_ids) > limit]
-    if len(long) == len(prompts):
-        shortest = min(len(p.token_ids) for p in prompts)
-        shown = f"{flag} {limit}" if flag == "--rollout-max-prompt-len" else flag
-        raise InputError(
-            f"{shown}: drops all {len(prompts)} prompts of {source}; the shortest has {shortest} tokens; raise the "
-            f"limit"
+        return f"--rollout-max-context-len {max_context_len}", max_context_len - 1
+    return f"--rollout-max-prompt-len {limit}", math.inf if limit is None else limit
+
+
+def _log_long(source: str, verdict: Verdict, flag: str, limit: float) -> None:
+    if not verdict.kept:
+        raise FlagError(
+            f"{flag}: drops all {verdict.rows} prompts of {source}; the shortest has {verdict.shortest} tokens; raise "
+            "the limit"
         )
-    if long:
+    if verdict.dropped:
         _logger.warning(
             "%s: dropped %d of %d prompts of more than %d tokens (%s); the first is %s",
             source,
-            len(long),
-            len(prompts),
+            verdict.dropped,
+            verdict.rows,
             limit,
             flag,
-            long[0].source,
+            verdict.first_long,
         )
-    kept = tuple(p for p in prompts if limit is None or len(p.token_ids) <= limit)
-    _logger.info("%s: %d prompts", source, len(kept))
-    return PromptSet(kept, len(long))
+    _logger.info("%s: %d prompts", source, len(verdict.kept))

@@ -5,43 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.metadata import version
 
 from miles.base.text import InputError, name_and_words, one_line
 from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import REASONING_GYM as SCHEME
 from miles.tasks.data.settings import read_task
 
-__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "read_reasoning_gym"]
+__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "Task"]
 
 INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 
-def read_reasoning_gym(source: str) -> Iterator[Row]:
-    """Yield the entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
+class Task:
+    """The entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
 
     The keys are the task's settings: ``size`` and ``seed`` (42 unless given: a fixed set, not a new one each run) for
     all, others by task; values are numbers, true, false or text. The metadata, ``{"reasoning_gym": {"task",
-    "options", "entry"}}``, is what the task's scorer needs. Raises ``InputError`` for an unknown task or setting.
-    """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    "options", "entry"}}``, is what the task's scorer needs.
 
-    task, given = read_task(source, f"prompt source {one_line(source, 200)}")
-    if task not in DATASETS:
-        near = ", ".join(get_close_matches(task, DATASETS)) or "its documentation lists them"
-        raise _refusal(source, f"reasoning_gym has no task {one_line(task, 100)!r}; near it: {near}")
-    options = {"seed": 42, **given}
-    with _refusing(source, task):
-        dataset = reasoning_gym.create_dataset(task, **options)
-        size = len(dataset)
-    for index in range(size):
-        with _refusing(source, task):
-            entry = dataset[index]
-        origin = {"task": task, "options": options, "entry": entry}
-        yield Row(
-            f"{source}:{index + 1}",
-            {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}},
-        )
+    Attributes:
+        identity: Text that changes with the entries.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Make the task; raise ``InputError`` for an unknown one, or an unknown setting."""
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        self._source = source
+        self._name, given = read_task(source, f"prompt source {one_line(source, 200)}")
+        if self._name not in DATASETS:
+            near = ", ".join(get_close_matches(self._name, DATASETS)) or "its documentation lists them"
+            raise _refusal(source, f"reasoning_gym has no task {one_line(self._name, 100)!r}; near it: {near}")
+        self._options = {"seed": 42, **given}
+        with _refusing(source, self._name):
+            self._entries = reasoning_gym.create_dataset(self._name, **self._options)
+            self._size = len(self._entries)
+        self.identity = f"{source} {version('reasoning-gym')}"
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return self._size
+
+    def row(self, index: int) -> Row:
+        """Return the entry at ``index``; raise ``InputError`` if the task cannot make it."""
+        with _refusing(self._source, self._name):
+            entry = self._entries[index]
+        origin = {"task": self._name, "options": self._options, "entry": entry}
+        columns = {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}}
+        return Row(f"{self._source}:{index + 1}", columns)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,10 +44,14 @@ _logger = logging.getLogger(__name__)
 
 
 class Notes:
-    """Counts unusual rows that are allowed, by kind."""
+    """Counts unusual rows that are allowed, by kind.
 
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, str]] = {}
+    Attributes:
+        counts: The number of rows of each kind, and the place of the first.
+    """
+
+    def __init__(self, counts: Mapping[str, Sequence[Any]] | None = None) -> None:
+        self.counts: dict[str, tuple[int, str]] = {kind: (n, first) for kind, (n, first) in (counts or {}).items()}
 
     def add(self, kind: str, where: str) -> None:
         """Count the row at ``where`` under ``kind``, which describes what is unusual about it."""
@@ -55,17 +59,23 @@ class Notes:
 
     def add_all(self, kind: str, rows: int, where: str) -> None:
         """Count many rows, which begin at ``where``."""
-        times, first = self._found.get(kind, (0, where))
-        self._found[kind] = times + rows, first
+        times, first = self.counts.get(kind, (0, where))
+        self.counts[kind] = times + rows, first
 
     def log_new(self, other: Notes) -> None:
         """Log the kinds of ``other`` that are not here yet, and count them: for rows without end, a line per kind."""
-        for kind, (rows, where) in other._found.items():
-            if kind not in self._found:
+        for kind, (rows, where) in other.counts.items():
+            if kind not in self.counts:
                 _logger.warning("%s: %s; later rows like it are not reported", where, kind)
             self.add_all(kind, rows, where)
 
+    def lines(self, total: int) -> list[str]:
+        """Return a line for each kind."""
+        return [
+            f"{times} of {total} prompts: {kind}; the first is {first}" for kind, (times, first) in self.counts.items()
+        ]
+
     def log(self, source: str, total: int) -> None:
         """Log a line for each kind."""
-        for kind, (times, first) in self._found.items():
-            _logger.warning("%s: %d of %d prompts: %s; the first is %s", source, times, total, kind, first)
+        for line in self.lines(total):
+            _logger.warning("%s: %s", source, line)

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Optional
 
@@ -85,6 +85,13 @@ class DataArguments:
         if self.prompt_mix is not None:
             return dict(zip(self.prompt_mix[::2], self.prompt_mix[1::2], strict=True))
         return {} if self.prompt_data is None else {"prompts": self.prompt_data}
+
+
+def of_rows(data: DataArguments) -> DataArguments:
+    """Return the section without the flags that rows are not read by: those that name sources and their order."""
+    not_of_rows = ("prompt_data", "prompt_mix", "prompt_mix_weights", "curriculum_path", "data_source_path")
+    default = DataArguments()
+    return replace(data, **{name: getattr(default, name) for name in (*not_of_rows, "rollout_shuffle", "rollout_seed")})
 
 
 def find_column(row: Mapping[str, Any], name: str) -> Any:

@@ -1,8 +1,22 @@
-"""Read rows from JSON lines, Parquet, Hugging Face datasets, reasoning_gym or verifiers."""
+"""Rows of JSON lines, Parquet, Hugging Face datasets, reasoning_gym or verifiers, read when they are asked for.
+
+A source of another kind plugs in as a subclass of ``Rows``: its number of rows, a range of them, and a hash of what
+they hold. Nothing else knows where rows are stored, and none is kept in memory: a file of JSON lines is indexed by
+offset, Parquet is copied into an Arrow file without a name, ``datasets`` maps its files, and a task of reasoning_gym
+is made again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import tempfile
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
-from miles.tasks.data.reasoning_gym_task import read_reasoning_gym
+from miles.tasks.data.reasoning_gym_task import Task
 from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import HUGGING_FACE, REASONING_GYM, SOURCES
 from miles.tasks.data.verifiers_task import SCHEME as VERIFIERS
@@ -19,36 +33,104 @@ from miles.tasks.data.verifiers_task import read_verifiers
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_BATCH = 1024  # rows that are read together
 
-def read_rows(source: str) -> Iterator[Row]:
-    """Yield the rows of ``source`` in order; raise ``InputError``, naming a bad row, if it cannot be read."""
+
+class Rows(ABC):
+    """The rows of a source in order, read when they are asked for. Threads may share them.
+
+    Attributes:
+        content: A hash of what the rows hold; empty if it is not known, so that no verdict about them is remembered.
+    """
+
+    content: str = ""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        """Yield the rows from ``start`` to ``stop``, each of them or why it cannot be read."""
+
+    def __getitem__(self, number: int) -> Row:
+        """Return row ``number``, counted from 0; raise ``InputError`` if it cannot be read."""
+        (row,) = self.read(number, number + 1)
+        if isinstance(row, InputError):
+            raise row
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows; raise ``InputError`` at one that cannot be read."""
+        for start in range(0, len(self), _BATCH):
+            for row in self.read(start, min(start + _BATCH, len(self))):
+                if isinstance(row, InputError):
+                    raise row
+                yield row
+
+
+def open_rows(source: str) -> Rows:
+    """Return the rows of ``source``; raise ``InputError`` if it cannot be read at all."""
     if source.startswith(REASONING_GYM):
-        return read_reasoning_gym(source)
+        return _ReasoningGym(source)
     if source.startswith(VERIFIERS):
-        return read_verifiers(source)
+        return _Verifiers(source)
     if source.startswith(HUGGING_FACE) or os.path.isdir(source):  # unlike Path, false for a long name
-        return _read_hugging_face(source)
+        return _HuggingFace(source)
     path = Path(source)
     if path.suffix not in (".jsonl", ".parquet"):
         _refuse(source, f"not a prompt source; give {SOURCES}")
     if not os.path.isfile(path):
         _refuse(source, "no such file; check the path, which is relative to the folder the run starts in")
-    return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    return _JsonLines(path) if path.suffix == ".jsonl" else _Parquet(path)
 
 
 def _refuse(source: str, fault: str, cause: Exception | None = None) -> NoReturn:
     raise InputError(one_line(f"prompt source {one_line(source, 200)}: {fault}", LONGEST_MESSAGE)) from cause
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    number = 0
-    try:
-        with path.open("rb") as lines:  # bytes, so that a bad character is reported with its line
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(line, f"{path}:{number}")
-    except OSError as error:
-        raise InputError(f"{path}:{number + 1}: cannot be read ({error.strerror}); check the file") from error
+class _JsonLines(Rows):
+    """Lines of JSON, found by offset. The file stays open, so that one that replaces it does not change the rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._lengths, self._lines, self._sums = array("Q"), array("I"), array("I"), array("L")
+        digest, start, number = hashlib.blake2b(digest_size=16), 0, 0
+        try:
+            self._file = path.open("rb")
+            for number, line in enumerate(self._file, start=1):
+                digest.update(line)
+                if not line.isspace():
+                    self._starts.append(start)
+                    self._lengths.append(len(line))
+                    self._lines.append(number)
+                    self._sums.append(zlib.crc32(line))
+                start += len(line)
+        except OSError as error:
+            raise InputError(f"{path}:{number + 1}: cannot be read ({error.strerror}); check the file") from error
+        self.content = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        if start >= stop:
+            return
+        first, end = self._starts[start], self._starts[stop - 1] + self._lengths[stop - 1]
+        block = os.pread(self._file.fileno(), end - first, first)
+        for number in range(start, stop):
+            where, at = f"{self._path}:{self._lines[number]}", self._starts[number] - first
+            line = block[at : at + self._lengths[number]]
+            if zlib.crc32(line) != self._sums[number]:
+                yield InputError(
+                    f"{where}: the line was changed after the run had read it; resume from the last checkpoint, and "
+                    "leave a file alone that a run reads, or put the new one into its place with mv"
+                )
+                continue
+            try:
+                yield _parse_line(line, where)
+            except InputError as error:
+                yield error
 
 
 def _parse_line(line: bytes, where: str) -> Row:
@@ -63,58 +145,130 @@ def _parse_line(line: bytes, where: str) -> Row:
     return Row(where, value)
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+class _Parquet(Rows):
+    """Parquet, which can only be read from the start, copied into an Arrow file that is gone with the process."""
 
-    # pyarrow raises its own errors, OSError for a broken page, and ValueError for text that is not UTF-8.
-    faults = (pa.ArrowException, OSError, ValueError, OverflowError)
-    try:
-        file = pq.ParquetFile(path)
-    except faults as error:
-        _refuse(str(path), f"not a Parquet file ({error}); write it again, or give another form", error)
-    types = {field.name: field.type for field in file.schema_arrow}
-    twice = [name for name, times in Counter(file.schema_arrow.names).items() if times > 1]
-    if twice:
-        _refuse(str(path), f"it has {twice[0]!r} as the name of two columns; rename one")
-    number = 0
-    with file:
-        batches = file.iter_batches()
-        while True:
-            try:
-                rows = next(batches).to_pylist()
-            except StopIteration:
-                return
-            except faults as error:
-                raise InputError(
-                    f"{path}:{number + 1}: the rows from here on cannot be read ({one_line(str(error), 300)}); copy "
-                    f"or write the file again"
-                ) from error
-            for columns in rows:
-                number += 1
-                where = f"{path}:{number}"
-                try:
-                    yield Row(where, {n: _as_written(v, types[n], strict_json.loads) for n, v in columns.items()})
-                except strict_json.StrictJsonError as error:
-                    raise InputError(f"{where}: {error}; write the file again") from error
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
-
-def _read_hugging_face(source: str) -> Iterator[Row]:
-    name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
-    loaded = _load_hugging_face(source, name, split or "train")
-    rows, types = iter(loaded), {field.name: field.type for field in loaded.features.arrow_schema}
-    number = 0
-    while True:
-        number += 1
+        # pyarrow raises its own errors, OSError for a broken page, and ValueError for text that is not UTF-8.
+        faults = (pa.ArrowException, OSError, ValueError, OverflowError)
+        self._path, self._broken = path, ""
+        self._ends = list[int]()  # of each batch, in rows
         try:
-            columns = next(rows)
-        except StopIteration:
-            return
+            parquet = pq.ParquetFile(path, pre_buffer=False)
+        except faults as error:
+            _refuse(str(path), f"not a Parquet file ({error}); write it again, or give another form", error)
+        self._types = {field.name: field.type for field in parquet.schema_arrow}
+        twice = [name for name, times in Counter(parquet.schema_arrow.names).items() if times > 1]
+        if twice:
+            _refuse(str(path), f"it has {twice[0]!r} as the name of two columns; rename one")
+        file = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the rows are
+        with parquet, pa.ipc.new_file(pa.PythonFile(file, "w"), parquet.schema_arrow) as copy:
+            batches = parquet.iter_batches(_BATCH)
+            while True:
+                try:
+                    batch = next(batches)
+                    batch.validate(full=True)  # offsets, and that text is UTF-8
+                except StopIteration:
+                    break
+                except faults as error:
+                    self._broken = one_line(str(error), 300)
+                    break
+                copy.write_batch(batch)
+                self._ends.append((self._ends[-1] if self._ends else 0) + len(batch))
+        self._batches = pa.ipc.open_file(pa.PythonFile(file, "r"))
+        self._reading = threading.Lock()  # the reader has one position in its file
+        with path.open("rb") as whole:
+            self.content = hashlib.file_digest(whole, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    def __len__(self) -> int:
+        return (self._ends[-1] if self._ends else 0) + bool(self._broken)
+
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        for number, batch in enumerate(self._ends[bisect_right(self._ends, start) :], bisect_right(self._ends, start)):
+            first = self._ends[number - 1] if number else 0
+            if first >= stop:
+                break
+            with self._reading:
+                rows = self._batches.get_batch(number).slice(
+                    max(0, start - first), min(stop, batch) - max(start, first)
+                )
+            for place, columns in enumerate(rows.to_pylist(), max(start, first) + 1):
+                yield self._row(columns, f"{self._path}:{place}")
+        if self._broken and stop == len(self):
+            yield InputError(
+                f"{self._path}:{stop}: the rows from here on cannot be read ({self._broken}); copy or write the file "
+                "again"
+            )
+
+    def _row(self, columns: dict[str, Any], where: str) -> Row | InputError:
+        try:
+            return Row(where, {n: _as_written(v, self._types[n], strict_json.loads) for n, v in columns.items()})
+        except strict_json.StrictJsonError as error:
+            return InputError(f"{where}: {error}; write the file again")
+
+
+class _HuggingFace(Rows):
+    """A set of ``datasets``, which maps its files into memory."""
+
+    def __init__(self, source: str) -> None:
+        name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
+        self._source, self._set = source, _load_hugging_face(source, name, split or "train")
+        self._types = {field.name: field.type for field in self._set.features.arrow_schema}
+        files = [os.stat(file["filename"]) for file in self._set.cache_files]
+        stamps = [[file.st_size, file.st_mtime_ns] for file in files]
+        self.content = json.dumps([self._set._fingerprint, stamps]) if files else ""
+
+    def __len__(self) -> int:
+        return len(self._set)
+
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        try:
+            columns = self._set[start:stop]
+            rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         except Exception as error:  # the library's or pyarrow's, for a broken file
+            if stop - start > 1:
+                for number in range(start, stop):
+                    yield from self.read(number, number + 1)
+                return
             fault = f"{type(error).__name__}: {one_line(str(error), 300)}"
-            what_to_do = "save the set again"
-            raise InputError(f"{source}:{number}: datasets cannot read the row ({fault}); {what_to_do}") from error
-        yield Row(f"{source}:{number}", {n: _as_written(v, types[n], None) for n, v in columns.items()})
+            yield InputError(f"{self._source}:{stop}: datasets cannot read the row ({fault}); save the set again")
+            return
+        for number, row in enumerate(rows, start=start + 1):
+            yield Row(f"{self._source}:{number}", {n: _as_written(v, self._types[n], None) for n, v in row.items()})
+
+
+class _ReasoningGym(Rows):
+    """The entries of a task, each made from its index."""
+
+    def __init__(self, source: str) -> None:
+        self._task = Task(source)
+        self.content = self._task.identity
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        for index in range(start, stop):
+            try:
+                yield self._task.row(index)
+            except InputError as error:
+                yield error
+
+
+class _Verifiers(Rows):
+    """The tasks of a set, which its library has made at once."""
+
+    def __init__(self, source: str) -> None:
+        self._rows = list(read_verifiers(source))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        yield from self._rows[start:stop]
 
 
 def _as_written(value: Any, kind: pa.DataType, read_json: Callable[[str], Any] | None) -> Any:

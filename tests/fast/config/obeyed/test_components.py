@@ -100,7 +100,7 @@ def prompts(settings: Settings) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ voice }}" + tokenizer.chat_template
     found = load_prompts(ROWS, settings.data, tokenizer)
-    return [(prompt.text, prompt.metadata) for prompt in found.prompts]
+    return [(prompt.text, prompt.metadata) for prompt in found]
 
 
 def sampling(settings: Settings) -> Any:

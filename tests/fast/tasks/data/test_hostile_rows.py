@@ -19,6 +19,7 @@ from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.settings import RewardArguments
 
 LABELLED = DataArguments(label_key="label")
+CUSTOM = RewardArguments(custom_rm_path="a:b")  # may not need labels
 CHAT = DataArguments(label_key="label", apply_chat_template=True)
 USER = {"role": "user", "content": "1+1"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -80,7 +81,7 @@ def test_a_message_without_text_is_allowed_if_the_template_writes_its_calls(tmp_
     base_tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
     source = write_rows(tmp_path / "chat.jsonl", {"input": [CALLS]})
     try:
-        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer).prompts
+        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer)
     finally:
         base_tokenizer.chat_template = None
     assert prompt.text == "add"
@@ -92,9 +93,9 @@ def test_a_label_that_a_reward_of_the_run_cannot_read_is_refused(tmp_path, token
     source = write_rows(tmp_path / "rows.jsonl", *rows)
     fault = f"--rm-type math: the label of the row is {re.escape(repr(label))}; it must be text or a number"
     with pytest.raises(InputError, match=rf"rows\.jsonl:2: {fault}"):
-        load_prompts(source, LABELLED, tokenizer, check=RewardArguments(rm_type="math").check_prompt)
+        load_prompts(source, LABELLED, tokenizer, reward=RewardArguments(rm_type="math"))
     with pytest.raises(InputError, match=f"^row 1 of --data-source-path: {fault}"):
-        RowReader(LABELLED, tokenizer, check=RewardArguments(rm_type="math").check_prompt)(rows[1], 1)
+        RowReader(LABELLED, tokenizer, reward=RewardArguments(rm_type="math"))(rows[1], 1)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +121,9 @@ def test_a_row_that_a_reward_of_the_run_cannot_use_is_named_when_the_file_is_rea
 ):
     source = write_rows(tmp_path / "rows.jsonl", {"input": "a"} | row)
     with pytest.raises(InputError, match=rf"^\S*rows\.jsonl:1: .*{fault}"):
-        load_prompts(source, LABELLED, tokenizer, check=RewardArguments(rm_type=rm_type).check_prompt)
+        load_prompts(source, LABELLED, tokenizer, reward=RewardArguments(rm_type=rm_type))
     dropped = RewardArguments(rm_type=rm_type, reward_error="drop")
-    assert load_prompts(source, LABELLED, tokenizer, check=dropped.check_prompt).prompts
+    assert load_prompts(source, LABELLED, tokenizer, reward=dropped)
 
 
 def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):
@@ -131,7 +132,7 @@ def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):
     )
     source = write_rows(tmp_path / "chat.jsonl", {"input": [{"role": "critic", "content": "no"}]})
     try:
-        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer).prompts
+        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer)
     finally:
         base_tokenizer.chat_template = None
     assert prompt.text == "no"
@@ -140,7 +141,7 @@ def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):
 def test_an_empty_message_that_calls_a_tool_is_allowed(tmp_path, tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
     source = write_rows(tmp_path / "chat.jsonl", {"input": [USER, call, {"role": "tool", "content": "2"}], "label": 2})
-    assert load_prompts(source, CHAT, tokenizer).prompts[0].text.endswith("[assistant][tool]2[assistant]")
+    assert load_prompts(source, CHAT, tokenizer)[0].text.endswith("[assistant][tool]2[assistant]")
 
 
 @pytest.mark.parametrize(
@@ -167,20 +168,20 @@ def test_an_empty_message_that_calls_a_tool_is_allowed(tmp_path, tokenizer):
         (
             [{"input": "a", "label": 1}, {"input": "a"}, {"input": "b", "label": None}],
             LABELLED,
-            {"labels_optional": True},
+            {"reward": CUSTOM},
             r"2 of 3 prompts: there is no label, .*; the first is .*rows\.jsonl:2",
         ),
         (
             [{"input": "a"}, {"input": "b"}],
             DataArguments(),
-            {"labels_optional": True},
+            {"reward": CUSTOM},
             r"2 of 2 prompts: there is no label, as --label-key is not given, .*rows\.jsonl:1",
         ),
         (
             [{"input": "a"}, {"input": "b" * 50}, {"input": "b" * 60}],
             DataArguments(rollout_max_prompt_len=10),
             {},
-            r"dropped 2 of 3 prompts of more than 10 tokens \(--rollout-max-prompt-len\); the first is .*rows\.jsonl:2",
+            r"dropped 2 of 3 prompts of more than 10 tokens \(--rollout-max-prompt-len 10\); .*rows\.jsonl:2",
         ),
         (
             [{"input": "a"}, {"input": "b" * 50}],
@@ -207,7 +208,7 @@ def test_what_may_surprise_is_counted_in_one_line(tmp_path, tokenizer, caplog, r
 def test_a_label_key_that_no_row_has_is_refused_under_a_custom_reward_too(tmp_path, tokenizer):
     source = write_rows(tmp_path / "rows.jsonl", {"input": "a", "labels": 1})
     with pytest.raises(InputError, match="no column 'label'; did you mean labels"):
-        load_prompts(source, LABELLED, tokenizer, labels_optional=True)
+        load_prompts(source, LABELLED, tokenizer, reward=CUSTOM)
 
 
 SPECIAL = "</s><s>[assistant]"
@@ -217,7 +218,7 @@ SPECIAL = "</s><s>[assistant]"
 def test_special_tokens_in_a_message_are_text(tmp_path, tokenizer, caplog, messages):
     source = write_rows(tmp_path / "chat.jsonl", {"input": messages, "label": 1}, {"input": "1+1", "label": 2})
     with caplog.at_level(logging.WARNING):
-        prompt, plain = load_prompts(source, CHAT, tokenizer).prompts
+        prompt, plain = load_prompts(source, CHAT, tokenizer)
     assert "1 of 2 prompts: a message has the text of a special token, which is read as text" in caplog.text
     assert prompt.text == f"<s>[user]{SPECIAL}[assistant]"
     assert tokenizer.decode(prompt.token_ids) == prompt.text
@@ -230,7 +231,7 @@ def test_special_tokens_in_a_message_are_text(tmp_path, tokenizer, caplog, messa
 def test_hiding_special_tokens_changes_no_text(tmp_path, tokenizer, contents):
     content = "x" + "".join(contents)
     source = write_rows(tmp_path / "chat.jsonl", {"input": content, "label": 1})
-    (prompt,) = load_prompts(source, CHAT, tokenizer).prompts
+    (prompt,) = load_prompts(source, CHAT, tokenizer)
     assert prompt.text == f"<s>[user]{content}[assistant]"
     assert tokenizer.decode(prompt.token_ids) == prompt.text
     assert prompt.token_ids.count(tokenizer.bos_token_id) == 1
@@ -287,12 +288,12 @@ def check_any_lines(tmp_path, tokenizer, lines, cut, data, optional):
     path = tmp_path / "any.jsonl"
     path.write_bytes(content[: len(content) - cut])
     try:
-        loaded = load_prompts(str(path), data, tokenizer, labels_optional=optional)
+        loaded = load_prompts(str(path), data, tokenizer, reward=CUSTOM if optional else None)
     except InputError as error:
-        message = str(error)
-        assert "any.jsonl" in message and message.isprintable() and len(message) <= LONGEST_MESSAGE
+        for message in str(error).split("\n"):
+            assert "any.jsonl" in message and message.isprintable() and len(message) <= LONGEST_MESSAGE
         return
-    for prompt in loaded.prompts:
+    for prompt in loaded:
         assert prompt.token_ids and isinstance(prompt.metadata, dict)
         assert prompt.label is None or isinstance(prompt.label, str | int | float)
         assert not isinstance(prompt.label, float) or math.isfinite(prompt.label)
@@ -331,7 +332,7 @@ def check_any_bytes_of_parquet(tmp_path, tokenizer, changes):
     try:
         load_prompts(str(path), LABELLED, tokenizer)
     except InputError as error:
-        assert "any.parquet" in str(error) and str(error).isprintable()
+        assert "any.parquet" in str(error) and str(error).replace("\n", "").isprintable()
 
 
 bytes_of_parquet = given(changes=st.lists(st.tuples(st.integers(4, 4000), st.integers(0, 255)), min_size=1, max_size=4))
@@ -377,5 +378,5 @@ def test_a_number_of_a_column_is_the_shortest_decimal_of_its_width(tmp_path, tok
     if form == "parquet":
         wanted["half"] = [0.1, 1e-7, 3]
     for name, labels in wanted.items():
-        prompts = load_prompts(source, DataArguments(label_key=name), tokenizer).prompts
+        prompts = load_prompts(source, DataArguments(label_key=name), tokenizer)
         assert [prompt.label for prompt in prompts] == labels, name

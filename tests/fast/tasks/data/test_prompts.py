@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from miles.base.text import InputError
 from miles.tasks.data.prompts import RowReader, load_prompts
 from miles.tasks.data.settings import DataArguments
+from miles.tasks.rewards.settings import RewardArguments
 
 ROWS = [
     {"input": "2*3=", "label": "6", "metadata": {"level": 1}},
     {"input": "7*8=", "label": "56", "metadata": {"level": 2}},
 ]
 LABELLED = DataArguments(label_key="label")
+CUSTOM = RewardArguments(custom_rm_path="a:b")  # may not need labels
 
 
 def write_jsonl(path, rows):
@@ -45,7 +47,7 @@ def sources(tmp_path):
 
 
 def test_every_form_gives_the_same_prompts(sources, tokenizer):
-    sets = {form: load_prompts(source, LABELLED, tokenizer).prompts for form, source in sources.items()}
+    sets = {form: load_prompts(source, LABELLED, tokenizer) for form, source in sources.items()}
     facts = {form: [(p.text, p.token_ids, p.label, p.metadata) for p in prompts] for form, prompts in sets.items()}
     assert facts["test split"] == facts["jsonl"][1:]
     del facts["test split"]
@@ -59,7 +61,7 @@ def test_every_form_gives_the_same_prompts(sources, tokenizer):
 @given(texts=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
 def test_raw_text_is_tokenized_as_the_tokenizer_does_by_default(texts, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "any.jsonl", [{"input": text} for text in texts])
-    for prompt, text in zip(load_prompts(source, DataArguments(), tokenizer).prompts, texts, strict=True):
+    for prompt, text in zip(load_prompts(source, DataArguments(), tokenizer), texts, strict=True):
         assert (prompt.text, prompt.label, prompt.metadata) == (text, None, {})
         assert list(prompt.token_ids) == tokenizer(text)["input_ids"]
         assert tokenizer.decode(prompt.token_ids, skip_special_tokens=True) == text
@@ -69,7 +71,7 @@ def test_chat_template_gives_its_special_tokens_once(tmp_path, tokenizer):
     messages = [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1"}]
     source = write_jsonl(tmp_path / "chat.jsonl", [{"input": messages}, {"input": "1+1"}])
     data = DataArguments(apply_chat_template=True, apply_chat_template_kwargs='{"opening": "<think>"}')
-    chat, wrapped = load_prompts(source, data, tokenizer).prompts
+    chat, wrapped = load_prompts(source, data, tokenizer)
     assert chat.text == "<s>[system]Sum.[user]1+1[assistant]<think>"
     assert wrapped.text == "<s>[user]1+1[assistant]<think>"
     assert wrapped.token_ids.count(tokenizer.bos_token_id) == 1
@@ -90,7 +92,7 @@ def test_a_last_message_of_the_assistant_is_continued(tmp_path, base_tokenizer, 
     user, named = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "<s>"}
     rows = [{"input": [user, PREFILL]}, {"input": [named, PREFILL]}, {"input": [user]}, {"input": "2+2?"}]
     data = DataArguments(apply_chat_template=True, apply_chat_template_kwargs=json.dumps(kwargs))
-    found = load_prompts(write_jsonl(tmp_path / "prefill.jsonl", rows), data, tokenizer).prompts
+    found = load_prompts(write_jsonl(tmp_path / "prefill.jsonl", rows), data, tokenizer)
     expected = tokenizer.apply_chat_template(rows[0]["input"], tokenize=False, continue_final_message=True)
     assert found[0].text == expected == "<user>2+2?<end><assistant>Let me think. "
     assert found[1].text == "<user><s><end><assistant>Let me think. " and 0 not in found[1].token_ids
@@ -103,7 +105,7 @@ def test_a_last_message_of_the_assistant_is_continued(tmp_path, base_tokenizer, 
 def test_only_what_begins_the_answer_is_prefill(tokenizer, tmp_path):
     rows = [{"input": [{"role": "user", "content": "[assistant]"}, {"role": "assistant", "content": "a"}]}]
     data = DataArguments(apply_chat_template=True)
-    [prompt] = load_prompts(write_jsonl(tmp_path / "turn.jsonl", rows), data, tokenizer).prompts
+    [prompt] = load_prompts(write_jsonl(tmp_path / "turn.jsonl", rows), data, tokenizer)
     assert prompt.text.endswith("[assistant]a[assistant]") and prompt.prefill == ""
 
 
@@ -111,13 +113,13 @@ def test_only_what_begins_the_answer_is_prefill(tokenizer, tmp_path):
 @pytest.mark.parametrize("limit", [None, "prompt", "context", "both"])
 def test_the_users_own_source_reads_rows_as_a_file_does(tmp_path, tokenizer, data, limit):
     rows = [{"input": "a" * n + "<s>" * (n == 3)} for n in range(1, 9)]
-    longest = len(load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), data, tokenizer).prompts[4].token_ids)
+    longest = len(load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows), data, tokenizer)[4].token_ids)
     context = None
     if limit in ("prompt", "both"):
         data = replace(data, rollout_max_prompt_len=longest)
     if limit in ("context", "both"):
         context = longest if limit == "both" else longest + 1
-    in_file = load_prompts(str(tmp_path / "rows.jsonl"), data, tokenizer, max_context_len=context).prompts
+    in_file = load_prompts(str(tmp_path / "rows.jsonl"), data, tokenizer, max_context_len=context)
     assert max(len(prompt.token_ids) for prompt in in_file) == (
         len(in_file[-1].token_ids) if limit is None else context - 1 if context else longest
     )
@@ -132,13 +134,13 @@ def test_the_users_own_source_reads_rows_as_a_file_does(tmp_path, tokenizer, dat
 
 def test_a_label_may_be_absent_in_the_first_row_for_a_custom_reward(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}, {"input": "b", "label": "1"}])
-    found = load_prompts(source, LABELLED, tokenizer, labels_optional=True).prompts
+    found = load_prompts(source, LABELLED, tokenizer, reward=CUSTOM)
     assert [prompt.label for prompt in found] == [None, "1"]
 
 
 def test_keys_given_replace_those_of_the_flags(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "q.jsonl", [{"question": "1+1", "answer": 2, "input": "no", "label": "no"}])
-    (prompt,) = load_prompts(source, LABELLED, tokenizer, input_key="question", label_key="answer").prompts
+    (prompt,) = load_prompts(source, LABELLED, tokenizer, input_key="question", label_key="answer")
     assert (prompt.text, prompt.label) == ("1+1", 2)
 
 
@@ -153,7 +155,7 @@ def test_long_prompts_are_dropped_and_counted(lengths, limit, tmp_path, tokenize
             load_prompts(source, data, tokenizer)
         return
     loaded = load_prompts(source, data, tokenizer)
-    assert [len(p.text) for p in loaded.prompts] == fitting
+    assert [len(p.text) for p in loaded] == fitting
     assert loaded.dropped == len(lengths) - len(fitting)
 
 
@@ -248,9 +250,9 @@ def test_chat_template_flags_that_cannot_work(tmp_path, base_tokenizer):
 
 def test_reasoning_gym_is_fixed_by_its_settings_and_has_its_own_columns(tokenizer):
     source = "reasoning_gym:gcd:size=5,seed=3"
-    prompts = load_prompts(source, DataArguments(input_key="other", label_key="other"), tokenizer).prompts
-    assert prompts == load_prompts(source, DataArguments(), tokenizer).prompts
-    assert prompts != load_prompts("reasoning_gym:gcd:size=5,seed=4", DataArguments(), tokenizer).prompts
+    prompts = load_prompts(source, DataArguments(input_key="other", label_key="other"), tokenizer)
+    assert list(prompts) == list(load_prompts(source, DataArguments(), tokenizer))
+    assert list(prompts) != list(load_prompts("reasoning_gym:gcd:size=5,seed=4", DataArguments(), tokenizer))
     for prompt in prompts:
         origin = prompt.metadata["reasoning_gym"]
         assert (origin["task"], origin["options"]) == ("gcd", {"seed": 3, "size": 5})
@@ -265,9 +267,9 @@ def test_a_part_of_a_column_is_named_with_a_dot(tmp_path, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"ask.text": "a column of that name", "reward_model": {}}])
     named = DataArguments(input_key="ask.text", label_key="reward_model.ground_truth")
-    found = load_prompts(str(tmp_path / "rows.parquet"), named, tokenizer).prompts
+    found = load_prompts(str(tmp_path / "rows.parquet"), named, tokenizer)
     assert [(prompt.text, prompt.label) for prompt in found] == [("2*3=", "6"), ("7*8=", "56")]
-    last = load_prompts(path, named, tokenizer, labels_optional=True).prompts[-1]
+    last = load_prompts(path, named, tokenizer, reward=CUSTOM)[-1]
     assert (last.text, last.label) == ("a column of that name", None)
     with pytest.raises(InputError, match=r"rows.jsonl:3: no column 'reward_model.ground_truth'"):
         load_prompts(path, named, tokenizer)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from miles.base.text import InputError
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.sources import read_rows
+from miles.tasks.data.sources import open_rows
 
 DUMP = "{{ tools | tojson }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"  # shows every null
 ASKS = "{% for m in messages %}{% if m.content is none %}(no text){% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -61,7 +61,7 @@ def test_keys_that_only_other_rows_have_are_absent(tmp_path, base_tokenizer, as_
     data = DataArguments(apply_chat_template=True)
     expected = [tokenizer.apply_chat_template(row["input"], tools=row["tools"] or None, tokenize=False) for row in ROWS]
     for source in write_all(tmp_path, ROWS, as_json):
-        prompts = load_prompts(source, data, tokenizer).prompts
+        prompts = load_prompts(source, data, tokenizer)
         assert [prompt.text for prompt in prompts] == expected, source
         assert [prompt.metadata for prompt in prompts] == [row["metadata"] for row in ROWS], source
 
@@ -72,7 +72,7 @@ def test_a_template_that_asks_for_null_content_gets_it(tmp_path, base_tokenizer,
     tokenizer.chat_template = ASKS + "{# tool_calls #}"
     rows = [{"input": [turn("user", "1"), {"role": "assistant", "tool_calls": [CALL], **content}]}]
     for source in write_all(tmp_path, rows):
-        [prompt] = load_prompts(source, DataArguments(apply_chat_template=True), tokenizer).prompts
+        [prompt] = load_prompts(source, DataArguments(apply_chat_template=True), tokenizer)
         assert prompt.text == "1(no text)"
 
 
@@ -81,7 +81,7 @@ def test_a_null_of_json_lines_stays(tmp_path, base_tokenizer):
     tokenizer.chat_template = DUMP
     row = {"input": [turn("user", "1")], "tools": [tool("add", a={"default": None})]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    [prompt] = load_prompts(str(tmp_path / "rows.jsonl"), DataArguments(apply_chat_template=True), tokenizer).prompts
+    [prompt] = load_prompts(str(tmp_path / "rows.jsonl"), DataArguments(apply_chat_template=True), tokenizer)
     assert '"default": null' in prompt.text
 
 
@@ -89,14 +89,14 @@ def test_a_byte_order_mark_is_not_data(tmp_path):
     lines = b'{"input": "a"}\n{"input": "b"}\n'
     for name, content in {"plain": lines, "marked": b"\xef\xbb\xbf" + lines}.items():
         (tmp_path / f"{name}.jsonl").write_bytes(content)
-    plain, marked = ([row.columns for row in read_rows(str(tmp_path / f"{n}.jsonl"))] for n in ("plain", "marked"))
+    plain, marked = ([row.columns for row in open_rows(str(tmp_path / f"{n}.jsonl"))] for n in ("plain", "marked"))
     assert marked == plain == [{"input": "a"}, {"input": "b"}]
 
 
 def test_rows_are_counted_through_all_batches_of_a_file(tmp_path, tokenizer):
     count = 70_000  # more than pyarrow reads at a time
     pq.write_table(pa.table({"input": ["x"] * (count - 1) + [""]}), tmp_path / "many.parquet", row_group_size=30_000)
-    rows = list(read_rows(str(tmp_path / "many.parquet")))
+    rows = list(open_rows(str(tmp_path / "many.parquet")))
     assert [int(row.where.rpartition(":")[2]) for row in rows] == list(range(1, count + 1))
     with pytest.raises(InputError, match=rf"many\.parquet:{count}: the prompt is empty"):
         load_prompts(str(tmp_path / "many.parquet"), DataArguments(), tokenizer)

@@ -60,7 +60,7 @@ def test_ids_are_those_of_the_same_text_without_a_special_token(tmp_path, tokeni
     tokenizer = tokenizers[kind, strips]
     content = "".join(parts) + ESCAPED
     (tmp_path / "chat.jsonl").write_text(json.dumps({"input": content}))
-    [prompt] = load_prompts(str(tmp_path / "chat.jsonl"), DataArguments(apply_chat_template=True), tokenizer).prompts
+    [prompt] = load_prompts(str(tmp_path / "chat.jsonl"), DataArguments(apply_chat_template=True), tokenizer)
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": content.replace(ESCAPED, PLAIN)}], tokenize=False
     )

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from collections import Counter
 
@@ -69,6 +70,23 @@ def test_shuffling_differs_by_epoch_and_seed():
     first, second, third = ([g.prompt.text for g in s.draw(50)] for s in (stream, stream, other))
     assert len({tuple(order) for order in (first, second, third)}) == 3
     assert [g.prompt.text for g in stream_of(50, shuffle=False).draw(50)] == [str(i) for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch", "first", "hashed"),
+    [
+        (7, 0, 0, [0, 6, 1, 4, 5, 3, 2], "60478bcacf617ea5"),
+        (1000, 42, 1, [680, 318, 819, 459, 172, 942, 293], "bb4b64e599c1aca6"),
+        (100_003, 5, 3, [79177, 83659, 10123, 48351, 27208, 48092, 9429], "cae9f5e95a5026ca"),
+    ],
+)
+def test_the_order_of_a_seed_is_that_of_earlier_versions(size, seed, epoch, first, hashed):
+    """Positions in checkpoints rely on it. The values are those of the version that kept all prompts in memory."""
+    stream = PromptStream([Prompt(str(n), (n,)) for n in range(size)], shuffle=True, seed=seed)
+    stream.restore(stream.state() | {"epoch": epoch})
+    order = [int(group.prompt.text) for group in stream.draw(size)]
+    assert order[:7] == first
+    assert hashlib.blake2b(json.dumps(order).encode(), digest_size=8).hexdigest() == hashed
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,19 @@ def source(tmp_path):
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])], ids=["list", "its JSON"])
 def test_the_tools_of_a_row_are_shown_and_those_of_other_rows_are_not(source, tokenizer, tools):
     rows = source({"input": "1 + 1", "tools": tools}, {"input": "2", "tools": None}, {"input": "3", "tools": ""})
-    first, *others = load_prompts(rows, CHAT, tokenizer).prompts
+    first, *others = load_prompts(rows, CHAT, tokenizer)
     assert first.text == "[tools]add <s>[user]1 + 1[assistant]" and first.tools == [ADD]
     assert all("[tools]" not in prompt.text and prompt.tools is None for prompt in others)
 
 
 def test_the_flag_chooses_the_column(source, tokenizer):
     rows = source({"input": "1 + 1", "functions": [ADD], "tools": "not of this kind"})
-    (prompt,) = load_prompts(rows, DataArguments(apply_chat_template=True, tool_key="functions"), tokenizer).prompts
+    (prompt,) = load_prompts(rows, DataArguments(apply_chat_template=True, tool_key="functions"), tokenizer)
     assert prompt.text.startswith("[tools]add")
 
 
 def test_without_the_template_the_column_is_not_read(source, tokenizer):
-    (prompt,) = load_prompts(source({"input": "1 + 1", "tools": 7}), DataArguments(), tokenizer).prompts
+    (prompt,) = load_prompts(source({"input": "1 + 1", "tools": 7}), DataArguments(), tokenizer)
     assert prompt.text == "1 + 1" and prompt.tools is None
 
 
@@ -60,7 +60,7 @@ def test_a_source_of_the_users_has_tools_too(tokenizer):
 
 def test_special_tokens_in_tools_are_text(source, tokenizer):
     tool = {"type": "function", "function": {"name": "add<s>"}}
-    (prompt,) = load_prompts(source({"input": "1", "tools": [tool]}), CHAT, tokenizer).prompts
+    (prompt,) = load_prompts(source({"input": "1", "tools": [tool]}), CHAT, tokenizer)
     assert prompt.text.startswith("[tools]add<s> ") and prompt.token_ids.count(0) == 1
 
 

@@ -1,0 +1,260 @@
+"""One check of all rows of a source, whose verdict is remembered, and the prompts that are then made when drawn.
+
+``check_rows`` reads, renders and measures every row once, in a stream. What it finds is a ``Verdict``: which rows are
+short enough, what is unusual, or all that is wrong. The verdict of the same content under the same flags, tokenizer and
+code is read from the user's cache (``verdict_key``), also by other processes of the run. A ``PromptSet`` then makes a
+prompt of its row whenever it is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import miles
+from miles.base.flags import FlagError
+from miles.base.text import InputError
+from miles.tasks.data.row import Notes, Row
+from miles.tasks.data.sources import Rows
+from miles.types.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = TypeVar("P", bound=Prompt)
+T = TypeVar("T")
+MOST_FAULTS = 5  # of a source that are reported; the check ends there
+_BATCH = 256  # rows that are tokenized together
+_PROGRESS_SECONDS = 1.0  # between two lines of progress
+_OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+
+
+@dataclass
+class Verdict:
+    """What the check of all rows of a source has found.
+
+    Attributes:
+        rows: How many rows there are.
+        kept: The numbers of those that are short enough, in order.
+        first_long: The place of the first that is not; empty if all are.
+        shortest: The least tokens of a prompt.
+        longest: The most tokens of a prompt.
+        notes: What is unusual, and allowed.
+    """
+
+    rows: int = 0
+    kept: array[int] = field(default_factory=lambda: array("I"))
+    first_long: str = ""
+    shortest: int = sys.maxsize
+    longest: int = 0
+    notes: Notes = field(default_factory=Notes)
+
+    @property
+    def dropped(self) -> int:
+        """How many rows are too long."""
+        return self.rows - len(self.kept)
+
+
+def check_rows(
+    source: str,
+    rows: Rows,
+    make: Callable[[Sequence[Row], Notes], Sequence[P | InputError]],
+    is_long: Callable[[P], bool],
+    key: str,
+) -> Verdict:
+    """Check every row of ``source``, or remember what an earlier check has found.
+
+    Args:
+        source: The source, for messages.
+        rows: Its rows.
+        make: Makes prompts of rows, with notes of what is unusual; in the place of a prompt, what is wrong.
+        is_long: Whether a prompt is left out for its length.
+        key: What the verdict depends on (``verdict_key``); empty if that is not known.
+
+    Raises:
+        FlagError: The faults of rows, a message for each, ``MOST_FAULTS`` at most; or there are no rows.
+    """
+    if (known := _remembered(key)) is not None:
+        return known
+    if not len(rows):
+        raise FlagError(f"prompt source {source}: it is empty; give one with at least one row")
+    verdict, faults, progress = Verdict(len(rows)), list[str](), _Progress(source, len(rows))
+    for start in range(0, len(rows), _BATCH):
+        read = list(rows.read(start, min(start + _BATCH, len(rows))))
+        made = iter(make([row for row in read if isinstance(row, Row)], verdict.notes))
+        for number, row in enumerate(read, start=start):
+            prompt = row if isinstance(row, InputError) else next(made)
+            if isinstance(prompt, InputError):
+                faults.append(str(prompt))
+                continue
+            tokens = len(prompt.token_ids)
+            verdict.shortest, verdict.longest = min(verdict.shortest, tokens), max(verdict.longest, tokens)
+            if not is_long(prompt):
+                verdict.kept.append(number)
+            elif not verdict.first_long:
+                verdict.first_long = prompt.source
+        if len(faults) >= MOST_FAULTS:
+            break
+        progress.show(start)
+    progress.end()
+    if faults:
+        raise FlagError(*faults[:MOST_FAULTS])
+    _remember(key, verdict)
+    return verdict
+
+
+def caught(make: Callable[[], T]) -> T | InputError:
+    """Return what ``make`` does, or the error that it raises."""
+    try:
+        return make()
+    except InputError as error:
+        return error
+
+
+class _Progress:
+    """Shows on stderr how far a check is that takes longer than ``_PROGRESS_SECONDS``."""
+
+    def __init__(self, source: str, rows: int) -> None:
+        self._source, self._rows, self._last, self._is_shown = source, rows, time.monotonic(), False
+
+    def show(self, done: int) -> None:
+        """Show that ``done`` rows are checked, unless that was shown just now."""
+        if time.monotonic() - self._last > _PROGRESS_SECONDS:
+            self._last, self._is_shown = time.monotonic(), True
+            print(f"\rchecking {self._source}: {done:,} of {self._rows:,} rows", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """End the line, if there is one."""
+        if self._is_shown:
+            print(file=sys.stderr)
+
+
+def verdict_key(source: str, rows: Rows, tokenizer: str, *decisive: Any) -> str:
+    """Return what a verdict depends on, as a hash; empty if the content of rows or tokenizer is not known.
+
+    Args:
+        source: The source, whose name is in the notes.
+        rows: Its rows.
+        tokenizer: The folder of the tokenizer, or its name on the hub.
+        decisive: Further values that decide what is right, as ``repr`` shows them.
+    """
+    files = _tokenizer_files(tokenizer)
+    if not rows.content or not files:
+        return ""
+    digest = hashlib.blake2b(repr((source, rows.content, decisive, _code())).encode(), digest_size=16)
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def name_of(tokenizer: PreTrainedTokenizerBase | str) -> str:
+    """Return the folder of a tokenizer, or its name on the hub; empty text for one that was made in this process."""
+    return tokenizer if isinstance(tokenizer, str) else getattr(tokenizer, "name_or_path", "")
+
+
+def _tokenizer_files(name: str) -> list[Path]:
+    """Return the files that decide how a tokenizer reads; none for one that is not on this machine."""
+    if not os.path.isdir(name):
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "tokenizer_config.json")
+        except HFValidationError:  # of a tokenizer that was made in this process
+            return []
+        if not isinstance(found, str):
+            return []
+        name = os.path.dirname(found)
+    return [file for file in sorted(Path(name).iterdir()) if file.suffix in _OF_TOKENIZERS and file.is_file()]
+
+
+@cache
+def _code() -> str:
+    """Return a hash of the code that judges rows, and of the libraries behind it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(Path(miles.__file__).parent.joinpath("tasks").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return " ".join([digest.hexdigest(), *map(version, ("transformers", "tokenizers", "jinja2"))])
+
+
+def _file(key: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "miles", "rows", key)
+
+
+def _remembered(key: str) -> Verdict | None:
+    if not key:
+        return None
+    with suppress(OSError, ValueError):  # there is none, or a disk was full
+        head, _, kept = _file(key).read_bytes().partition(b"\n")
+        values = json.loads(head)
+        return Verdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
+    return None
+
+
+def _remember(key: str, verdict: Verdict) -> None:
+    if key:
+        values = {name: value for name, value in vars(verdict).items() if name != "kept"}
+        head = json.dumps(values | {"notes": verdict.notes.counts}).encode()
+        with suppress(OSError):  # the next process checks again
+            _file(key).parent.mkdir(parents=True, exist_ok=True)
+            unfinished = _file(f"{key}.{os.getpid()}")
+            unfinished.write_bytes(head + b"\n" + verdict.kept.tobytes())
+            unfinished.replace(_file(key))
+
+
+class PromptSet(Sequence[P]):
+    """The prompts of one source, in its order, each made of its row when it is asked for.
+
+    Attributes:
+        dropped: How many rows were left out for their length.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        verdict: Verdict,
+        make: Callable[[Row], P],
+        identity: Callable[[Row], list[Any]],
+    ) -> None:
+        """Take the rows that were kept.
+
+        Args:
+            rows: The rows.
+            verdict: Which of them are kept.
+            make: Makes the prompt of a row.
+            identity: Returns what a row holds, whatever template and tokenizer read it: input and label.
+        """
+        self._rows, self._numbers, self._make, self._identity = rows, verdict.kept, make, identity
+        self.dropped = verdict.dropped
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> P: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[P]: ...
+
+    def __getitem__(self, index: int | slice) -> P | list[P]:
+        """Make the prompt at ``index``; a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        return self._make(self._rows[self._numbers[index]])
+
+    def identities(self, step: int) -> Iterator[list[Any]]:
+        """Yield what every ``step``-th row holds; no prompt is made for that."""
+        return (self._identity(self._rows[number]) for number in self._numbers[::step])
