@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from miles.base.host import avoid_unusable_amx
+from miles.version import __version__
 
 if TYPE_CHECKING:
     from miles.api import Run, Settings, explain, train
 
-__all__ = ["Run", "Settings", "explain", "train"]
-__version__ = "0.1.0"
-
-avoid_unusable_amx()  # before PyTorch computes
+__all__ = ["Run", "Settings", "__version__", "explain", "train"]
 
 
 def __getattr__(name: str) -> Any:

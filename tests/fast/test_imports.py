@@ -97,7 +97,7 @@ ROOMS = {
 }
 ROOMS["run"] = (*(room for room in ROOMS if room != "compat"),)
 ROOMS["commands"] = (*ROOMS,)
-LOOSE = ("__init__", "__main__", "api", "cli")
+LOOSE = ("__init__", "__main__", "api", "cli", "version")
 
 # Imports that break the table still, as (module, room). Remove one when it is gone; add none.
 REMAINING = {

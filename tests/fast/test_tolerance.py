@@ -1,13 +1,11 @@
-"""Tolerances are wide enough for this CPU's arithmetic and too narrow for small faults; tests have no others."""
+"""Tolerances are wide enough for this CPU's arithmetic and too narrow for small faults."""
 
 from __future__ import annotations
 
-import ast
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,40 +216,3 @@ def test_a_printed_number_is_within_its_digits(value: float) -> None:
     assert float(f"{value:.4g}") == pytest.approx(value, rel=digits(4))
     assert round(value, 3) == pytest.approx(value, abs=places(3))
     assert float(f"{value:.4g}") != pytest.approx(value, rel=digits(6))
-
-
-TESTS = Path(__file__).parents[1]
-LITERAL = 1e-3  # tolerances below it are there for rounding
-ALLOWED = {
-    "fast/benchmarks/test_levers.py": "the least size that a tolerance is multiplied by",
-    "fast/docs/test_recipe_examples.py": "quantiles with four digits, and figures with three",
-    "fast/objective/estimators/test_grpo_batch_std.py": "an epsilon of the formula over a deviation",
-}
-
-
-def literal_tolerances(source: str) -> Iterator[int]:
-    """Yield the lines in which a number is written as the tolerance of a comparison."""
-    names = {"abs", "rel", "atol", "rtol", "abs_tol", "rel_tol"}
-    if not any(f"{name}=" in source for name in names):
-        return  # parsing takes long
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.keyword) and node.arg in names:
-            for part in ast.walk(node.value):
-                if isinstance(part, ast.Constant) and isinstance(part.value, float) and 0 < part.value < LITERAL:
-                    yield part.lineno
-
-
-def test_tolerances_for_rounding_have_a_name() -> None:
-    found: dict[str, list[int]] = {}
-    for path in sorted(TESTS.rglob("*.py")):
-        if lines := [*literal_tolerances(path.read_text(encoding="utf-8"))]:
-            found[str(path.relative_to(TESTS))] = lines
-    new = {name: lines for name, lines in found.items() if name not in ALLOWED}
-    assert not new, "take these tolerances from tests/fast/support/tolerance.py, or add one there with its derivation"
-    assert found.keys() == ALLOWED.keys(), "a reason that is no longer needed"
-
-
-def test_a_literal_tolerance_is_found() -> None:
-    named = "assert a == approx(b, rel=RELATIVE_ERROR) or a == approx(1, abs=0.01)"
-    source = f"{named}\nassert_close(a, b, rtol=0,\n atol=2 * 1e-6)"
-    assert [*literal_tolerances(source)] == [3]

@@ -12,7 +12,7 @@ from miles.base.host import avoid_unusable_amx, lacks_tile_palettes
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 BF16_PRODUCT = """
-import miles, torch
+import miles.types.sample, torch
 matrix = torch.eye(64, dtype=torch.bfloat16)
 assert torch.equal(matrix @ matrix, matrix)
 """
