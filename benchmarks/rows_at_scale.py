@@ -103,7 +103,7 @@ def main() -> None:
         rl = f"{common} --n-samples-per-prompt 8 --label-key label --rm-type math"
         ways = {
             "text": (given.prompts, rl),
-            "template": (given.prompts, f"{rl} --apply-chat-template --rollout-max-prompt-len 256"),
+            "template": (given.prompts, f"{rl} --apply-chat-template --rollout-max-prompt-len 1024"),
             "conversations": (given.conversations, f"{common} --loss-type sft_loss --rollout-max-response-len 4096"),
         }
         for name, (rows, words) in ways.items():
@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"{name:14}{rows:>9} {state:8}{found}", flush=True)
         file = Path(folder, "explained.jsonl")
         write_rows(file, given.explained, False)
-        words = f"{rl} --apply-chat-template --rollout-max-prompt-len 256 --prompt-data {file}"
+        words = f"{rl} --apply-chat-template --rollout-max-prompt-len 1024 --prompt-data {file}"
         for state in ("cold", "warm"):
             began = time.perf_counter()
             command = [sys.executable, "-m", "miles", "explain", *words.split()]

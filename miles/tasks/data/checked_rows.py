@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
+import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import miles
 from miles.base.flags import FlagError
@@ -33,24 +35,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 P = TypeVar("P", bound=Prompt)
+P_co = TypeVar("P_co", bound=Prompt, covariant=True)
 T = TypeVar("T")
 MOST_FAULTS = 5  # of a source that are reported; the check ends there
+MOST_PROCESSES = 16
 _BATCH = 256  # rows that are tokenized together
+_RANGE = 4096  # rows that a process checks at a time
+_MANY = 20_000  # rows that several processes check
 _PROGRESS_SECONDS = 1.0  # between two lines of progress
 _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 
 
 @dataclass
 class Verdict:
-    """What the check of all rows of a source has found.
+    """What the check of all rows of a source, or of a range of them, has found.
 
     Attributes:
         rows: How many rows there are.
         kept: The numbers of those that are short enough, in order.
         first_long: The place of the first that is not; empty if all are.
-        shortest: The least tokens of a prompt.
-        longest: The most tokens of a prompt.
+        shortest: The least tokens of a prompt that was tokenized: the first rows, and those that may be too long.
+        longest: The most tokens of one.
         notes: What is unusual, and allowed.
+        faults: What is wrong, a message for each row.
     """
 
     rows: int = 0
@@ -59,26 +66,39 @@ class Verdict:
     shortest: int = sys.maxsize
     longest: int = 0
     notes: Notes = field(default_factory=Notes)
+    faults: list[str] = field(default_factory=list)
 
     @property
     def dropped(self) -> int:
         """How many rows are too long."""
         return self.rows - len(self.kept)
 
+    def add(self, later: Verdict) -> None:
+        """Add the verdict about the rows that follow."""
+        self.rows += later.rows
+        self.kept += later.kept
+        self.first_long = self.first_long or later.first_long
+        self.shortest, self.longest = min(self.shortest, later.shortest), max(self.longest, later.longest)
+        for kind, (times, first) in later.notes.counts.items():
+            self.notes.add_all(kind, times, first)
+        self.faults += later.faults
 
-def check_rows(
-    source: str,
-    rows: Rows,
-    make: Callable[[Sequence[Row], Notes], Sequence[P | InputError]],
-    is_long: Callable[[P], bool],
-    key: str,
-) -> Verdict:
+
+class Make(Protocol[P_co]):
+    """Makes prompts of rows, with notes of what is unusual; in the place of a prompt, what is wrong."""
+
+    def __call__(self, rows: Sequence[Row], notes: Notes, is_exact: bool) -> Sequence[P_co | InputError]:
+        """Return one for each row; without tokens if they are certainly few enough, unless it ``is_exact``."""
+        ...
+
+
+def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bool], key: str) -> Verdict:
     """Check every row of ``source``, or remember what an earlier check has found.
 
     Args:
         source: The source, for messages.
         rows: Its rows.
-        make: Makes prompts of rows, with notes of what is unusual; in the place of a prompt, what is wrong.
+        make: Makes the prompts.
         is_long: Whether a prompt is left out for its length.
         key: What the verdict depends on (``verdict_key``); empty if that is not known.
 
@@ -89,29 +109,77 @@ def check_rows(
         return known
     if not len(rows):
         raise FlagError(f"prompt source {source}: it is empty; give one with at least one row")
-    verdict, faults, progress = Verdict(len(rows)), list[str](), _Progress(source, len(rows))
-    for start in range(0, len(rows), _BATCH):
-        read = list(rows.read(start, min(start + _BATCH, len(rows))))
-        made = iter(make([row for row in read if isinstance(row, Row)], verdict.notes))
-        for number, row in enumerate(read, start=start):
-            prompt = row if isinstance(row, InputError) else next(made)
-            if isinstance(prompt, InputError):
-                faults.append(str(prompt))
-                continue
-            tokens = len(prompt.token_ids)
-            verdict.shortest, verdict.longest = min(verdict.shortest, tokens), max(verdict.longest, tokens)
-            if not is_long(prompt):
-                verdict.kept.append(number)
-            elif not verdict.first_long:
-                verdict.first_long = prompt.source
-        if len(faults) >= MOST_FAULTS:
-            break
-        progress.show(start)
+    check = _Check(rows, make, is_long)
+    verdict, progress = check(0), _Progress(source, len(rows))
+    with _workers(check, len(rows)) as parts:
+        for part in parts:
+            verdict.add(part)
+            progress.show(verdict.rows)
+            if len(verdict.faults) >= MOST_FAULTS:
+                break
     progress.end()
-    if faults:
-        raise FlagError(*faults[:MOST_FAULTS])
+    if verdict.faults:
+        raise FlagError(*verdict.faults[:MOST_FAULTS])
     _remember(key, verdict)
     return verdict
+
+
+@dataclass(frozen=True)
+class _Check(Generic[P]):
+    """Checks the rows of a source from ``start`` on: the first few exactly, then a range of them."""
+
+    rows: Rows
+    make: Make[P]
+    is_long: Callable[[P], bool]
+
+    def __call__(self, start: int) -> Verdict:
+        stop = min(start + (_RANGE if start else _BATCH), len(self.rows))
+        verdict = Verdict(stop - start)
+        for first in range(start, stop, _BATCH):
+            read = list(self.rows.read(first, min(first + _BATCH, stop)))
+            made = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
+            for number, row in enumerate(read, start=first):
+                prompt = row if isinstance(row, InputError) else next(made)
+                if isinstance(prompt, InputError):
+                    verdict.faults.append(str(prompt))
+                    continue
+                if tokens := len(prompt.token_ids):
+                    verdict.shortest, verdict.longest = min(verdict.shortest, tokens), max(verdict.longest, tokens)
+                if not self.is_long(prompt):
+                    verdict.kept.append(number)
+                elif not verdict.first_long:
+                    verdict.first_long = prompt.source
+        return verdict
+
+
+@contextmanager
+def _workers(check: Callable[[int], Verdict], rows: int) -> Iterator[Iterable[Verdict]]:
+    """Yield the verdicts about all ranges but the first rows, in order; of many rows, made in several processes."""
+    starts = range(_BATCH, rows, _RANGE)
+    if rows < _MANY or not may_fork():
+        yield map(check, starts)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
+    context = multiprocessing.get_context("fork")
+    with context.Pool(min(MOST_PROCESSES, len(os.sched_getaffinity(0))), _be_worker, [check]) as pool:
+        yield pool.imap(_checked, starts)
+
+
+def may_fork() -> bool:
+    """Return whether this process can be forked: nothing in it has started threads, as torch and Ray do."""
+    return sys.platform == "linux" and sys.modules.get("torch") is None and threading.active_count() == 1
+
+
+def _be_worker(check: Callable[[int], Verdict]) -> None:
+    global _check
+    _check = check
+
+
+def _checked(start: int) -> Verdict:
+    return _check(start)
+
+
+_check: Callable[[int], Verdict]  # of a worker: what cannot be pickled it has from the fork
 
 
 def caught(make: Callable[[], T]) -> T | InputError:
@@ -123,20 +191,22 @@ def caught(make: Callable[[], T]) -> T | InputError:
 
 
 class _Progress:
-    """Shows on stderr how far a check is that takes longer than ``_PROGRESS_SECONDS``."""
+    """Shows on stderr how far a check is that takes longer than a second; in a file, a line every ten seconds."""
 
     def __init__(self, source: str, rows: int) -> None:
         self._source, self._rows, self._last, self._is_shown = source, rows, time.monotonic(), False
+        self._live = sys.stderr.isatty()
 
     def show(self, done: int) -> None:
         """Show that ``done`` rows are checked, unless that was shown just now."""
-        if time.monotonic() - self._last > _PROGRESS_SECONDS:
+        if time.monotonic() - self._last > (_PROGRESS_SECONDS if self._live else 10 * _PROGRESS_SECONDS):
             self._last, self._is_shown = time.monotonic(), True
-            print(f"\rchecking {self._source}: {done:,} of {self._rows:,} rows", end="", file=sys.stderr, flush=True)
+            text = f"checking {self._source}: {done:,} of {self._rows:,} rows"
+            print(f"\r{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """End the line, if there is one."""
-        if self._is_shown:
+        if self._is_shown and self._live:
             print(file=sys.stderr)
 
 

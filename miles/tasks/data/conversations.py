@@ -123,7 +123,9 @@ class _Reader:
         renderer, tokenizer = self._tools
         return _read(row, renderer, self._data, tokenizer, Notes() if notes is None else notes)
 
-    def conversations(self, rows: Sequence[Row], notes: Notes) -> list[Conversation | InputError]:
+    def conversations(
+        self, rows: Sequence[Row], notes: Notes, is_exact: bool = True
+    ) -> list[Conversation | InputError]:
         """Return the conversations of rows; in the place of one, what is wrong with its row."""
         return [caught(partial(self.conversation, row, notes)) for row in rows]
 

@@ -18,7 +18,7 @@ from miles.tasks.data.checked_rows import PromptSet, Verdict, caught, check_rows
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments, of_rows
 from miles.tasks.data.sources import Rows, open_rows
-from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt, load_tokenizer
+from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt, load_tokenizer, most_tokens
 from miles.tasks.rewards.answer_text import plain_number
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt
@@ -84,7 +84,8 @@ def load_prompts(
     reader = _Reader(data, tokenizer, columns, prompt_set)
     flag, limit = _limit(data.rollout_max_prompt_len, max_context_len)
     key = verdict_key(source, rows, name_of(tokenizer), of_rows(data), columns.names, reward, limit)
-    verdict = check_rows(source, rows, reader.prompts, lambda prompt: len(prompt.token_ids) > limit, key)
+    make = partial(reader.prompts, limit=limit)
+    verdict = check_rows(source, rows, make, lambda prompt: len(prompt.token_ids) > limit, key)
     if labels_optional and columns.label is None:
         verdict.notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)
     verdict.notes.log(source, len(rows))
@@ -113,20 +114,36 @@ class _Reader:
     def _renderer(self) -> PromptRenderer:
         return PromptRenderer(self._data, self._tokenizer)
 
-    def prompts(self, rows: Sequence[Row], notes: Notes) -> list[Prompt | InputError]:
-        """Return the prompts of rows, tokenized together; in the place of a prompt, what is wrong with its row."""
+    @cached_property
+    def _most_tokens(self) -> Callable[[str], float]:
+        return most_tokens(self._tokenizer)
+
+    def prompts(
+        self, rows: Sequence[Row], notes: Notes, is_exact: bool = True, limit: float = 0
+    ) -> list[Prompt | InputError]:
+        """Return the prompts of rows, tokenized together; in the place of a prompt, what is wrong with its row.
+
+        Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
+        """
         made: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
-        unread = [one.text for one in made if isinstance(one, RenderedPrompt) and one.token_ids is None]
+        unread = {
+            place: one.text
+            for place, one in enumerate(made)
+            if isinstance(one, RenderedPrompt)
+            and one.token_ids is None
+            and (is_exact or self._most_tokens(one.text) > limit)
+        }
         special = not self._renderer.uses_template
-        read = iter(self._tokenizer(unread, add_special_tokens=special)["input_ids"] if unread else ())
-        found = list[Prompt | InputError]()
-        for row, one in zip(rows, made, strict=True):
-            if isinstance(one, RenderedPrompt):
-                ids = next(read) if one.token_ids is None else one.token_ids
-                found.append(caught(partial(_prompt, row, one, ids, self._columns, notes, self._prompt_set)))
-            else:
-                found.append(one)
-        return found
+        read = self._tokenizer(list(unread.values()), add_special_tokens=special)["input_ids"] if unread else ()
+        ids = dict(zip(unread, read, strict=True))
+        return [
+            one
+            if isinstance(one, InputError)
+            else caught(
+                partial(_prompt, row, one, ids.get(place, one.token_ids), self._columns, notes, self._prompt_set)
+            )
+            for place, (row, one) in enumerate(zip(rows, made, strict=True))
+        ]
 
     def _render(self, row: Row, notes: Notes) -> RenderedPrompt:
         return self._renderer.render(row, row.column(self._columns.input, "--input-key"), notes)
@@ -196,13 +213,13 @@ class _Columns:
 
 
 def _prompt(
-    row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes, prompt_set: str
+    row: Row, rendered: RenderedPrompt, ids: Sequence[int] | None, columns: _Columns, notes: Notes, prompt_set: str
 ) -> Prompt:
-    if not ids:
+    if ids is not None and not ids:
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
     given, tools = row.find(columns.input), rendered.tools
-    prompt = Prompt(rendered.text, tuple(ids), label, metadata, row.where, prompt_set, given, tools)
+    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, given, tools)
     try:
         columns.check(prompt)
     except ValueError as error:

@@ -164,21 +164,21 @@ class _Parquet(Rows):
         twice = [name for name, times in Counter(parquet.schema_arrow.names).items() if times > 1]
         if twice:
             _refuse(str(path), f"it has {twice[0]!r} as the name of two columns; rename one")
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the rows are
-        with parquet, pa.ipc.new_file(pa.PythonFile(file, "w"), parquet.schema_arrow) as copy:
-            batches = parquet.iter_batches(_BATCH)
-            while True:
-                try:
-                    batch = next(batches)
-                    batch.validate(full=True)  # offsets, and that text is UTF-8
-                except StopIteration:
-                    break
-                except faults as error:
-                    self._broken = one_line(str(error), 300)
-                    break
-                copy.write_batch(batch)
-                self._ends.append((self._ends[-1] if self._ends else 0) + len(batch))
-        self._batches = pa.ipc.open_file(pa.PythonFile(file, "r"))
+        with tempfile.NamedTemporaryFile() as file, parquet:  # only its name is gone then
+            with pa.ipc.new_file(file.name, parquet.schema_arrow) as copy:
+                batches = parquet.iter_batches(_BATCH)
+                while True:
+                    try:
+                        batch = next(batches)
+                        batch.validate(full=True)  # offsets, and that text is UTF-8
+                    except StopIteration:
+                        break
+                    except faults as error:
+                        self._broken = one_line(str(error), 300)
+                        break
+                    copy.write_batch(batch)
+                    self._ends.append((self._ends[-1] if self._ends else 0) + len(batch))
+            self._batches = pa.ipc.open_file(pa.OSFile(file.name))
         self._reading = threading.Lock()  # the reader has one position in its file
         with path.open("rb") as whole:
             self.content = hashlib.file_digest(whole, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

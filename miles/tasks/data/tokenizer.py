@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -150,6 +151,9 @@ _ASKS_FOR_NULL = re.compile(r"\bcontent['\"]?\]?\s*(is|==|!=)\s*(not\s+)?none", 
 _NOT_ESCAPED = "the text has a special token, which is read as that token; chat messages are protected from this"
 
 
+_PRINTABLE = re.compile("[!-~]")
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder in Hugging Face format, or of a name on its hub.
 
@@ -169,6 +173,34 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"--hf-checkpoint {path}: cannot load a tokenizer from it ({type(error).__name__}: {reason}); give a "
             f"folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
         ) from error
+
+
+def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], float]:
+    """Return a function that says how many tokens a text has at most, without tokenizing it; infinite if in doubt.
+
+    A byte-level BPE, as most models have, makes at most one token of a byte, and at least one of printable ASCII that
+    is in its vocabulary. NFC makes at most three bytes of one; text of ASCII stays as it is. Eight tokens may be added.
+    """
+    from tokenizers import models
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps, change = str(getattr(backend, "pre_tokenizer", "")), str(getattr(backend, "normalizer", ""))
+    if (
+        backend is None
+        or not isinstance(backend.model, models.BPE)
+        or "ByteLevel" not in steps
+        or "Removed" in steps
+        or change not in ("None", "NFC()")
+        or any(backend.token_to_id(each) is None for each in map(chr, range(ord("!"), ord("~") + 1)))
+    ):
+        return lambda text: math.inf
+
+    def most(text: str) -> float:
+        if not _PRINTABLE.search(text):
+            return math.inf
+        return (len(text) if text.isascii() else 3 * len(text.encode())) + 8
+
+    return most
 
 
 @dataclass(frozen=True)

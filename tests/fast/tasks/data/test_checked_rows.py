@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,7 +116,7 @@ def test_a_long_check_shows_how_far_it_is(tmp_path, tokenizer, capsys, monkeypat
     monkeypatch.setattr(checked_rows, "_PROGRESS_SECONDS", 0.0)
     source = write(tmp_path / "rows.jsonl")
     load_prompts(source, LABELLED, tokenizer)
-    assert capsys.readouterr().err.endswith(f"\rchecking {source}: 512 of 700 rows\n")
+    assert capsys.readouterr().err.endswith(f"checking {source}: 700 of 700 rows\n")
 
 
 def test_a_stream_of_rows_resumes_with_the_same_bits(tmp_path, tokenizer):
@@ -177,3 +179,51 @@ def test_any_range_of_rows_is_read_as_all_of_them_are(tmp_path, form, monkeypatc
     for start, stop in ((0, 1), (49, 51), (69, 141), (len(rows) - 1, len(rows)), (3, 3)):
         assert list(rows.read(start, stop)) == every[start:stop]
     assert [rows[n] for n in (150, 0, 70)] == [every[n] for n in (150, 0, 70)]
+
+
+IN_PROCESSES = """
+import json, os, sys
+sys.modules["torch"] = None  # a process with its threads is not forked
+from miles.tasks.data import checked_rows, prompts
+from miles.tasks.data.settings import DataArguments
+source, tokenizer, *changes = sys.argv[1:]
+made = checked_rows._Check.__call__
+def noted(self, start):
+    found = made(self, start)
+    found.notes.add(f"in {os.getpid()}", "x")
+    return found
+checked_rows._Check.__call__ = noted
+checked_rows._MANY = int(changes[0])
+data = DataArguments(label_key="label", rollout_max_prompt_len=int(changes[1]))
+verdicts = []
+check = prompts.check_rows
+prompts.check_rows = lambda *given: verdicts.append(check(*given)) or verdicts[-1]
+try:
+    prompts.load_prompts(source, data, tokenizer)
+    notes = dict(verdicts[0].notes.counts)
+    processes = [kind for kind in notes if kind.startswith("in ")]
+    kept = {kind: n for kind, n in notes.items() if kind not in processes}
+    print(json.dumps([verdicts[0].kept.tolist(), kept, verdicts[0].first_long, len(processes)]))
+except ValueError as error:
+    print(json.dumps(error.messages))
+"""
+
+
+def test_processes_that_share_the_check_find_what_one_alone_does(tmp_path, saved):
+    """And the tokens that are not counted, as they are certainly few, change nothing."""
+    rows = [{"input": "a" * (n % 40 + 1), "label": " " if n % 300 == 7 else n} for n in range(9000)]
+    source = write(tmp_path / "rows.jsonl", rows)
+
+    def found(many, limit, source=source):
+        command = [sys.executable, "-c", IN_PROCESSES, source, str(saved), str(many), str(limit)]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / str(many))}
+        return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+
+    *facts, processes = found(0, 30)
+    assert found(10**6, 30) == [*facts, 1] and processes > 1
+    assert facts[0] == [n for n in range(9000) if n % 40 + 2 <= 30]
+    assert facts[2] == f"{source}:30" and list(facts[1].values()) == [[30, f"{source}:8"]]
+    rows[8500]["input"] = rows[8600]["input"] = ""
+    assert [message.split(": ")[0] for message in found(0, 30, write(tmp_path / "bad.jsonl", rows))] == [
+        f"{tmp_path}/bad.jsonl:{n}" for n in (8501, 8601)
+    ]
