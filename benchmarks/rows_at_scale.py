@@ -46,7 +46,8 @@ MEASURED = """
 import hashlib, json, sys, time
 from pathlib import Path
 began = time.perf_counter()
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.rollout.supply import build_supply
 from miles.tasks.data.tokenizer import load_tokenizer
 position, *words = sys.argv[1:]

@@ -19,8 +19,8 @@ from miles.base.secrets import hide_on_command_line
 from miles.commands import train
 from miles.commands.quickstart_parts import data, model
 from miles.commands.quickstart_parts.summary import summarize
+from miles.compat.border import main_parse, refuse_wrong_flags
 from miles.config.command_parser import CommandParser
-from miles.config.parser import main_parse, refuse_wrong_flags
 from miles.observe.run_files import METRICS
 
 MARK = ".miles-quickstart"  # in a folder that this command made, and may replace

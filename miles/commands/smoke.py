@@ -33,13 +33,13 @@ from miles.base.junit import CheckResult, write_junit
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import InputError, one_line
 from miles.base.user_code import import_function
+from miles.compat.border import main_parse
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.command_parser import CommandParser
 from miles.config.components import engine_spec
 from miles.config.evaluation import EvaluationArguments
 from miles.config.megatron.overrides import TRIED
 from miles.config.model import ModelArguments
-from miles.config.parser import main_parse
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.config.sglang.flags import ServerFlags

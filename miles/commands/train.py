@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
-from miles.config.parser import main_parse
+from miles.compat.border import main_parse
 from miles.run.launcher.attempt import train_in_one_process
 from miles.run.launcher.run import launch
 

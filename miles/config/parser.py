@@ -6,11 +6,11 @@ import argparse
 import copy
 import dataclasses
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 # A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
@@ -20,12 +20,6 @@ import miles
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.host import busy_cores, has_bf16, has_gpu
 from miles.base.text import one_line
-from miles.compat import custom_config
-from miles.compat.launch.distillation import read_estimator
-from miles.compat.launch.mismatch_config import read_mismatch_config
-from miles.compat.launch.normalize import FOREIGN_FLAGS, normalize_flags
-from miles.compat.launch.paths import names_functions
-from miles.compat.launch.server import read_eval_servers
 from miles.config import files
 from miles.config.choice import (
     choose_backend,
@@ -37,14 +31,15 @@ from miles.config.choice import (
 )
 from miles.config.cluster import ClusterArguments, is_cluster_address
 from miles.config.components import TRAIN_BACKENDS
-from miles.config.explain import explain
-from miles.config.files import expand_configs, fetch_configs, located
+from miles.config.files import Expanded, expand_configs, fetch_configs, located
 from miles.config.flags_file import with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
+from miles.config.megatron.normalize import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
-from miles.config.notes import OTHERS, Note, report, strict_errors, surprises
+from miles.config.no_effect import normalize_idle, normalize_values
+from miles.config.notes import Note, strict_errors, surprises
 from miles.config.rules.model import check_columns
 from miles.config.rules.modes import (
     check_deterministic_on_cpu,
@@ -55,26 +50,21 @@ from miles.config.rules.modes import (
 from miles.config.rules.start import check_devices, check_load
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.config.sglang.normalize import normalize_server_flags
 from miles.config.sglang.rules import check_server_heads
 from miles.config.sglang.server_values import check_server_files
 from miles.config.spelling import (
-    INSTEAD_OF_VALUES,
     cut_lists,
     cut_spaced_words,
     flags_in,
-    given_twice,
     group_words,
-    read_other_values,
     rephrased,
     stray_words,
     with_written_flags,
-    without_flags,
 )
 from miles.config.suggest import near_choice, suggestion
 from miles.config.training import fill_precision
 from miles.config.validate import Validated, validate
-
-FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's namespace
 
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 
@@ -97,12 +87,12 @@ class FlagParser(argparse.ArgumentParser):
         self.errors.add(rephrased(message))
         raise FlagError(*self.errors.messages)
 
-    def read(self, words: Sequence[str], known: Iterable[str] = ()) -> argparse.Namespace:
+    def read(self, words: Sequence[str], known: Mapping[str, str] = MappingProxyType({})) -> argparse.Namespace:
         """Read the words of a command line; wrong values, and flags that do not exist, are added to ``errors``.
 
         Args:
             words: The words.
-            known: Further flags that exist, for suggestions.
+            known: Further flags that exist, for suggestions, and what to add if one of them is suggested.
 
         Raises:
             FlagError: The words after an error cannot be read.
@@ -111,8 +101,9 @@ class FlagParser(argparse.ArgumentParser):
         flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
         # A long one is cut: the search for a near one takes the square of its length.
         for flag in (one_line(flag, LONGEST_VALUE) for flag in flags):
-            way_out = _with_its_own_way_out(suggestion(flag, [*self._option_string_actions, *known]))
-            self.errors.add(f"{flag}: no such flag; {way_out}")
+            way_out = suggestion(flag, [*self._option_string_actions, *known])
+            more = known.get(way_out.removeprefix("did you mean ").removesuffix("?"), "")
+            self.errors.add(f"{flag}: no such flag; {way_out}{more}")
         for message in stray_words(words, self._option_string_actions):
             self.errors.add(message)
         return namespace
@@ -133,21 +124,13 @@ class FlagParser(argparse.ArgumentParser):
 
     def _refuse_value(self, action: argparse.Action, words: list[str], message: str) -> Any:
         """Add the error of a value; return what the other flags are checked with: what was meant, or the default."""
-        value, flag = words[0] if len(words) == 1 else "", action.option_strings[-1]
+        value = words[0] if len(words) == 1 else ""
         choices = [choice for choice in action.choices or () if isinstance(choice, str)]
         meant = near_choice(value, choices) if action.nargs is None else None
-        if (instead := INSTEAD_OF_VALUES.get(f"{flag} {value}")) is not None:
-            message = f"{flag} {value}: no such choice; {instead}"
-        elif meant is not None:
+        if meant is not None:
             message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
         self.errors.add(message)
         return action.default if meant is None else meant
-
-
-def _with_its_own_way_out(text: str) -> str:
-    """Add what to do about a flag of related launchers that is suggested and refused here."""
-    row = FOREIGN_FLAGS.get(text.removeprefix("did you mean ").removesuffix("?"))
-    return text if row is None or row.verdict != "refused" else f"{text} It is refused here: {row.what_to_do}"
 
 
 class DefaultsFormatter(argparse.HelpFormatter):
@@ -207,7 +190,6 @@ class Command:
     Attributes:
         settings: What our own flags say, with the backend and the engine chosen.
         given: The fields of our sections that it sets, and those of Megatron's, under ``DESTINATION`` + name.
-        foreign: The flags of other launchers in it, with their values.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
@@ -216,13 +198,12 @@ class Command:
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
         explains: Whether to explain the command instead of running it.
         is_strict: Whether flags without effect are errors.
-        names_for_functions: The names in ``--custom-config-path`` that are no flags.
-        words: Its words, in which no ``@file``, no ``--config`` and no keyword is left.
+        words: Its words as they were written, in which no ``@file``, no ``--config`` and no keyword is left.
+        later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
     """
 
     settings: Settings
     given: frozenset[str]
-    foreign: dict[str, Any]
     choice: str
     ranks: int | None
     joined: JoinedCluster | None
@@ -231,104 +212,106 @@ class Command:
     origins: Mapping[str, str]
     explains: bool = False
     is_strict: bool = False
-    names_for_functions: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    later: Callable[[Settings, Errors], list[Note]] = lambda settings, errors: []
 
 
 def parse(argv: Sequence[str]) -> Settings:
-    """Read the flags; nothing is validated yet.
+    """Read our flags, Megatron's and SGLang's; nothing is validated yet.
 
     Raises:
         FlagError: The words are no flags, or values have the wrong type.
     """
-    command = read_command(argv)
+    errors = Errors()
+    expanded = expand(argv, {}, (), errors)
+    command = read_words(expanded.words, expanded, errors)
     if command.errors:
         raise FlagError(*located(command.errors, command.origins))
     return command.settings
 
 
-def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None) -> Command:
-    """Read the flags of our own sections, of Megatron, of SGLang, and of related launchers.
+def expand(argv: Sequence[str], keywords: Mapping[str, Any], elsewhere: Collection[str], errors: Errors) -> Expanded:
+    """Replace each ``@file`` and ``--config FILE`` of a command by the words in it.
 
     Args:
         argv: The words of the command.
         keywords: Further settings by name, as plain values; they replace the same flags among the words.
+        elsewhere: Flags that are none of ours, Megatron's or SGLang's, and that a file may set.
+        errors: Collects files that cannot be read, and entries that are no settings.
 
     Raises:
-        FlagError: The words after an error cannot be read.
+        FlagError: A file of flags cannot be read.
     """
-    parser = _own_flags().for_command(Errors())
+    parser = _own_flags().for_command(errors)
     try:
         words = cut_spaced_words(with_words_of_files(argv), {files.FLAG})
     except ValueError as error:
         parser.error(str(error))
-    own = {*parser._option_string_actions}
-    expanded = expand_configs(words, parser._option_string_actions, _further_flags, parser.errors, keywords or {})
-    words, names_for_functions, custom_notes = _with_custom_config(parser, expanded.words, own)
-    megatron = {*_megatron_flags(words, own)}
-    words = cut_spaced_words(words, own | megatron | {*FOREIGN_FLAGS})
-    words, notes = read_other_values(words)
-    words, distillation_notes = read_estimator(words)
-    notes += [*distillation_notes, *custom_notes]
-    words, eval_notes = read_eval_servers(words)
-    notes += eval_notes
+
+    def further() -> set[str]:
+        flags = {*elsewhere, *(field.flag for field in MODEL_FLAGS)}
+        with suppress(ValueError):  # Megatron is not installed
+            flags |= {field.flag for field in megatron_fields().values()}
+        return flags
+
+    return expand_configs(words, parser._option_string_actions, further, errors, keywords)
+
+
+def read_words(
+    words: Sequence[str],
+    expanded: Expanded,
+    errors: Errors,
+    notes: Iterable[Note] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    megatron: Sequence[str] = (),
+    later: Callable[[Settings, Errors], list[Note]] = Command.later,
+) -> Command:
+    """Read words of our own sections, of Megatron and of SGLang.
+
+    Args:
+        words: The words.
+        expanded: The command that they come from.
+        errors: The errors so far; wrong values, and flags that do not exist, are added.
+        notes: What was read in another spelling.
+        elsewhere: Flags that exist elsewhere, and what to add if one of them is suggested.
+        megatron: Further flags of Megatron in the command, which choose its backend too.
+        later: Judges, with the settings, what the words do not hold.
+
+    Raises:
+        FlagError: The words after an error cannot be read.
+    """
+    own = {*_own_flags()._option_string_actions}
+    known = known_flags(words, elsewhere)
+    words = cut_spaced_words(words, known)
     ours, passed_on = split_server_flags(words, own)
-    given = [flag for flag in flags_in(ours) if flag in megatron]
-    parser = _all_flags(bool(given) or _names_megatron(ours)).for_command(parser.errors)
-    notes += given_twice(words)
+    is_layout = {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
+    given = [flag for flag in flags_in(ours) if flag in known and (flag not in own or flag in is_layout)]
+    parser = _all_flags(bool(given or megatron) or _names_megatron(ours)).for_command(errors)
     try:
-        namespace = parser.read(cut_lists(ours, parser._option_string_actions), known=megatron)
+        namespace = parser.read(
+            cut_lists(ours, parser._option_string_actions), {**dict.fromkeys(known - own, ""), **elsewhere}
+        )
     except FlagError as error:
         raise FlagError(*located(error.messages, expanded.origins)) from None
-    command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), parser.errors)
-    names = tuple(names_for_functions)
-    return replace(command, origins=expanded.origins, names_for_functions=names, words=tuple(expanded.words))
+    written = flags_in(expanded.words)
+    given = sorted([*given, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
+    command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), errors)
+    return replace(command, origins=expanded.origins, words=tuple(expanded.words), later=later)
 
 
-def _with_custom_config(
-    parser: FlagParser, words: Sequence[str], own: Collection[str]
-) -> tuple[list[str], list[str], list[Note]]:
-    """Return the words, then those of ``--custom-config-path`` if it is given; and its names that are no flags.
+def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[str]:
+    """Return our flags and Megatron's. The fields of its dataclasses are read only if a word may be one of them.
 
-    The notes say which settings were read as others.
+    Args:
+        words: The words of a command.
+        elsewhere: Flags that are none of these.
     """
-    paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
-    values: dict[str, Any] = {}
-    if paths and len(paths[-1]) == 1:
-        try:
-            values = custom_config.read_custom_config(paths[-1][0])
-        except ValueError as error:
-            parser.errors.add(str(error))
-            return list(words), [], []
-    words, values, notes = read_mismatch_config(words, values, parser.errors)
-    written = [flag_name(name) for name in values]
-    flags = {*own, *FOREIGN_FLAGS, *_megatron_flags(written, own)}
-    flags |= {flag for flag in written if flag.startswith((SERVER, ROUTER))}
-    kept = without_flags(words, custom_config.left_out(values))
-    return [*kept, *custom_config.words_of(values, flags)], custom_config.names_without_flag(values, flags), notes
-
-
-def _further_flags() -> set[str]:
-    """Return the flags that exist beside our own, without those that are passed on to SGLang."""
-    flags = {*FOREIGN_FLAGS, *(field.flag for field in MODEL_FLAGS)}
-    with suppress(ValueError):  # Megatron is not installed
-        flags |= {field.flag for field in megatron_fields().values()}
-    return flags
-
-
-def _megatron_flags(words: Sequence[str], own: Collection[str]) -> list[str]:
-    """Return the flags of Megatron. The fields of its dataclasses are read only if a word may be one of them.
-
-    If it is not installed, these are the flags that are known without it.
-    """
-    layout = [flag_name(field.name) for field in dataclasses.fields(MegatronArguments)]
-    scripts = [row.flag for row in FOREIGN_FLAGS.values() if row.is_megatron]
-    flags = [*layout, *scripts, *(field.flag for field in MODEL_FLAGS)]
-    known = {*own, *FOREIGN_FLAGS, *flags}
+    flags = {*_own_flags()._option_string_actions, *(field.flag for field in MODEL_FLAGS)}
+    known = {*flags, *elsewhere}
     if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER)) for flag in flags_in(words)):
         with suppress(ValueError):  # it is not installed: an error if it is chosen
-            flags += [field.flag for field in megatron_fields().values()]
-    return [flag for flag in flags if flag not in own or flag in layout]
+            flags |= {field.flag for field in megatron_fields().values()}
+    return flags
 
 
 @cache
@@ -338,16 +321,8 @@ def _own_flags() -> FlagParser:
 
 @cache
 def _all_flags(with_megatron: bool) -> FlagParser:
-    """Return a parser of our flags, those of related launchers and, if asked for, of Megatron's own dataclasses."""
+    """Return a parser of our flags and, if asked for, of Megatron's own dataclasses."""
     parser = build_parser()
-    for row in FOREIGN_FLAGS.values():
-        where: dict[str, Any] = {"dest": FOREIGN + row.flag, "help": argparse.SUPPRESS, "default": None}
-        if row.kind == "switch":
-            parser.add_argument(row.flag, action="store_const", const=True, **where)
-        elif row.kind == "optional":
-            parser.add_argument(row.flag, nargs="?", const=True, **where)
-        else:
-            parser.add_argument(row.flag, nargs="+" if row.kind == "list" else None, **where)
     if with_megatron:
         group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
         add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
@@ -383,11 +358,9 @@ def _command(
         training=replace(settings.training, train_backend=backend.value),
         rollout=replace(settings.rollout, rollout_engine=engine.value),
     )
-    foreign = {name.removeprefix(FOREIGN): value for name, value in given.items() if name.startswith(FOREIGN)}
     return Command(
         settings,
         frozenset(name for name, value in given.items() if value is not None),
-        {flag: value for flag, value in foreign.items() if value is not None},
         in_words(backend, engine, ranks, None if joined is None else device),
         None if ranks is None else ranks.value,
         joined,
@@ -453,16 +426,18 @@ def _judge(command: Command, starts: bool) -> Validated:
     errors = Errors()
     for message in command.errors:
         errors.add(message)
-    settings, notes = normalize_flags(_with_defaults(command), command.foreign, errors, command.given)
-    notes = [
-        replace(note, written=with_written_flags([note.written], command.words)[0]) for note in (*command.notes, *notes)
-    ]
-    if command.names_for_functions and not names_functions(settings):
-        shown = one_line(", ".join(command.names_for_functions), LONGEST_VALUE)
-        errors.add(
-            f"{custom_config.FLAG} {settings.rollout.custom_config_path}: no flags are named {shown}, and no function "
-            "of yours reads them; correct the names, or drop them"
-        )
+    settings = _with_defaults(command)
+    notes = [*command.notes, *command.later(settings, errors)]
+    for normalize in (  # in this order: a step sees what the steps before it have left
+        normalize_converter,
+        partial(normalize_megatron, errors=errors),
+        normalize_values,
+        normalize_idle,
+        normalize_server_flags,
+    ):
+        settings, found = normalize(settings)
+        notes += found
+    notes = [replace(note, written=with_written_flags([note.written], command.words)[0]) for note in notes]
     try:
         validated = validate(settings, command.given)
         notes += validated.accepted
@@ -514,41 +489,6 @@ def _with_defaults(command: Command) -> Settings:
     return settings
 
 
-def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
-    """Parse and validate for a program.
-
-    Args:
-        argv: The words of the command.
-        starts: Whether the run starts now, as it is, unless the command explains or rehearses it.
-
-    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
-    ``--version`` print to stdout and exit with 0.
-    """
-    with _exiting_on_wrong_flags():
-        command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts))
-    if command.explains:
-        print(explain(validated))
-        raise SystemExit(0)
-    return validated
-
-
-def refuse_wrong_flags(argv: Sequence[str]) -> None:
-    """Print wrong flags and exit with 2, as ``main_parse`` does, without asking the hub for the model's config."""
-    with _exiting_on_wrong_flags():
-        _judge_without_hub(read_command(argv), judge)
-
-
-@contextmanager
-def _exiting_on_wrong_flags() -> Iterator[None]:
-    """Print the errors that this block raises, and exit with 2."""
-    try:
-        yield
-    except ValueError as error:
-        messages = error.messages if isinstance(error, FlagError) else [str(error)]
-        print(_report(messages), file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def judge_with_hub(
     read: Callable[[], Command], judged: Callable[[Command], Validated] = judge
 ) -> tuple[Command, Validated]:
@@ -557,7 +497,7 @@ def judge_with_hub(
     Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
     """
     command = read()
-    validated = _judge_without_hub(command, judged)
+    validated = judge_without_hub(command, judged)
     fetched = fetch_configs(command.settings.model)
     if fetched.is_any:
         command = read()
@@ -567,16 +507,11 @@ def judge_with_hub(
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 
 
-def _judge_without_hub(command: Command, judged: Callable[[Command], Validated]) -> Validated | FlagError:
+def judge_without_hub(command: Command, judged: Callable[[Command], Validated] = judge) -> Validated | FlagError:
+    """Judge a command without the config of its model; the bridge's errors, which depend on it, are returned."""
     try:
         return judged(command)
     except FlagError as error:
         if not all("--megatron-to-hf-mode" in message for message in error.messages):
             raise
         return error
-
-
-def _report(messages: Sequence[str]) -> str:
-    """Return the text that reports errors, by the sections of ``--help``."""
-    own = {flag_name(field.name): name for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    return report(messages, {files.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS))

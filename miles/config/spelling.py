@@ -17,28 +17,6 @@ from miles.config.suggest import whole_numbers
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
 
-# (flag, value elsewhere) -> (value here, why it means the same)
-OTHER_VALUES = {
-    ("--update-weight-transfer-mode", "p2p"): ("broadcast", "weights reach the engines by a broadcast"),
-    ("--opd-type", "megatron"): ("trainer", "the trainer holds the teacher, whichever backend it is"),
-    ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
-}
-
-_DR_GRPO = (
-    "give --advantage-estimator grpo --disable-grpo-std-normalization, and --loss-aggregation constant with "
-    "--loss-aggregation-divisor"
-)
-# flag and value elsewhere -> what to do, for values that are none here and have no counterpart of the same flag
-INSTEAD_OF_VALUES = {
-    "--advantage-estimator on_policy_distillation": (
-        "give --use-opd, which works beside any estimator, and --rm-type zero if nothing else is rewarded"
-    ),
-    "--advantage-estimator dr_grpo": _DR_GRPO,
-    "--loss-type grpo": "give --advantage-estimator grpo and --loss-aggregation sample_mean",
-    "--loss-type dr_grpo": _DR_GRPO,
-    "--loss-type dapo": "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
-}
-
 _SWITCH = "is a switch and takes no value; give it alone, or leave it out"
 
 # argparse's messages -> flag, value, rule and what to do
@@ -102,20 +80,6 @@ def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[st
 def flags_in(words: Iterable[str]) -> list[str]:
     """Return the flags among ``words``, without values, in order."""
     return [flag for flag, _ in group_words(words) if flag]
-
-
-def read_other_values(words: Sequence[str]) -> tuple[list[str], list[Note]]:
-    """Replace values that have another name here; return the words, and a note for each replaced value."""
-    read, notes = list(words), list[Note]()
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if not equals and index + 1 < len(words):
-            value = words[index + 1]
-        if (flag, value) in OTHER_VALUES:
-            here, why = OTHER_VALUES[flag, value]
-            read[index + (not equals)] = f"{flag}={here}" if equals else here
-            notes.append(Note(READ_AS, written(flag, value), f"{flag} {here}: {why}"))
-    return read, notes
 
 
 def cut_lists(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:

@@ -31,71 +31,6 @@ _SYNONYMS = {
 }
 _COMMON = {"num", "size", "path", "dir", "type", "max", "min", "use", "per", "custom", "id", "ids"}
 _COMMON |= {"no", "enable", "disable"}
-# What to give here, and the words for it in TRL, verl, OpenRLHF, transformers and other trainers.
-_COUNTERPARTS = {
-    "--hf-checkpoint": "model model-path model-name-or-path pretrain base-model",
-    "--prompt-data": "dataset dataset-name train-data train-dataset train-files data prompt-dataset",
-    "--eval-prompt-data NAME FILE": "eval-data eval-dataset val-data val-dataset val-files test-data",
-    "--input-key": "prompt-key prompt-column input-column",
-    "--label-key": "answer-key label-column answer-column ground-truth-key target-column",
-    "--rollout-shuffle": "shuffle shuffle-dataset",
-    "--rollout-max-prompt-len": "max-prompt-length prompt-max-len max-prompt-len max-input-length",
-    "--rollout-max-response-len": "max-completion-length max-new-tokens generate-max-len max-response-length",
-    "--rollout-max-context-len": "max-len max-length max-seq-len max-seq-length max-model-len vllm-max-model-length",
-    "--n-samples-per-prompt": "num-generations group-size rollout-n num-samples num-return-sequences",
-    "--rollout-temperature": "temperature gen-temperature",
-    "--rollout-top-p": "top-p",
-    "--rollout-top-k": "top-k",
-    "--rollout-stop": "stop stop-sequences stop-strings",
-    "--rollout-batch-size for the prompts of an iteration, and --global-batch-size for the samples of a step": (
-        "batch-size generation-batch-size"
-    ),
-    "--global-batch-size": "train-batch-size ppo-mini-batch-size mini-batch-size effective-batch-size",
-    "--micro-batch-size, and --global-batch-size for the samples of a step": (
-        "per-device-train-batch-size per-device-batch-size micro-train-batch-size ppo-micro-batch-size-per-gpu"
-    ),
-    "--global-batch-size, the samples of a step; their gradients are summed however many fit in memory": (
-        "gradient-accumulation-steps grad-accum grad-accum-steps accumulate-grad-batches"
-    ),
-    "--num-rollout for the iterations of a run, or --num-epoch": (
-        "max-steps num-steps total-steps train-steps total-training-steps steps iterations num-iters"
-    ),
-    "--num-epoch": "epoch epochs num-train-epochs max-epochs total-epochs num-episodes",
-    "--ppo-epochs": "num-iterations",
-    "--lr": "learning-rate actor-learning-rate",
-    "--lr-warmup-iters": "warmup-steps lr-warmup-steps num-warmup-steps",
-    "--lr-warmup-fraction": "warmup-ratio lr-warmup-ratio lr-warmup-steps-ratio",
-    "--lr-decay-style": "lr-scheduler lr-scheduler-type scheduler warmup-style",
-    "--clip-grad": "max-grad-norm max-norm gradient-clipping grad-clip",
-    "--adam-beta1 and --adam-beta2": "adam-betas betas",
-    "--advantage-estimator": "algorithm algo adv-estimator trainer method",
-    "--eps-clip": "epsilon cliprange clip-range clip-ratio clip-eps",
-    "--eps-clip-high": "epsilon-high clip-ratio-high",
-    "--use-kl-loss with --kl-loss-coef": "beta kl-beta init-kl-coef kl-penalty",
-    "--advantage-estimator grpo, and --disable-grpo-std-normalization for unscaled rewards": "scale-rewards",
-    "--custom-rm-path MODULE:FUNCTION, or a built-in reward with --rm-type": (
-        "reward reward-fn reward-func reward-funcs reward-function reward-path custom-reward-function remote-rm-url"
-    ),
-    "--bf16 or --fp32": "dtype torch-dtype precision mixed-precision param-dtype",
-    "--target-modules": "lora-target lora-target-modules lora-modules",
-    "--lora-rank": "lora lora-r use-peft peft r",
-    "--load DIR, and the same folder in --save": "resume resume-from resume-from-checkpoint load-checkpoint",
-    "--save": "checkpoint-dir checkpoint-path ckpt-path save-path save-dir default-local-dir",
-    "--save-interval": "save-steps save-freq save-every",
-    "--save-keep-last": "save-total-limit max-ckpt-num max-actor-ckpt-to-keep",
-    "--eval-interval": "eval-steps eval-every test-freq eval-freq val-interval",
-    "--output-dir": "output out log-dir logging-dir run-dir",
-    "--use-wandb, --use-mlflow, or what miles train --help lists under tracking": "report-to logger log-with tracker",
-    "--wandb-project": "project project-name wandb-project-name",
-    "--actor-num-gpus-per-node": "gpus num-gpus n-gpus n-gpus-per-node num-processes nproc-per-node",
-    "--actor-num-nodes": "nodes nnodes num-nodes num-machines",
-    "--rollout-engine": "engine backend inference-backend use-vllm vllm",
-    "--sglang-mem-fraction-static": "vllm-gpu-memory-utilization gpu-memory-utilization",
-    "--gradient-checkpointing": "activation-checkpointing enable-gradient-checkpointing gradient-checkpointing-enable",
-    "--seed for the run, and --rollout-seed for the order of prompts": "random-seed data-seed",
-    "--config": "config-file config-path recipe",
-}
-COUNTERPARTS = {f"--{word}": here for here, words in _COUNTERPARTS.items() for word in words.split()}
 
 
 def suggestion(flag: str, known: Iterable[str]) -> str:
@@ -105,11 +40,6 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
         flag: The flag, as written.
         known: All flags that exist.
     """
-    hyphened = flag.replace("_", "-")
-    of_section = "--" + hyphened.rpartition(".")[2]  # data.train_batch_size of verl, train.batch_size of OpenRLHF
-    counterpart = COUNTERPARTS.get(hyphened) or COUNTERPARTS.get(of_section)
-    if counterpart is not None:
-        return f"give {counterpart}; miles translate FILE translates a whole script of TRL, verl or OpenRLHF"
     near = nearest_flag(flag, known)
     return f"did you mean {near}?" if near else "--help lists all flags"
 

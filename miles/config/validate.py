@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 from miles.base.flags import Errors, fault_of_text
-from miles.compat.launch.paths import check_function_paths
 from miles.config.checkpoint import check_checkpoint, fill_remote_cache
 from miles.config.cluster import check_cluster, check_offload
 from miles.config.components import train_backend_spec
 from miles.config.evaluation import check_evaluation, fill_evaluation
+from miles.config.functions import check_function_paths
 from miles.config.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.config.megatron.rules import check_megatron
 from miles.config.megatron.settings import MegatronArguments

@@ -7,19 +7,17 @@ import textwrap
 from collections.abc import Iterator
 
 from miles.base.flags import flag_name
-from miles.compat.launch.distillation import ESTIMATOR
-from miles.compat.launch.foreign import Foreign
-from miles.compat.launch.launcher_flags import CKPT_STEP
-from miles.compat.launch.megatron import NOT_LATENT, OF_LATENT_ROPE
-from miles.compat.launch.megatron_flags import FREE_FIELDS
-from miles.compat.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
-from miles.compat.launch.multi_turn import TAIL as MULTI_TURN
-from miles.compat.launch.normalize import FOREIGN_FLAGS
-from miles.compat.launch.paths import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
-from miles.compat.launch.server import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
+from miles.compat.functions import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN
+from miles.compat.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
+from miles.compat.multi_turn import TAIL as MULTI_TURN
+from miles.compat.spellings import CKPT_STEP, ESTIMATOR, OTHER_VALUES
+from miles.compat.verdicts import FOREIGN_FLAGS, Foreign
+from miles.config.functions import signatures
 from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
+from miles.config.megatron.normalize import NOT_LATENT, OF_LATENT_ROPE
 from miles.config.megatron.overrides import (
     FIXED,
+    FREE_FIELDS,
     NEUTRAL_VALUES,
     OF_OTHER_MODELS,
     SHAPE_FIELDS,
@@ -40,8 +38,8 @@ from miles.config.sglang.flags import (
     known_router_flags,
     known_server_flags,
 )
+from miles.config.sglang.normalize import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
 from miles.config.sglang.rules import NOT_ALONE, NOT_QUANTIZED
-from miles.config.spelling import OTHER_VALUES
 from miles.models.base import LAYER_FIELDS
 
 INTRODUCTION = """\
@@ -220,8 +218,8 @@ def _read_otherwise() -> Iterator[str]:
 def _functions() -> Iterator[str]:
     yield from ("## Functions inside the packages of other launchers", "")
     yield from ("| flag | function there | here |", "|---|---|---|")
-    for (field, path), ours in KNOWN.items():
-        yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'as without the flag'} |"
+    for (flag, path), ours in KNOWN.items():
+        yield f"| `{flag}` | `{path}` | {f'`{ours}`' if ours else 'as without the flag'} |"
     ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
     yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
     constant = f"`--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}`"
@@ -230,10 +228,10 @@ def _functions() -> Iterator[str]:
     yield f"| `--custom-generate-function-path` | `{MULTI_TURN}` | {turns} |"
     weights = "`--use-tis …` and `--use-rs …`, of its settings in `--custom-config-path` ([Off-policy](off-policy.md))"
     yield f"| `--custom-tis-function-path` | {', '.join(f'`{name}`' for name in MISMATCH_FUNCTIONS)} | {weights} |"
-    for (field, path), instead in FLAGS_INSTEAD.items():
+    for (flag, path), instead in FLAGS_INSTEAD.items():
         if path in MISMATCH_FUNCTIONS:
             continue
-        yield f"| `{flag_name(field)}` | `{path}` | refused: {instead} |"
+        yield f"| `{flag}` | `{path}` | refused: {instead} |"
     yield from ("", "Any other function of theirs is refused with the signature to write:", "")
     yield from ("| flag | signature |", "|---|---|")
     yield from (f"| `{flag}` | `{_cell(signature)}` |" for flag, signature in signatures())
@@ -262,11 +260,11 @@ def _listed(names: list[str]) -> list[str]:
 def _foreign_row(row: Foreign) -> tuple[str, str, str]:
     if row.flag == CKPT_STEP:
         return row.flag, "obeyed", "read as the checkpoint of that number in --load; refused if it is not there"
-    text = f"{row.heading}: {row.why}" if row.heading is not None else f"{row.why}; {row.what_to_do}"
+    text = f"{row.heading}: {row.why}" if row.heading is not None else f"{row.why}; {row.instead}"
     if row.neutral:
         text += f". Noted with {' or '.join(f'`{value}`' for value in row.neutral)}"
-    if row.accepted_if is not None:
-        text += f". Noted {row.accepted_why if row.accepted_why.startswith('without') else 'if ' + row.accepted_why}"
+    if row.unless is not None:
+        text += f". Noted {row.unless_why if row.unless_why.startswith('without') else 'if ' + row.unless_why}"
     return row.flag, row.verdict, text
 
 

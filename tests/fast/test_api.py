@@ -14,7 +14,8 @@ import pytest
 import miles
 from miles.base.flags import FlagError
 from miles.base.user_code import load_function
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.tasks.rewards.built_in.f1 import f1
 from tests.fast.config.conftest import minimal
 from tests.fast.support.run_folder import write_run

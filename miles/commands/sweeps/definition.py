@@ -20,10 +20,11 @@ import yaml
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.storage import is_url
 from miles.base.text import one_line
+from miles.compat.border import read_command
 from miles.config.files import FLAG, fetch_configs
 from miles.config.host_share import is_on_cpu
 from miles.config.model import ModelArguments
-from miles.config.parser import Command, judge, read_command
+from miles.config.parser import Command, judge
 from miles.config.rollout import names_iteration
 from miles.config.settings import Settings
 from miles.config.spelling import group_words

@@ -19,9 +19,9 @@ import yaml
 
 from miles.base import strict_json
 from miles.base.text import InputError
-from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.compat.translate.launchers import openrlhf, openrlhf_underscores
 from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.parser import build_parser
 

@@ -8,6 +8,8 @@ All others are refused: megatron-core has them, but training with them has not b
 from __future__ import annotations
 
 import math
+import tomllib
+from importlib.resources import files
 from typing import Any, TypeAlias
 
 from miles.base.flags import Errors
@@ -17,29 +19,17 @@ FP32_EPSILON = 2.0**-23
 
 Overrides: TypeAlias = tuple[tuple[str, Any], ...]  # name and value of each field that a flag sets
 
-# The values that the backend sets (training/megatron/model/transformer_config.py, layer_spec.py), and why.
-FIXED: dict[str, tuple[Any, str]] = {
-    "grad_reduce_in_fp32": (True, "gradients are accumulated and reduced in fp32"),
-    "attention_softmax_in_fp32": (True, "the softmax of attention is computed in fp32"),
-    "variable_seq_lengths": (True, "micro-batches differ in length"),
-    "transformer_impl": ("local", "layers are Megatron's own"),
-    "attention_backend": ("auto", "attention is miles' own"),
-    "recompute_granularity": ("full", "recomputation is that of whole layers"),
-    "recompute_method": ("uniform", "every layer is recomputed"),
-    "recompute_num_layers": (1, "every layer is recomputed by itself"),
-    "moe_token_dispatcher_type": ("alltoall", "the others take no micro-batches of differing length"),
-    "moe_router_bias_update_rate": (0.0, "biases of experts stay those of the checkpoint, as on fsdp"),
-    "rope_fusion": (False, "the rotary embedding is that of each token's own position"),
-    "position_embedding_table": (False, "positions are rotary"),
-    "use_rotary_position_embeddings": (True, "positions are rotary"),
-}
-TRIED = (
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "moe_router_dtype",
-    "overlap_grad_reduce",
-)
+_TABLE = tomllib.loads((files(__package__) / "fields.toml").read_text(encoding="utf-8"))
+FIXED: dict[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _TABLE["fixed"].items()}
+TRIED: tuple[str, ...] = tuple(_TABLE["tried"])
+# Values that ask for nothing, and that scripts give for models which do not have the setting.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in _TABLE["neutral"].items()}
+# Those of layers that no family of this backend has. --train-backend fsdp reads them from the config.
+OF_OTHER_MODELS: set[str] = {*_TABLE["of_other_models"]}
+# The fields that a model's config determines: they can be checked only after it has been read.
+SHAPE_FIELDS = {*OF_OTHER_MODELS, *LAYER_FIELDS, *EXPERT_FIELDS, *_TABLE["of_model"]}
+# Fields whose every value gives the same results: heading of the note, and reason.
+FREE_FIELDS = {name: (row["heading"], row["why"]) for row in _TABLE["free"] for name in row["fields"]}
 
 
 def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: dict[str, str], errors: Errors) -> None:
@@ -89,20 +79,6 @@ def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> st
     return f"{shown}: contradicts --hf-checkpoint, whose config.json {found}; drop it"
 
 
-# Values that ask for nothing, and that scripts give for models which do not have the setting.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "moe_router_num_groups": (1,),
-    "moe_router_group_topk": (1,),
-    "moe_router_topk_scaling_factor": (1.0,),
-    "moe_router_score_function": ("softmax",),
-    "moe_token_drop_policy": ("probs",),
-    "moe_shared_expert_intermediate_size": (0,),
-    "virtual_pipeline_model_parallel_size": (1,),
-    "num_distributed_optimizer_instances": (1,),
-    "rotary_scaling_factor": (1.0,),
-    "rope_type": ("rope",),
-}
-
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
 _REASONS = {
     ("fp8", "fp4"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
@@ -117,66 +93,6 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 def refusal_of(name: str) -> str:
     """Say why a field that would change the result is refused."""
     return next((why for starts, why in _REASONS.items() if name.startswith(starts)), _UNTESTED)
-
-
-# Those of layers that no family of this backend has. --train-backend fsdp reads them from the config.
-OF_OTHER_MODELS = {
-    "rotary_interleaved",
-    "moe_shared_expert_gate",
-    "attention_output_gate",
-    "activation_func_clamp_value",
-    "experimental_attention_variant",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_topk",
-    "moe_latent_size",
-    "softmax_type",
-    "window_attn_skip_freq",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "is_hybrid_model",
-}
-# The fields that a model's config determines: they can be checked only after it has been read.
-SHAPE_FIELDS = {
-    *OF_OTHER_MODELS,
-    *LAYER_FIELDS,
-    *EXPERT_FIELDS,
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-    "rotary_base",
-    "rotary_percent",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "group_query_attention",
-    # of families with latent attention, shared experts, or other routers
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "rope_type",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-}
 
 
 def repeats(value: Any, wanted: Any) -> bool:

@@ -8,7 +8,8 @@ from miles.base.locks import locked_folders
 from miles.commands import quickstart, train
 from miles.commands.quickstart_parts.data import split_pairs
 from miles.commands.quickstart_parts.summary import summarize
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import pytest
 
 from miles.base.flags import FlagError
+from miles.compat.border import read_command
 from miles.config.flags_view import flags_view
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import judge, parse, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge, parse
 from miles.config.validate import Validated, validate
 
 MINIMAL = {

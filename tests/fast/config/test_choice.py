@@ -6,6 +6,7 @@ from socket import socket
 import pytest
 
 from miles.base.host import has_bf16
+from miles.compat import border
 from miles.config import parser
 from miles.config.choice import ChosenValue, choose_backend, choose_device, choose_engine
 from miles.config.explain import explain
@@ -59,11 +60,11 @@ HYBRID = dict(model_type="qwen3_next", num_hidden_layers=4, hidden_size=32, laye
 )
 def test_a_model_that_only_fsdp_trains_chooses_it(command, tmp_path, config, backend):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    read = parser.read_command(command(f"--hf-checkpoint {tmp_path} --num-layers 4", without="--hf-checkpoint"))
+    read = border.read_command(command(f"--hf-checkpoint {tmp_path} --num-layers 4", without="--hf-checkpoint"))
     assert read.settings.training.train_backend == backend
     assert ("has --num-layers, but the Megatron backend has no layers for" in read.choice) == (backend == "fsdp")
     given = f"--hf-checkpoint {tmp_path} --num-layers 4 --train-backend megatron"
-    read = parser.read_command(command(given, without="--hf-checkpoint"))
+    read = border.read_command(command(given, without="--hf-checkpoint"))
     assert read.settings.training.train_backend == "megatron"
 
 
@@ -121,7 +122,7 @@ def test_explain_says_what_was_chosen_and_why(accepted):
 def test_number_of_ranks(command, monkeypatch, flags, gpu, cores, ranks):
     monkeypatch.setattr(parser, "has_gpu", lambda: gpu)
     monkeypatch.setattr(parser, "busy_cores", lambda: cores)
-    validated = parser.judge(parser.read_command(command(flags)))
+    validated = parser.judge(border.read_command(command(flags)))
     assert validated.settings.cluster.world_size == ranks
     assert ("per node" in validated.choice) == ("--actor" not in flags)
 

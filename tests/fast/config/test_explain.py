@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
+from miles.compat.border import main_parse
 from miles.config.explain import explain, without_effect
-from miles.config.parser import main_parse
 from miles.objective import explain as objective
 from miles.objective.aggregation import token_weights
 

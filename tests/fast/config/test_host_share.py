@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from miles.base import host as machine
+from miles.compat import border
 from miles.config import host_share, parser
 from miles.config.explain import explain
 from miles.config.files import run_config
@@ -55,7 +56,7 @@ def judged(command, model):
 
     def read(flags="", **config):
         words = command(f"{model(**config)} {LENGTHS} {flags}", without="--hf-checkpoint --rollout-max-response-len")
-        return parser.judge(parser.read_command(words))
+        return parser.judge(border.read_command(words))
 
     return read
 
@@ -139,7 +140,7 @@ def test_a_model_of_unknown_size_gets_the_usual_values(host, command, judged, mi
     assert settings.rollout.torch_engine_max_batch_size == 256
     assert judged(SERVERS, **config).settings.server_flags.server == ("--max-total-tokens", "32768")
     assert "a part of 1.0 GiB that is not known" in host_line(settings)
-    elsewhere = parser.judge(parser.read_command(command())).settings
+    elsewhere = parser.judge(border.read_command(command())).settings
     assert elsewhere.rollout.torch_engine_max_batch_size == 256
     assert "a part of 1.0 GiB that is not known" in host_line(elsewhere)
 
@@ -191,6 +192,6 @@ def test_a_repeated_run_has_the_same_values_on_another_host(host, judged, tmp_pa
     first = judged(flags).settings
     (tmp_path / "run.yaml").write_text(run_config(first))
     host(1000, cores=64)
-    again = parser.judge(parser.read_command(["--config", str(tmp_path / "run.yaml")])).settings
+    again = parser.judge(border.read_command(["--config", str(tmp_path / "run.yaml")])).settings
     assert again == first
     assert again != judged(flags).settings, "a new run takes more of the larger host"

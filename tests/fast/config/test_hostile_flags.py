@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from miles.base.flags import LONGEST_MESSAGE, flag_name
 from miles.cli import main
-from miles.compat.launch.normalize import FOREIGN_FLAGS
+from miles.compat.border import main_parse
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.parser import main_parse
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import known_router_flags, known_server_flags
 

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from miles.base.flags import FlagError
+from miles.compat.border import read_command
 from miles.config.explain import explain
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from miles.config.validate import validate
 
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.base.flags import LARGEST, FlagError
-from miles.config.parser import build_parser, defaults, main_parse, parse
+from miles.compat.border import main_parse
+from miles.config.parser import build_parser, defaults, parse
 from miles.config.settings import SECTIONS, Settings
 
 
@@ -138,7 +139,7 @@ def test_version(capsys):
 
 WRONG_FLAG = """
 import sys
-from miles.config.parser import main_parse
+from miles.compat.border import main_parse
 try:
     main_parse("--lr 0 --hf-checkpoint m --loss-aggregation constant --rollout-batch-size 8 --n-samples-per-prompt 4 "
                "--rollout-max-response-len 9".split())

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.config.parser import main_parse, parse
+from miles.compat.border import main_parse
+from miles.config.parser import parse
 from miles.config.suggest import whole_numbers
 
 LAYERS = {

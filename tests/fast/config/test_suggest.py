@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.compat.launch.normalize import FOREIGN_FLAGS
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
-from miles.config.suggest import COUNTERPARTS, near_choice, nearest_flag, suggestion
+from miles.config.suggest import near_choice, nearest_flag, suggestion
 
 KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag for f in megatron_fields().values())})
 
@@ -27,10 +27,6 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--tensor_model_parallel_size", "did you mean --tensor-model-parallel-size?"),
         ("--advantage_estimatr", "did you mean --advantage-estimator?"),
         ("--override_opt_param_scheduler", "did you mean --override-opt-param-scheduler?"),
-        *(
-            (flag, f"give {here}; miles translate FILE translates a whole script of TRL, verl or OpenRLHF")
-            for flag, here in COUNTERPARTS.items()
-        ),
         ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
         ("--critic-learning-rate", "did you mean --critic-lr?"),
         ("--max-staleness", "did you mean --max-weight-staleness?"),
@@ -125,8 +121,3 @@ def test_a_suggested_flag_that_is_refused_says_what_to_do(refusals):
     assert message.endswith(
         "did you mean --max-weight-staleness? It is refused here: give it as --async-steps, with --fully-async"
     )
-
-
-def test_flags_of_other_trainers_do_not_exist_and_their_counterparts_do():
-    counterparts = {word.rstrip(",") for text in COUNTERPARTS.values() for word in text.split() if word[:2] == "--"}
-    assert counterparts <= {*KNOWN, "--sglang-mem-fraction-static"} and not {*COUNTERPARTS} & {*KNOWN}

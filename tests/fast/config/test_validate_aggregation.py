@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.base.flags import FlagError, collect_errors
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.config.validate import validate
 from miles.objective.aggregation import VERL_MODES, reconcile_aggregation
 from miles.objective.settings import LossArguments

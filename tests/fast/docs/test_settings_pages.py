@@ -6,8 +6,9 @@ import re
 import pytest
 
 from miles.commands import quickstart, sweep, train
+from miles.compat.border import read_command
 from miles.config.files import run_config
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from tests.fast.docs.tutorial_page import REPO
 
 

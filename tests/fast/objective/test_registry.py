@@ -141,7 +141,7 @@ def test_validation_imports_no_tensor_library():
 import sys
 for name in ("torch", "numpy", "ray"):
     sys.modules[name] = None
-from miles.config.parser import main_parse
+from miles.compat.border import main_parse
 for line in sys.argv[1:]:
     try:
         main_parse(line.split())

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 import miles
-from miles.config.parser import main_parse
+from miles.compat.border import main_parse
 from miles.observe.console import PhaseTimer
 from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker

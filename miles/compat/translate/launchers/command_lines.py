@@ -6,10 +6,10 @@ import dataclasses
 from contextlib import suppress
 
 from miles.base.flags import flag_name
-from miles.compat.launch.normalize import FOREIGN_FLAGS
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, sequence_mean, token_mean_counting_masked
 from miles.compat.translate.translation import Expression, Translation
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.settings import SECTIONS

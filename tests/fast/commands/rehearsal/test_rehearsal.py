@@ -27,10 +27,10 @@ from miles.commands.rehearsal.report import as_json as figures_of
 from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
 from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of
 from miles.commands.rehearsal.trace import Tracers, prompt_length, response_length, step_of_one_rank
+from miles.compat.border import main_parse
 from miles.config.lora import LoraArguments
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments
-from miles.config.parser import main_parse
 from miles.config.rehearsal import RehearsalArguments
 from miles.config.sglang.flags import ServerFlags
 from miles.config.training import TrainingArguments

@@ -18,8 +18,9 @@ from miles.commands import eval as eval_command
 from miles.commands.saved_runs.generation import answer, estimates, evaluate_sets, settings_for
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import hugging_face_folder
+from miles.compat.border import read_command
 from miles.config.megatron.settings import MegatronArguments
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from miles.config.sglang.flags import ServerFlags
 from miles.observe.run_files import RunHeader
 from miles.training.checkpoint_files import publish, staging, write_run_state

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from miles.commands.smoke import EVAL_ROWS, MODEL, ROWS, shrink, with_spread
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.config.validate import validate
 from miles.models.tiny import shrunk_config
 from tests.fast.compat.launch.launch_corpus import read_lines, write_files

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from miles.base.flags import FlagError
+from miles.compat.border import read_command
 from miles.config.explain import explain
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from miles.config.validate import validate
 from tests.fast.compat.launch.launch_corpus import Line, read_lines, write_files
 

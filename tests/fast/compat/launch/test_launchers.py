@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles.config.notes import SAME
-from tests.fast.compat.launch.test_no_effect import QWEN3
+from tests.fast.config.test_no_effect import QWEN3
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 LATENT = dict(

@@ -3,7 +3,8 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 
 FUNCTION = "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 EXAMPLE = """

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 
 FUNCTION = "--custom-generate-function-path miles.rollout.generate_hub.multi_turn.generate"
 TOOLS = "--generate-tool-specs-path mine.specs --generate-execute-tool-function-path mine.call"

@@ -2,8 +2,9 @@
 
 import pytest
 
-from miles.compat.launch.newer_flags import NEWER_FLAGS
+from miles.compat.verdicts import rows
 
+NEWER_FLAGS = {row.flag: row for row in rows("newer")}
 VALUES = {"switch": "", "value": "1", "list": "1 2", "optional": ""}
 
 
@@ -16,12 +17,12 @@ def test_noted(accepted, flag):
 @pytest.mark.parametrize("flag", [flag for flag, row in NEWER_FLAGS.items() if row.heading is None])
 def test_refused(refusals, flag):
     row = NEWER_FLAGS[flag]
-    idle = row.accepted_if is not None
+    idle = row.unless is not None
     words = "--rollout-engine sglang --pause-generation-mode in_place" if flag == "--namespaced-radix-cache" else ""
     words += " --opd-log-prob-top-k 4" if flag.startswith("--opd") and idle else ""
     words += " --async-steps 1" if flag == "--keep-old-actor" else ""
     messages = [message for message in refusals(f"{flag} {VALUES[row.kind]} {words}") if message.startswith(flag)]
-    assert len(messages) == 1 and row.why in messages[0] and row.what_to_do in messages[0]
+    assert len(messages) == 1 and row.why in messages[0] and row.instead in messages[0]
 
 
 @pytest.mark.parametrize("flags", [f"{flag} {row.neutral[0]}" for flag, row in NEWER_FLAGS.items() if row.neutral])

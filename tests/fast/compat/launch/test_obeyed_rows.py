@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from miles.base.flags import Errors, flag_name
-from miles.compat.launch.megatron import judge as judge_field
-from miles.compat.launch.megatron_flags import FREE_FIELDS
-from miles.compat.launch.normalize import FOREIGN_FLAGS
-from miles.compat.launch.server import RENAMED
+from miles.compat.border import read_command
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
+from miles.config.megatron.normalize import judge as judge_field
+from miles.config.megatron.overrides import FIXED, FREE_FIELDS, SHAPE_FIELDS, check_overrides
 from miles.config.notes import HEADINGS, READ_AS
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import TENSOR_PARALLEL
 from miles.config.sglang.installed import server_flags
+from miles.config.sglang.normalize import RENAMED
 from scripts.pages.launch_scripts import launch_page
 
 TESTS = Path(__file__).parents[2]

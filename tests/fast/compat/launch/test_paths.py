@@ -7,14 +7,15 @@ import pytest
 
 from miles.base.flags import flag_name
 from miles.base.user_code import load_function
-from miles.compat.launch.paths import FLAGS_INSTEAD, HOOKS, KNOWN
+from miles.compat.functions import FLAGS_INSTEAD, KNOWN
+from miles.config.functions import HOOKS
 from miles.config.settings import SECTIONS, Settings
 
 
 def test_every_known_function_of_ours_exists():
-    for (field, _), ours in KNOWN.items():
-        assert field in HOOKS
-        assert ours is None or load_function(ours, flag_name(field))
+    for (flag, _), ours in KNOWN.items():
+        assert flag in map(flag_name, HOOKS)
+        assert ours is None or load_function(ours, flag)
 
 
 def test_every_hook_is_a_field_of_its_section():

@@ -3,11 +3,13 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.compat.launch.training_flags import TRAINING_FLAGS
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.compat.verdicts import rows
+from miles.config.parser import judge
 from tests.fast.config.conftest import minimal
 
 VALUES = {"switch": [], "value": ["7"], "list": ["7", "8"]}
+TRAINING_FLAGS = {row.flag: row for row in rows("training")}
 MEGATRON = "--train-backend megatron --actor-num-gpus-per-node 2"
 
 

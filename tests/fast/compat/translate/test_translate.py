@@ -9,12 +9,13 @@ import pytest
 from tolerance import DOUBLE_ERROR
 
 from miles import cli
+from miles.compat.border import read_command
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
 from miles.compat.translate.launchers.openrlhf_underscores import EARLIER
 from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import Translation
-from miles.config.parser import judge, parse, read_command
+from miles.config.parser import judge, parse
 
 FILES = {
     "trl.py": """

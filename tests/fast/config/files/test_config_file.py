@@ -9,8 +9,9 @@ import pytest
 
 from miles.base.flags import Errors, FlagError
 from miles.base.secrets import public_words
+from miles.compat.border import read_command
 from miles.config.files import expand_configs, run_config
-from miles.config.parser import build_parser, judge, read_command
+from miles.config.parser import build_parser, judge
 from miles.config.settings import Settings
 
 REPO = Path(__file__).parents[4]
@@ -227,6 +228,6 @@ def test_a_secret_in_an_override_is_not_shown():
 
 
 def test_reading_a_file_imports_neither_torch_nor_ray(nested):
-    code = f"import sys; from miles.config.parser import read_command; read_command(['--config', {nested!r}]);"
+    code = f"import sys; from miles.compat.border import read_command; read_command(['--config', {nested!r}]);"
     code += "sys.exit(bool({'torch', 'ray', 'numpy'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

@@ -19,7 +19,8 @@ from tiny_llama import tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from miles.batch.convert import convert
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.config.settings import Settings
 from miles.engine.base import start_engine
 from miles.engine.embedded import torch_engine

@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from miles.compat.launch.server import RENAMED, REPLACED
+from miles.compat.border import read_command
 from miles.config.megatron.fields import megatron_fields
 from miles.config.megatron.overrides import TRIED
-from miles.config.parser import judge, read_command
+from miles.config.parser import judge
 from miles.config.sglang.config_file import CONFIG
 from miles.config.sglang.flags import (
     DATA_PARALLEL,
@@ -22,6 +22,7 @@ from miles.config.sglang.flags import (
     known_server_flags,
 )
 from miles.config.sglang.installed import router_flags, server_flags
+from miles.config.sglang.normalize import RENAMED, REPLACED
 from miles.config.sglang.server_values import FILES
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import Keys

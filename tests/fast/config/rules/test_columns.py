@@ -5,7 +5,8 @@ import json
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.config.rules.model import LONGEST_LINE
 from tests.fast.config.conftest import minimal
 

@@ -4,7 +4,8 @@ import pytest
 
 from miles.base.flags import FlagError
 from miles.base.host import num_gpus
-from miles.config.parser import judge, main_parse, parse, read_command
+from miles.compat.border import main_parse, read_command
+from miles.config.parser import judge, parse
 from miles.config.validate import validate
 from miles.run.launcher.run import _resume_point
 

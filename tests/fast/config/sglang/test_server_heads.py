@@ -5,7 +5,8 @@ import json
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from tests.fast.config.conftest import minimal
 
 CONFIG = {"model_type": "qwen3", "num_attention_heads": 32}

@@ -8,10 +8,10 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+from miles.compat.border import read_command
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.evaluation import EvaluationArguments
 from miles.config.files import run_config
-from miles.config.parser import read_command
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
 from miles.observe.run_files import RunHeader

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from miles.compat.launch.normalize import FOREIGN_FLAGS
+from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
 from miles.config.sglang.flags import known_server_flags
 from scripts.pages.launch_scripts import launch_page
 
-LINES = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
+LINES = (Path(__file__).parents[2] / "compat/launch/ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
 FLAGS = [line.split()[0] for line in LINES]
 
 
@@ -39,4 +39,4 @@ def test_no_flag_has_two_verdicts(page):
 
 def test_a_refusal_says_what_to_do():
     for row in FOREIGN_FLAGS.values():
-        assert row.why and (row.heading is not None or row.what_to_do), row.flag
+        assert row.why and (row.heading is not None or row.instead), row.flag

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from miles.base.flags import flag_name
-from miles.compat.launch import normalize
+from miles.config.megatron import normalize
 from miles.config.no_effect import IDLE
 from miles.config.settings import Settings
 from miles.objective.estimators import ESTIMATORS

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles.base.flags import Errors, flag_name
-from miles.compat.launch.paths import missing_function
-from miles.config.notes import NO_EFFECT, READ_AS, Note, written
-from miles.config.spelling import group_words, without_flags
+from miles.compat.functions import missing_function
+from miles.compat.line import Line
+from miles.config.notes import NO_EFFECT, written
+from miles.config.spelling import group_words
 
 FLAG = "--custom-tis-function-path"
 FUNCTIONS = ("compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp")
@@ -21,46 +22,39 @@ _OF_REJECTION = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_thresh
 _MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # theirs -> ours
 
 
-def read_mismatch_config(
-    words: Sequence[str], values: Mapping[str, Any], errors: Errors
-) -> tuple[list[str], dict[str, Any], list[Note]]:
-    """Replace their function and its settings by flags, if the command names it and it or the file has the settings.
+def read_mismatch_config(line: Line, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop their function if the command names it, and it or the file has the settings.
 
     Args:
-        words: The words of the command.
+        line: The command.
         values: The settings of ``--custom-config-path``.
-        errors: Collects settings that mean nothing.
 
     Returns:
-        The words without the function, the settings with our names, and what was read as what.
+        The settings with our names, for those of the file.
     """
-    paths = [given for flag, given in group_words(words) if flag == FLAG]
-    if not paths or len(paths[-1]) != 1:
-        return list(words), dict(values), []
-    [path] = paths[-1]
-    is_theirs = path.replace(":", ".").rpartition(".")[2] in FUNCTIONS
-    if not is_theirs or missing_function("custom_tis_function_path", path) is None:
-        return list(words), dict(values), []
-    in_words = _in_words(words)
-    if not (in_words.keys() | values.keys()) & {*_OF_WEIGHTS}:
-        return list(words), dict(values), []
+    path = line.value(FLAG)
+    if path is None or path.replace(":", ".").rpartition(".")[2] not in FUNCTIONS:
+        return dict(values)
+    in_words = _in_words(line.words)
+    if missing_function(FLAG, path) is None or not (in_words.keys() | values.keys()) & {*_OF_WEIGHTS}:
+        return dict(values)
     values = in_words | dict(values)  # the file takes precedence there
-    words = without_flags(words, {flag_name(name) for name in in_words})
-    switches = {flag for flag, _ in group_words(words)}
+    line.drop(*map(flag_name, in_words))
 
     def is_on(name: str) -> bool:
-        return bool(values.get(name, flag_name(name) in switches))
+        return bool(values.get(name, flag_name(name) in line))
 
     others = {name: value for name, value in values.items() if name not in (*_OF_WEIGHTS, *_OF_REJECTION)}
-    left = without_flags(words, {FLAG})
     if not is_on("use_tis"):
-        why = "its settings have use_tis: false, so it weighs and rejects nothing"
-        return left, others | {"use_rs": False}, [Note(NO_EFFECT, written(FLAG, path), why)]
-    found = _flags_of(values, is_on("use_rs"), errors)
+        line.note(NO_EFFECT, FLAG, "its settings have use_tis: false, so it weighs and rejects nothing")
+        line.drop(FLAG)
+        return others | {"use_rs": False}
+    found = _flags_of(values, is_on("use_rs"), line.errors)
     said = " ".join(written(flag_name(name), value) for name, value in found.items() if value is not False)
     if found["tis_batch_normalize"]:
         said += ", where the mean is over the whole step instead of a rank's micro-batch"
-    return left, others | found, [Note(READ_AS, written(FLAG, path), f"{said}: the same weights")]
+    line.read_as(FLAG, f"{said}: the same weights")
+    return others | found
 
 
 def _in_words(words: Sequence[str]) -> dict[str, Any]:

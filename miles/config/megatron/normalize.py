@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.base.flags import Errors
-from miles.compat.launch.megatron_flags import FREE_FIELDS
 from miles.config.abilities import reads_megatron_flags
 from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
 from miles.config.megatron.overrides import (
     FIXED,
+    FREE_FIELDS,
     SHAPE_FIELDS,
     TRIED,
     asks_for_nothing,
@@ -19,8 +19,9 @@ from miles.config.megatron.overrides import (
     refusal_of,
     repeats,
 )
-from miles.config.model import local_config
-from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, written
+from miles.config.megatron.rules import lacks_bridge
+from miles.config.model import local_config, readable_config
+from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, note_on, written
 from miles.config.settings import Settings
 from miles.models.registry import CONVERTED, common_shape, megatron_shape, vocabulary_shape
 
@@ -161,3 +162,20 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
 
 def _shown(field: MegatronField, value: Any) -> str:
     return written(field.flag, value)
+
+
+def normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Convert weights without Megatron-Bridge if it is not there, or an adapter is trained, and the family is known."""
+    mode = settings.megatron.megatron_to_hf_mode
+    if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
+        return settings, []
+    config = readable_config(settings.model)
+    if config is None or config.get("model_type") not in CONVERTED:
+        return settings, []
+    if not settings.lora.trains_adapter and not lacks_bridge():
+        return settings, []
+    why = "raw: miles converts this family itself, to the same weights"
+    return (
+        replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")),
+        [note_on(READ_AS, "megatron_to_hf_mode", mode, why)],
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from miles.config.abilities import has_servers
@@ -21,7 +21,7 @@ from miles.config.sglang.flags import (
     known_router_flags,
     known_server_flags,
 )
-from miles.config.spelling import Group, group_words, without_flags
+from miles.config.spelling import Group, group_words
 
 # Earlier name -> name in current releases. Used only if the installed release knows the second, and not the first.
 RENAMED = {
@@ -35,7 +35,6 @@ RENAMED = {
 SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
-_OF_EVAL_SERVERS = "--eval-sglang-"
 _DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
 # They change what is generated, so an engine that does not read them cannot run the command.
 CHANGES_RESULTS = {
@@ -58,13 +57,6 @@ OF_ADAPTERS = {
     "--max-loras-per-batch",
 }
 OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
-
-
-def read_eval_servers(words: Sequence[str]) -> tuple[list[str], list[Note]]:
-    """Return the words without the settings of servers that only evaluate, and a note on each."""
-    groups = [group for group in group_words(words) if group[0].startswith(_OF_EVAL_SERVERS)]
-    notes = [Note(SPEED, written(flag, values), "engines of the run evaluate") for flag, values in groups]
-    return without_flags(words, {flag for flag, _ in groups}), notes
 
 
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:

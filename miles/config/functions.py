@@ -1,4 +1,4 @@
-"""Find functions that a command names inside the packages of related launchers."""
+"""Name the user's functions that flags name, and check that each has the form of an import path, and a source."""
 
 from __future__ import annotations
 
@@ -97,105 +97,10 @@ HOOKS = {
     ),
 }
 
-ZERO_REWARD = "miles.tasks.rewards.built_in.zero:zero"
-
-# Functions elsewhere, without the name of the package -> ours; None is what the run does without the flag.
-KNOWN = {
-    ("dynamic_sampling_filter_path", "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"): (
-        "miles.rollout.filters:check_reward_nonzero_std"
-    ),
-    ("buffer_filter_path", "rollout.data_source.pop_first"): None,
-    ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
-    ("rollout_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,
-    ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
-    ("custom_generate_function_path", "rollout.generate_hub.single_turn.generate"): None,
-    ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): ZERO_REWARD,
-    ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
-    ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): ZERO_REWARD,
-    ("custom_reward_post_process_path", "on_policy_distillation.on_policy_distillation.post_process_rewards"): None,
-    ("eval_function_path", "rollout.sglang_rollout.generate_rollout"): None,
-    ("eval_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,
-    ("data_source_path", "rollout.data_source.RolloutDataSource"): None,
-    ("data_source_path", "rollout.data_source.RolloutDataSourceWithBuffer"): None,
-}
-# Functions elsewhere that a run on conversations (--loss-type sft_loss) does not need.
-FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
-# Generate ahead of the trainer without end, as --fully-async does.
-FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_rollout.FullyAsyncRolloutFn")
-# Dr.GRPO's reducer, which divides the sum of a trajectory by a constant in its file.
-_CONSTANT_REDUCER = re.compile(r"examples\.(experimental\.)?DrGRPO\.custom_reducer([.:]\w+)?")
-CONSTANT_OF_REDUCER = 1000.0
-_MISMATCH_FLAGS = (
-    "give its settings as flags or in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and "
-    "--use-rs with --rs-level, its bounds and --rs-veto-threshold"
-)
-# Functions elsewhere whose work is done by flags here.
-FLAGS_INSTEAD = {
-    ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
-        "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
-    ),
-    ("custom_generate_function_path", "rollout.generate_hub.agentic_tool_call.generate"): (
-        "use --agent-command, a program that calls the model at an OpenAI-compatible address, or --environment "
-        "(docs/agents.md)"
-    ),
-    ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
-    ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,
-    ("custom_tis_function_path", "compute_mis_weights"): _MISMATCH_FLAGS,
-}
-_PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")
-
-
-def our_function(field: str, path: str, reads_conversations: bool = False) -> tuple[bool, str | None]:
-    """Return whether ``path`` names a function whose counterpart is here, and that one; None is the default.
-
-    ``reads_conversations`` says whether the run trains on conversations, which other launchers collect by a function.
-    """
-    tail = _tail(path)
-    if reads_conversations and (field, tail) in FOR_CONVERSATIONS and not _exists(path):
-        return True, None
-    if (field, tail) in KNOWN and not _exists(path):
-        return True, KNOWN[field, tail]
-    return False, None
-
-
-def names_function_of_others(field: str, path: str, tail: str) -> bool:
-    """Return whether ``path`` names the function ``tail`` of a package of other launchers, and no file here has it."""
-    return field in HOOKS and _tail(path) == tail and path.replace(":", ".") != tail and not _exists(path)
-
-
-def is_missing(path: str) -> bool:
-    """Return whether ``path`` is in a package of a related launcher, and not here."""
-    return path.replace(":", ".").partition(".")[0] in _PACKAGES and not _exists(path)
-
-
-def is_fully_async(field: str, path: str) -> bool:
-    """Return whether ``path`` names the function elsewhere that ``--fully-async --async-steps 1`` replaces."""
-    dotted = path.replace(":", ".")
-    is_theirs = any(dotted == name or dotted.endswith("." + name) for name in FULLY_ASYNC)
-    return field == "rollout_function_path" and is_theirs and not _exists(path)
-
-
-def is_constant_reducer(field: str, path: str) -> bool:
-    """Return whether ``path`` names the reducer elsewhere that is ``--loss-aggregation constant``."""
-    is_theirs = _CONSTANT_REDUCER.fullmatch(path) is not None
-    return field == "custom_pg_loss_reducer_function_path" and is_theirs and not _exists(path)
-
 
 def names_functions(settings: Settings) -> bool:
     """Return whether the command names a function of the user's."""
     return any(getattr(getattr(settings, hook.section), field) is not None for field, hook in HOOKS.items())
-
-
-def missing_function(field: str, path: str) -> str | None:
-    """Return the error of a path into a package of a related launcher whose function is not here."""
-    package = path.split(".")[0].split(":")[0]
-    if package not in _PACKAGES and _instead(field, path) is None:
-        return None
-    if _exists(path):
-        return None
-    instead = _instead(field, path)
-    what_to_do = instead or f"write {HOOKS[field].signature}, and name it as module:function"
-    return f"{flag_name(field)} {path}: this function is part of another launcher, and is not here; {what_to_do}"
 
 
 def check_function_paths(settings: Settings, errors: Errors) -> None:
@@ -239,7 +144,7 @@ def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
 def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
     """Return what is wrong with an import path by itself, and what to do."""
     of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
-    if of_file is not None and not (of_file[2] and _exists(path)):  # else a module whose name is py
+    if of_file is not None and not (of_file[2] and has_source(path)):  # else a module whose name is py
         meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
         return (
             f"names a file, and a {kind} is imported from a module; write {meant}, and start the run in the folder "
@@ -256,22 +161,7 @@ def signatures() -> Iterator[tuple[str, str]]:
         yield flag_name(field), hook.signature
 
 
-def _tail(path: str) -> str:
-    """Return a path without the name of its package, with dots only: ``slime.rollout.x:f`` is ``rollout.x.f``."""
-    dotted = path.replace(":", ".")
-    package, _, rest = dotted.partition(".")
-    return rest if package in _PACKAGES else dotted
-
-
-def _instead(field: str, path: str) -> str | None:
-    dotted = path.replace(":", ".")
-    for (name, tail), what_to_do in FLAGS_INSTEAD.items():
-        if name == field and (dotted == tail or dotted.endswith("." + tail)):
-            return what_to_do
-    return None
-
-
-def _exists(path: str) -> bool:
+def has_source(path: str) -> bool:
     """Return whether the module of ``path`` is a file of this package or of the folder in which the run starts."""
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     return any(module_files(module, [Path.cwd(), Path(miles.__file__).parent.parent]))

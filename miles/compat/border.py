@@ -1,0 +1,221 @@
+"""The border: a command of any launcher becomes one of ours, which ``config`` then parses and judges.
+
+::
+
+    words ── @files, --config ──> rewrite ── our words ──> parse, choose ── Command ──> judge ── Validated
+              config/parser.py    notes on foreign words    config/parser.py             with ``notes``
+
+``rewrite`` knows the words only. ``notes`` judges the foreign flags whose effect depends on the settings of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any
+
+from miles.base.flags import LONGEST_VALUE, Errors, FlagError, flag_name
+from miles.base.text import one_line
+from miles.compat.custom_config import read_settings_of_file
+from miles.compat.functions import read_functions
+from miles.compat.line import Line
+from miles.compat.multi_turn import read_multi_turn
+from miles.compat.spellings import (
+    COUNTERPARTS,
+    check_reference,
+    read_async_steps,
+    read_estimator,
+    read_eval_servers,
+    read_reference,
+    read_step,
+    read_teacher,
+    read_values,
+)
+from miles.compat.verdicts import FOREIGN_FLAGS
+from miles.config import files, parser
+from miles.config.explain import explain
+from miles.config.flags_view import CUSTOM_CONFIG
+from miles.config.functions import names_functions
+from miles.config.notes import OTHERS, Note, report
+from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub
+from miles.config.settings import SECTIONS, Settings
+from miles.config.sglang.flags import ROUTER, SERVER
+from miles.config.spelling import cut_spaced_words, given_twice, group_words
+from miles.config.validate import Validated
+
+# Flags that exist elsewhere, and what to add if one of them is suggested.
+ELSEWHERE = {
+    flag: f" It is refused here: {row.instead}" if row.verdict == "refused" else ""
+    for flag, row in FOREIGN_FLAGS.items()
+}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """Hold a command in our words.
+
+    Attributes:
+        words: The words.
+        notes: What was read in another spelling.
+        foreign: The flags of other launchers that were in it, with their values; True for a switch.
+        names_for_functions: The names in ``--custom-config-path`` that are no flags.
+    """
+
+    words: list[str]
+    notes: list[Note]
+    foreign: Mapping[str, Any]
+    names_for_functions: Sequence[str]
+
+
+def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
+    """Read the words of other launchers as ours.
+
+    Args:
+        words: The words of a command, in which no ``@file`` and no ``--config`` is left.
+        errors: Collects what cannot be obeyed, whatever the settings of the run are.
+    """
+    line = Line(list(words), errors)
+    names = read_settings_of_file(line, _known_flags)
+    line.words = cut_spaced_words(line.words, {*_known_flags(line.words), *COUNTERPARTS})
+    line.notes += given_twice(line.words)
+    for read in _READERS:
+        read(line)
+    return Rewritten(line.words, line.notes, line.foreign, names)
+
+
+def _known_flags(words: Sequence[str]) -> Collection[str]:
+    """Return the flags that exist, with those among ``words`` that are passed on to SGLang."""
+    passed_on = {word for word in words if word.startswith((SERVER, ROUTER))}
+    return parser.known_flags(words, FOREIGN_FLAGS) | FOREIGN_FLAGS.keys() | passed_on
+
+
+_TAKES: dict[str, dict[str, Any]] = {
+    "switch": {"action": "store_const", "const": True},
+    "value": {},
+    "list": {"nargs": "+"},
+    "optional": {"nargs": "?", "const": True},
+}
+
+
+@cache
+def _foreign_flags() -> FlagParser:
+    found = FlagParser(add_help=False, allow_abbrev=False)
+    for flag, row in FOREIGN_FLAGS.items():
+        found.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
+    return found
+
+
+def _take_foreign(line: Line) -> None:
+    """Move the flags of ``FOREIGN_FLAGS`` out of the words."""
+    is_foreign, words, own = False, list[str](), list[str]()
+    for word in line.words:
+        if word.startswith("--") and len(word) > 2:
+            is_foreign = word.partition("=")[0] in FOREIGN_FLAGS
+        (words if is_foreign else own).append(word)
+    line.words = own
+    with suppress(FlagError):  # whose messages are among the errors
+        values = vars(_foreign_flags().for_command(line.errors).read(words))
+        line.foreign |= {flag: value for flag, value in values.items() if value is not None}
+
+
+# In this order: a reader sees what the readers before it have left.
+_READERS = (
+    read_estimator,
+    read_values,
+    read_eval_servers,
+    _take_foreign,
+    read_teacher,
+    read_multi_turn,
+    read_step,
+    read_functions,
+    read_async_steps,
+    read_reference,
+)
+
+
+def notes(settings: Settings, errors: Errors, rewritten: Rewritten) -> list[Note]:
+    """Judge what was rewritten, with the settings of the run.
+
+    Args:
+        settings: What our own words say.
+        errors: Collects what would change the result, and cannot be obeyed.
+        rewritten: The command.
+
+    Returns:
+        A note on every foreign flag that changes nothing.
+    """
+    foreign = rewritten.foreign
+    judged = [FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items()]
+    check_reference(settings, errors)
+    if rewritten.names_for_functions and not names_functions(settings):
+        shown = one_line(", ".join(rewritten.names_for_functions), LONGEST_VALUE)
+        errors.add(
+            f"{CUSTOM_CONFIG} {settings.rollout.custom_config_path}: no flags are named {shown}, and no function of "
+            "yours reads them; correct the names, or drop them"
+        )
+    return [note for note in judged if note is not None]
+
+
+def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None) -> Command:
+    """Read the flags of our own sections, of Megatron, of SGLang, and of related launchers.
+
+    Args:
+        argv: The words of the command.
+        keywords: Further settings by name, as plain values; they replace the same flags among the words.
+
+    Raises:
+        FlagError: The words after an error cannot be read.
+    """
+    errors = Errors()
+    expanded = parser.expand(argv, keywords or {}, {*ELSEWHERE, *COUNTERPARTS}, errors)
+    rewritten = rewrite(expanded.words, errors)
+    named = [flag for flag, _ in group_words(expanded.words) if flag in FOREIGN_FLAGS]
+    return parser.read_words(
+        rewritten.words,
+        expanded,
+        errors,
+        notes=rewritten.notes,
+        elsewhere=ELSEWHERE,
+        megatron=[flag for flag in named if FOREIGN_FLAGS[flag].is_megatron],
+        later=partial(notes, rewritten=rewritten),
+    )
+
+
+def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
+    """Parse and validate for a program.
+
+    Args:
+        argv: The words of the command.
+        starts: Whether the run starts now, as it is, unless the command explains or rehearses it.
+
+    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
+    ``--version`` print to stdout and exit with 0.
+    """
+    with _exiting_on_wrong_flags():
+        command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts))
+    if command.explains:
+        print(explain(validated))
+        raise SystemExit(0)
+    return validated
+
+
+def refuse_wrong_flags(argv: Sequence[str]) -> None:
+    """Print wrong flags and exit with 2, as ``main_parse`` does, without asking the hub for the model's config."""
+    with _exiting_on_wrong_flags():
+        judge_without_hub(read_command(argv))
+
+
+@contextmanager
+def _exiting_on_wrong_flags() -> Iterator[None]:
+    """Print the errors that this block raises, by the sections of ``--help``, and exit with 2."""
+    try:
+        yield
+    except ValueError as error:
+        messages = error.messages if isinstance(error, FlagError) else [str(error)]
+        own = {flag_name(field.name): name for name, cls in SECTIONS.items() for field in fields(cls)}
+        groups = {files.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS)
+        print(report(messages, groups), file=sys.stderr)
+        raise SystemExit(2) from None
