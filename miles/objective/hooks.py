@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from miles.base.flags import flag_name
-from miles.base.user_code import load_function
-from miles.compat.losses.modules import offer_related_modules
+from miles.base.user_code import import_function, load_function
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Needs, Term
@@ -33,6 +32,11 @@ if TYPE_CHECKING:
     from miles.objective.settings import LossArguments, StepShape
     from miles.objective.token_weights import Ratios
     from miles.types.train_batch import MicroBatch
+
+# The adapters of other launchers' conventions, loaded like a function of the user's (compat/losses/).
+RELATED_MODULES = "miles.compat.losses.modules:offer_related_modules"
+FOUR_ARGUMENTS = "miles.compat.losses.call:four_argument_loss"
+CHECK_OF_FOUR = "miles.compat.losses.call:check_four_argument_loss"
 
 # Start-up ------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +75,7 @@ class Hook:
 
     def _imported(self, path: str) -> Callable[..., Any]:
         """Import the function at ``path``; its file may import what losses of related launchers do."""
-        offer_related_modules()
+        import_function(RELATED_MODULES, self.flag)()
         return load_function(path, self.flag)
 
     def check_signature(self, function: Callable[..., Any], path: str) -> None:
@@ -143,7 +147,7 @@ class ReducerHook(Hook):
 
 
 class WholeLossHook(Hook):
-    """The hook of a whole loss, which has two forms: ours, and that of related launchers (launcher_losses/)."""
+    """The hook of a whole loss, which has two forms: ours, and that of related launchers, which has an adapter."""
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return 1 or 4: with how many positional arguments the function can be called."""
@@ -195,8 +199,12 @@ DATA_POSTPROCESS = DataPostprocessHook("rollout_data_postprocess_path", "rollout
 HOOKS: tuple[Hook, ...] = (REDUCER, ADVANTAGES, POLICY_LOSS, WHOLE_LOSS, IMPORTANCE, DATA_POSTPROCESS)
 
 
-def check_hooks(loss: LossArguments) -> None:
+def check_hooks(loss: LossArguments, args: Any) -> None:
     """Import every function that is named, and read its signature, before a run starts.
+
+    Args:
+        loss: The flags of the objective.
+        args: All flags by their names, for a whole loss of other launchers: it is called once.
 
     Raises:
         ValueError: If one cannot be imported, or cannot be called as this file says.
@@ -211,6 +219,9 @@ def check_hooks(loss: LossArguments) -> None:
             f"--use-opsm: drops sequences of negative advantage, and {ADVANTAGES.flag} {path} has one for each token; "
             "drop one of the two"
         )
+    path = WHOLE_LOSS.path(loss)
+    if path is not None and WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4:
+        import_function(CHECK_OF_FOUR, WHOLE_LOSS.flag)(path, args, loss)
 
 
 # Advantages ----------------------------------------------------------------------------------------------------------

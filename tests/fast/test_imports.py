@@ -108,12 +108,9 @@ REMAINING = {
     ("miles.engine.embedded.torch_engine", "tasks"),
     ("miles.engine.sglang.engine", "tasks"),
     ("miles.engine.sglang.requests", "objective"),
-    ("miles.objective.hooks", "compat"),
-    ("miles.objective.loss_types.custom_loss", "compat"),
     ("miles.observe.health", "tasks"),
     ("miles.rollout.pipeline", "observe"),
     ("miles.run.launcher.attempt", "commands"),
-    ("miles.run.launcher.run", "compat"),
     ("miles.tasks.data.end_tokens", "models"),
 }
 

@@ -19,6 +19,7 @@ from miles.objective.hooks import REDUCER, WHOLE_LOSS, token_columns
 if TYPE_CHECKING:
     import torch
 
+    from miles.objective.chosen import Objective
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
@@ -34,6 +35,35 @@ class Batch(dict[str, Any]):
 
 
 def four_argument_loss(
+    objective: Objective,
+    micro: MicroBatch,
+    whole: MicroBatch,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return this micro-batch's share of the step's loss, and of each metric, by a function of four arguments.
+
+    Args:
+        objective: The objective, with all flags by their names in ``args``.
+        micro: The micro-batch.
+        whole: The same with whole responses.
+        log_probs: Log-probs of the current policy, fp32 [R], with a graph; 0 for masked tokens.
+        entropy: Its entropy, the same.
+
+    Raises:
+        ValueError: If it returns anything but a scalar tensor, or that and numbers by name.
+        InputError: If it reads what is not here.
+    """
+    loss, path = objective.flags, objective.flags.custom_loss_function_path
+    assert path is not None, "validate() demands --custom-loss-function-path"
+    tokens = sample_tokens(micro)
+    if not micro.response_lengths:
+        names = try_four_arguments(path, objective.args, loss, log_probs.device)
+        return log_probs.sum() + entropy.sum(), dict.fromkeys(names, log_probs.new_zeros(()))
+    return _call(path, objective.args, loss, whole, tokens, log_probs, entropy)
+
+
+def _call(
     path: str,
     args: Any,
     loss: LossArguments,
@@ -42,21 +72,6 @@ def four_argument_loss(
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Call the function at ``path``; returns this micro-batch's share of the step's loss, and of each metric.
-
-    Args:
-        path: The function.
-        args: The flags by their names.
-        loss: The flags of the objective.
-        whole: The micro-batch with whole responses.
-        tokens: Prompt and response of each sample.
-        log_probs: Log-probs of the current policy, fp32 [R], with a graph; 0 for masked tokens.
-        entropy: Its entropy, the same.
-
-    Raises:
-        ValueError: If it returns anything but a scalar tensor, or that and numbers by name.
-        InputError: If it reads what is not here.
-    """
     import torch
 
     function = WHOLE_LOSS.load(path)
@@ -124,22 +139,20 @@ def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
     return [torch.cat([part, target[len(target) - n :]]) for part, target, n in zip(read, targets, unread, strict=True)]
 
 
-def check_whole_loss(loss: LossArguments, args: Any) -> None:
+def check_four_argument_loss(path: str, args: Any, loss: LossArguments) -> None:
     """Call a loss with four arguments on a sample of two tokens, before a run starts.
 
     Only a call shows which columns it reads.
 
     Args:
-        loss: The flags of the objective.
+        path: The function.
         args: All flags by their names.
+        loss: The flags of the objective.
 
     Raises:
         InputError: If it reads what is not here, or if a flag is set that it would ignore.
-        ValueError: If it cannot be imported, or returns something else than a loss.
+        ValueError: If it returns something else than a loss.
     """
-    path = WHOLE_LOSS.path(loss)
-    if path is None or WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 1:
-        return
     ignored = {
         "--loss-aggregation": None if is_plain_mean(loss) else loss.loss_aggregation,
         REDUCER.flag: loss.custom_pg_loss_reducer_function_path,
@@ -194,5 +207,5 @@ def try_four_arguments(
         returns=ones if has_critic else None,
     )
     log_probs = (-ones).requires_grad_()
-    found = four_argument_loss(path, args, loss, whole, [tokens], log_probs, ones.clone().requires_grad_())
+    found = _call(path, args, loss, whole, [tokens], log_probs, ones.clone().requires_grad_())
     return tuple(found[1])

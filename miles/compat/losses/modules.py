@@ -32,7 +32,7 @@ class _RelatedModules(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with what launcher_losses/logits.py has."""
+        """Fill the module with what logits.py has."""
         from miles.compat.losses import logits
 
         offered: dict[str, Any] = {

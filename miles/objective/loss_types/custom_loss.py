@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from miles.compat.losses.call import four_argument_loss, sample_tokens, try_four_arguments
+from miles.base.user_code import import_function
 from miles.objective.adaptive import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
-from miles.objective.hooks import WHOLE_LOSS, LossInputs, token_columns
+from miles.objective.hooks import FOUR_ARGUMENTS, WHOLE_LOSS, LossInputs, token_columns
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term
@@ -104,7 +104,8 @@ def custom_loss_function(
     )
     path = _path(objective.flags)
     takes_four = WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4
-    total, metrics = (_of_four if takes_four else _of_one)(objective, micro, whole, log_probs, entropy)
+    share = import_function(FOUR_ARGUMENTS, WHOLE_LOSS.flag) if takes_four else _of_one
+    total, metrics = share(objective, micro, whole, log_probs, entropy)
     if canary is not None:
         total = total + 0.0 * canary
     metrics = {**metrics, "loss": total}
@@ -134,17 +135,6 @@ def _of_one(
     WHOLE_LOSS.check_tensor(path, total, ())
     _check_metrics(metrics, names, path)
     return total, metrics
-
-
-def _of_four(
-    objective: Objective, micro: MicroBatch, whole: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Return the same by a function of ``(args, batch, logits, sum_of_sample_mean)``."""
-    loss, path, tokens = objective.flags, _path(objective.flags), sample_tokens(micro)
-    if not micro.response_lengths:
-        names = try_four_arguments(path, objective.args, loss, log_probs.device)
-        return log_probs.sum() + entropy.sum(), dict.fromkeys(names, log_probs.new_zeros(()))
-    return four_argument_loss(path, objective.args, loss, whole, tokens, log_probs, entropy)
 
 
 def _check_metrics(metrics: Mapping[str, Any], names: tuple[str, ...], path: str) -> None:

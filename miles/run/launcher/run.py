@@ -84,7 +84,6 @@ def launch(
         previous: The state that a launcher before this one has left, if there was one.
         runner: Trains; by default with Ray (``run``).
     """
-    from miles.compat.losses.call import check_whole_loss
     from miles.config.flags_view import flags_view
     from miles.objective.hooks import check_hooks
     from miles.observe.console import as_json_lines
@@ -110,8 +109,7 @@ def launch(
         failure_handling(_as_in_command(given, of_command), stop, files),
         stop.listening(is_alone),
     ):
-        check_hooks(settings.loss)
-        check_whole_loss(settings.loss, flags_view(settings))
+        check_hooks(settings.loss, flags_view(settings))
         check_services(settings.tracking)
         with _locked(settings) as (folders, lock):
             point, branch = _resume_point(validated)

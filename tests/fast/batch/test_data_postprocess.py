@@ -128,7 +128,7 @@ def test_what_cannot_be_obeyed_is_refused(function, name, message):
 
 def test_its_signature_is_checked_before_the_run(function):
     with pytest.raises(ValueError, match="--rollout-data-postprocess-path .*must take args, rollout_id, rollout_data"):
-        check_hooks(LossArguments(rollout_data_postprocess_path=function("four")))
+        check_hooks(LossArguments(rollout_data_postprocess_path=function("four")), None)
 
 
 def test_log_probs_are_scored_for_it_and_every_sample_is_trained_on():

@@ -166,7 +166,7 @@ def policy_loss(loss, micro, log_probs):
 @pytest.mark.parametrize("sign", [":", "."])
 def test_advantages_of_samples_are_what_the_function_returns(hook, sign):
     loss = LossArguments(custom_advantage_function_path=hook("halved", sign))
-    check_hooks(loss)
+    check_hooks(loss, None)
     assert ADVANTAGES.phase(hook("halved")) == 1 and not loss.estimates_by_token
     objective = build_objective(loss)
     assert objective.sample_advantages(SampleRewards([1.0, -3.0], [0, 0], [0, 1])) == [0.5, -1.5]
@@ -298,7 +298,7 @@ WRONG = [
 def test_start_up_names_a_function_that_cannot_be_called(hook, given, message):
     flags = {name: hook(value) if name.endswith("path") else value for name, value in given.items()}
     with pytest.raises(ValueError, match=message):
-        check_hooks(LossArguments(**flags))
+        check_hooks(LossArguments(**flags), None)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
         dict(rollout_data_postprocess_path="of_the_docs:no_credit_for_long_answers"),
     ):
         loss = LossArguments(**given)
-        check_hooks(loss)
+        check_hooks(loss, None)
         objective = build_objective(loss)
         advantages = objective.sample_advantages(SampleRewards([1.0, 0.0], [0, 0], [0, 1]))
         tokens = [SampleTokens(i, advantage, np.ones(2, np.float32)) for i, advantage in enumerate(advantages)]

@@ -33,7 +33,7 @@ class CommandLine(Launcher):
             elif flag in FOREIGN_FLAGS:
                 row = FOREIGN_FLAGS[flag]
                 if row.heading is None:
-                    translation.miss(flag, f"{row.why}; {row.what_to_do}")
+                    translation.miss(flag, f"{row.why}; {row.instead}")
                 else:
                     translation.differ(flag, f"accepted, without effect: {row.why}", *_words(flag, value))
             elif flag in own or flag.startswith(("--sglang-", "--router-")):

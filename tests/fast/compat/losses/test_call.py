@@ -9,8 +9,8 @@ import pytest
 import torch
 from tolerance import FEW_ROUNDINGS
 
-from miles.compat.losses.call import check_whole_loss
 from miles.objective.chosen import build_objective
+from miles.objective.hooks import check_hooks
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments
 
@@ -125,15 +125,15 @@ def test_a_rank_without_samples_reports_the_same_metrics(make_micro, four):
 def test_what_it_cannot_have_is_said_before_the_run_starts(four, name, message):
     settings = four(name)
     with pytest.raises((ValueError, ImportError), match=message):
-        check_whole_loss(settings, SimpleNamespace(**vars(settings)))
+        check_hooks(settings, SimpleNamespace(**vars(settings)))
 
 
 @pytest.mark.parametrize("mode", ["prompt_mean", "constant"])
 def test_an_aggregation_that_it_would_ignore_is_refused(four, mode):
     with pytest.raises(ValueError, match=f"--loss-aggregation {mode}: would be ignored by --custom-loss-function"):
-        check_whole_loss(four("ppo", loss_aggregation=mode), None)
+        check_hooks(four("ppo", loss_aggregation=mode), None)
 
 
 def test_a_reducer_that_it_would_ignore_is_refused(four):
     with pytest.raises(ValueError, match="--custom-pg-loss-reducer-function-path builtins:len: would be ignored"):
-        check_whole_loss(four("ppo", custom_pg_loss_reducer_function_path="builtins:len"), None)
+        check_hooks(four("ppo", custom_pg_loss_reducer_function_path="builtins:len"), None)
