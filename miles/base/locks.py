@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,7 @@ from typing import Any, TextIO
 import psutil
 
 from miles.base.disk_faults import disk_fault
-from miles.base.storage import RemoteError, RemoteFolder
-from miles.config.checkpoint import CheckpointArguments
-from miles.config.rollout import PLACEHOLDER
+from miles.base.storage import PLACEHOLDER, RemoteError, RemoteFolder
 
 NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0
@@ -395,13 +393,17 @@ class RemoteLock:
 
 
 @contextmanager
-def locked_in_remote_storage(checkpoint: CheckpointArguments) -> Iterator[RemoteLock | None]:
-    """Hold the lock of ``--save`` for the length of the block if it is in remote storage."""
-    if "save" not in checkpoint.urls:
+def locked_in_remote_storage(url: str | None, options: Mapping[str, Any]) -> Iterator[RemoteLock | None]:
+    """Hold the lock of ``--save`` for the length of the block if it is in remote storage.
+
+    Args:
+        url: Its URL; None for a local folder.
+        options: The options of the storage's file system.
+    """
+    if url is None:
         yield None
         return
-    url = checkpoint.urls["save"]
-    with RemoteLock(RemoteFolder(url, checkpoint.file_system_options), f"--save {url}") as lock:
+    with RemoteLock(RemoteFolder(url, options), f"--save {url}") as lock:
         yield lock
 
 

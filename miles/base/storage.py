@@ -25,6 +25,7 @@ RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # the pauses between the tries of a 
 READ_ONLY = ("http", "https", "github", "data", "git", "zip", "tar")
 _PARALLEL_FILES = 8  # of protocols that work asynchronously; the others are not safe in threads
 _HAS_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "ftp")  # that must exist before their files
+PLACEHOLDER = re.compile(r"\{(?:iteration|rollout_id)\}")  # of the number of an iteration, in a path
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)")
 
 T = TypeVar("T")

@@ -5,12 +5,12 @@ A run generates first and then trains (the default), generates ahead (``--async-
 continue it in the next one (``--partial-rollout``). The rules below say which of these go together.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
 
 from miles.base.flags import Errors, changed, count, flag, flag_name
+from miles.base.storage import PLACEHOLDER
 from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
 from miles.config.components import ENGINES
@@ -18,7 +18,6 @@ from miles.objective.settings import LossArguments
 from miles.tasks.environments.built_in import ENVIRONMENTS
 
 LEAST_TEMPERATURE = 1e-6  # above 0, which is greedy
-PLACEHOLDER = re.compile(r"\{(?:iteration|rollout_id)\}")  # of the number of an iteration, in a path
 MOST_TRAJECTORIES = 100_000_000  # of an iteration, which is in memory; one takes a kilobyte or more
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.base.storage import PLACEHOLDER
 from miles.config.checkpoint import checkpoint_name
-from miles.config.rollout import PLACEHOLDER
 
 
 class DamagedFile(ValueError):

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 
 from miles.base.flags import Errors, flag_name
-from miles.base.storage import is_url
+from miles.base.storage import PLACEHOLDER, is_url
 from miles.config.checkpoint import fill_remote_cache
-from miles.config.rollout import PLACEHOLDER
 from miles.config.settings import Settings
 
 _CHECKPOINT = re.compile(r"(\.replaced_)?iter_\d{7}")

@@ -188,7 +188,7 @@ def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None
     folders = [(flag, Path(folder)) for flag, folder in written.items() if folder is not None]
     with (
         locked_folders(folders, None if "save_hf" in given.urls else given.save_hf) as local,
-        locked_in_remote_storage(given) as remote,
+        locked_in_remote_storage(given.urls.get("save"), given.file_system_options) as remote,
     ):
         yield local, remote
 
