@@ -16,7 +16,7 @@ import urllib.request
 from collections import Counter
 from multiprocessing.connection import Connection
 
-from miles.engine.sglang.processes import allow_open_files
+from miles.engine.servers.processes import allow_open_files
 
 SIGMA = 0.5  # std of the log of a latency: the slowest of 10,000 takes about six times the median
 SEED = re.compile(rb'"sampling_seed": ?(\d+)')

@@ -42,7 +42,7 @@ MARKED = {
         "ModelRunner": "rollout: engine's model",
         "TorchEngine.generate": "rollout: first answer",
     },
-    "miles.engine.sglang.engine": {"SglangEngine.generate": "rollout: first answer"},
+    "miles.engine.servers.engine": {"ServersEngine.generate": "rollout: first answer"},
 }
 
 

@@ -33,7 +33,7 @@ import psutil
 
 from miles.base.processes import kill_all
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.sglang.leftovers import open_segments, remove_segments
+from miles.engine.servers.leftovers import open_segments, remove_segments
 from miles.run.stop_requests import STOPS
 
 LOCK = "lock"

@@ -28,8 +28,8 @@ from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
 from miles.engine.base import Engine, GenerationRequest, LocalHost, SamplingParams, start_engine
-from miles.engine.sglang.servers import Servers
-from miles.engine.sglang.weight_updates import WeightUpdates
+from miles.engine.servers.states import Servers
+from miles.engine.servers.weight_updates import WeightUpdates
 from miles.engine.weight_sync.sender import WeightSender
 from miles.models.reading import read_config
 from miles.training.fsdp.adapter import merged_weights

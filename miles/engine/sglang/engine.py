@@ -1,250 +1,50 @@
-"""SGLang servers as one engine.
-
-``SglangEngine`` only puts three parts together, which share the states of the servers (servers.py)::
-
-    requests.py        generate, abort                        a failed request ──> checks by health.py
-    weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
-    health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
-
-Other processes may send requests to the same servers (shared_servers.py). They have the first part, and the engine
-keeps the other two.
-"""
+"""SGLang servers as one engine."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SglangArguments
-from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server, ServerPart
+from miles.engine.base import EngineHost, Server, ServerPart
+from miles.engine.servers.engine import ServersEngine, start_servers
+from miles.engine.servers.keys import Keys, keys_of
+from miles.engine.servers.launch import START_SECONDS, ServerOnHost
+from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.spanning import SpanningServer
 from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.health import Health
-from miles.engine.sglang.keys import NO_KEYS, Keys, keys_of
-from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
-from miles.engine.sglang.processes import allow_open_files
-from miles.engine.sglang.requests import Requests, SglangSenderConfig
+from miles.engine.sglang.launch import ExternalServer, ServerSpec
+from miles.engine.sglang.receiver import SglangReceiver
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.server_log import LogFile
-from miles.engine.sglang.servers import Servers
-from miles.engine.sglang.spanning import SpanningServer
-from miles.engine.sglang.weight_updates import WeightUpdates
-from miles.engine.weight_sync.sender import WeightSender
-from miles.models.reading import read_config
-from miles.tasks.data.end_tokens import end_token_ids
-from miles.types.weights import WeightChunk
-
-LOGS = "engines"  # in --output-dir
-ABORT_AGAIN_SECONDS = 0.5
 
 
-class SglangEngine:
-    """Generate with SGLang servers; implements ``miles.engine.base.Engine``, ``ReleasesMemory``, ``SharesServers``."""
+class SglangEngine(ServersEngine):
+    """Generate with SGLang servers. Seeds repeat a response only under deterministic inference on GPUs."""
 
-    def __init__(
-        self,
-        processes: Sequence[Server],
-        sglang: SglangArguments,
-        vocab_size: int,
-        sender: WeightSender,
-        router: Router | None,
-        eos_ids: Collection[int] = (),
-        unresponsive_seconds: float = 300.0,
-        keys: Keys = NO_KEYS,
-        experts_shape: tuple[int, int] | None = None,
-        senders: int = 1,
-    ) -> None:
-        """Put the engine together. ``start()`` starts the servers.
-
-        Args:
-            processes: The servers.
-            sglang: Their flags.
-            vocab_size: The size of the model's vocabulary.
-            sender: Sends weights to them.
-            router: All requests go through it; None if there is one server.
-            eos_ids: The model's own stop tokens.
-            unresponsive_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
-            keys: The keys that servers and router want.
-            experts_shape: Layers and experts per token of a model with experts, if servers return their choice.
-            senders: How many processes send requests. This one, too, has only a share of them.
-        """
-        assert router is not None or len(processes) == 1, f"{len(processes)} servers need a router"
-        requests = sglang.sglang_server_concurrency * len(processes)
-        self._concurrency = -(-requests // senders)
-        self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
-        connect = partial(SglangClient, connections=self._concurrency, seconds=sglang.rollout_health_check_timeout)
-        self.router = router
-        to_server = partial(connect, key=keys.server, admin_key=keys.admin)
-        self.servers = Servers(processes, to_server, restarts=sglang.use_fault_tolerance)
-        self._weights = WeightUpdates(self.servers, sglang, sender)
-        put_into_use = self._weights.put_into_use
-        self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
-        router_client = connect(router.url, key=keys.router) if router is not None else None
-        most, keeps, check = self._concurrency, sglang.keeps_cache, self.check_servers
-        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, router_client, check, experts_shape)
-        self._pause_mode = sglang.pause_generation_mode
-        self._senders: RemoteSenders | None = None
-        self._sender_config = SglangSenderConfig(
-            requests=requests,
-            vocab_size=vocab_size,
-            eos_ids=frozenset(eos_ids),
-            keeps_cache=sglang.keeps_cache,
-            restarts=sglang.use_fault_tolerance,
-            router=None if router is None else router.url,
-            keys=keys,
-            experts_shape=experts_shape,
-            seconds=sglang.rollout_health_check_timeout,
-            why=self._concurrency_flag,
-        )
-
-    async def start(self) -> None:
-        """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
-        allow_open_files(self._concurrency, self._concurrency_flag)
-        await self._health.start(end_requests=self._end_requests)
-
-    def sender_config(self) -> SglangSenderConfig:
-        """Return what another process needs to send requests; ``SharesServers.sender_config``."""
-        return self._sender_config
-
-    async def share(self, senders: RemoteSenders) -> None:
-        """Show the servers to other processes, now and whenever they change; ``SharesServers.share``."""
-        self._senders = senders
-        self.servers.show_to(senders.show)
-        await self.servers.shown()
-
-    async def check_servers(self) -> None:
-        """Find the servers that do not work, after a failed request; ``SharesServers.check_servers``."""
-        await self._health.check_after_failure()
-        async with self.servers.updating:  # an update finds the failed servers itself
-            pass
-
-    def _end_requests(self, error: Exception) -> None:
-        self._requests.end_all(error)
-        self.servers.end(error)
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one ``Generation`` per seed, in order. Each is a request; the server prefills the prompt once.
-
-        Seeds do not repeat a response: SGLang honours them only under deterministic inference on GPUs.
-
-        Raises:
-            ValueError: For an empty prompt, a token id outside the vocabulary and sampling values outside their range,
-                before anything is sent (one such id ends a server); and for what a server refuses.
-            RuntimeError: If a request failed too often, no server is left, or a server that is not restarted has been
-                unresponsive for too long.
-        """
-        return await self._requests.generate(request)
-
-    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all servers. Requests in flight wait, and continue with the new weights.
-
-        Under ``--pause-generation-mode retract`` they are prefilled again; under ``in_place`` what the old weights have
-        computed stays. A server that fails is restarted with ``--use-fault-tolerance``.
-
-        Raises:
-            RuntimeError: If a server fails and is not restarted.
-            ValueError: Under ``--check-weight-update-equal``, if the weights did not arrive.
-        """
-        await self._weights.update(chunks, version)
-
-    async def release_memory(self) -> None:
-        """Have every server release its GPU memory, weights and cache, until ``update_weights``.
-
-        Needs servers with ``--enable-memory-saver``; others answer and keep their memory. Raises ``RuntimeError`` while
-        requests are in flight (SGLang would end), and if a server refuses.
-        """
-        others = 0 if self._senders is None else await self._senders.in_flight()
-        if in_flight := self._requests.in_flight + others:
-            raise RuntimeError(f"{in_flight} requests are in flight: engines release their memory when idle")
-        await self._weights.release_memory()
-
-    async def pause(self) -> None:
-        """Stop at the next token. Requests in flight keep their tokens."""
-        await self._weights.pause()
-
-    async def resume(self) -> None:
-        """Continue the paused requests."""
-        await self._weights.resume()
-
-    async def abort(self) -> None:
-        """End every request in flight. Each returns what it has; those that wait for a slot return nothing.
-
-        For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
-        """
-        servers = self.servers
-        ended = [asyncio.ensure_future(self._requests.aborted())]
-        if self._senders is not None:
-            ended.append(asyncio.ensure_future(self._senders.aborted()))
-        try:
-            await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
-            _, ending = await asyncio.wait(ended, timeout=0)
-            while ending:
-                await servers.call_all(lambda client: client.abort_all())
-                if servers.paused:  # a request must run to end, and ends with its next token
-                    await servers.call_all(lambda client: client.resume())
-                # A request that reaches its server after the abort call needs another one.
-                _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
-            await asyncio.gather(*ended)
-        finally:
-            for waiting in ended:
-                waiting.cancel()
-        if servers.paused:
-            await servers.call_all(lambda client: client.pause(self._pause_mode))
-
-    async def health(self) -> bool:
-        """Return whether a server answers and has the weights that it should have."""
-        return await self._health.any_healthy()
-
-    async def close(self) -> None:
-        """Stop the servers that were started here."""
-        await self._health.close()
-        await self._requests.close()
+    client = SglangClient
+    receiver = SglangReceiver
 
 
 async def start(settings: Settings, host: EngineHost) -> SglangEngine:
     """Start the engine of a run: servers that ``host`` places, and those at the given addresses."""
-    model = settings.model.hf_checkpoint
-    assert model is not None
-    output_dir = Path(settings.tracking.output_dir).absolute()
-    logs, max_mb = output_dir / LOGS, settings.sglang.engine_log_max_mb
     keys = keys_of(settings.server_flags, settings.sglang.rollout_external)
-    processes: list[Server] = []
-    for number in range(settings.num_engines):
-        parts = list[ServerPart]()
-        for node in range(settings.nodes_per_engine):
-            spec = replace(server_spec(settings, host.device, number, keys), node=node)
-            name = f"engine_{number}_node_{node}.log" if node else f"engine_{number}.log"
-            build = partial(SglangServer, spec, LogFile(logs / name, max_mb))
-            parts.append(host.place_server(number, build, START_SECONDS, node))
-        processes.append(SpanningServer(parts) if len(parts) > 1 else parts[0])
-    processes += [ExternalServer(address, keys) for address in settings.sglang.external_addresses]
-    router = None
-    if len(processes) > 1:
-        requests = settings.sglang.sglang_server_concurrency * len(processes)
-        log = LogFile(logs / "router.log", max_mb)
-        router = Router(settings.server_flags.router, "127.0.0.1", log, requests, keys)
-    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
-    engine = SglangEngine(
-        processes,
-        settings.sglang,
-        vocab_size=config.vocab_size,
-        sender=WeightSender(settings.sglang, settings.weights_folder, host.broadcast_device()),
-        router=router,
-        eos_ids=end_token_ids(model),
-        unresponsive_seconds=settings.cluster.worker_timeout,
-        keys=keys,
-        experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
-        senders=settings.rollout.num_rollout_workers,
-    )
-    try:
-        await engine.start()
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
+
+    def processes(log: Callable[[str], LogFile]) -> Sequence[Server]:
+        servers: list[Server] = []
+        for number in range(settings.num_engines):
+            parts = list[ServerPart]()
+            for node in range(settings.nodes_per_engine):
+                spec = replace(server_spec(settings, host.device, number, keys), node=node)
+                name = f"engine_{number}_node_{node}.log" if node else f"engine_{number}.log"
+                parts.append(host.place_server(number, partial(ServerOnHost, spec, log(name)), START_SECONDS, node))
+            servers.append(SpanningServer(parts) if len(parts) > 1 else parts[0])
+        return [*servers, *(ExternalServer(address, keys) for address in settings.sglang.external_addresses)]
+
+    def router(log: LogFile, requests: int) -> Router:
+        return Router(settings.server_flags.router, "127.0.0.1", log, requests, keys)
+
+    return await start_servers(SglangEngine, settings, host, keys, processes, router)
 
 
 def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> ServerSpec:

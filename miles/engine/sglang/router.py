@@ -15,10 +15,10 @@ from miles.base.secrets import split_secret_words
 from miles.base.threads import in_thread
 from miles.config.sglang.flags import has_flag
 from miles.engine.base import ServerFailed
-from miles.engine.sglang.client import EngineUnavailable
-from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
-from miles.engine.sglang.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken
-from miles.engine.sglang.server_log import LogFile
+from miles.engine.servers.client import EngineUnavailable
+from miles.engine.servers.keys import NO_KEYS, Keys, bearer
+from miles.engine.servers.processes import PORT_TRIES, ChildProcess, allow_open_files, free_port, is_taken
+from miles.engine.servers.server_log import LogFile
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300

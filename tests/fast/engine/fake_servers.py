@@ -11,12 +11,12 @@ import torch
 
 from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.engine.base import GenerationRequest, SamplingParams
+from miles.engine.servers.keys import keys_of
+from miles.engine.servers.processes import ChildProcess, free_port
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.engine import SglangEngine
-from miles.engine.sglang.keys import keys_of
 from miles.engine.sglang.launch import is_ready
-from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.server_log import LogFile
 from miles.engine.weight_sync.sender import WeightSender
 from miles.types.weights import WeightChunk
 

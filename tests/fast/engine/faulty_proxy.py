@@ -2,7 +2,7 @@
 
 from aiohttp import ClientSession, ClientTimeout, web
 
-from miles.engine.sglang.processes import free_port
+from miles.engine.servers.processes import free_port
 
 HOST = "127.0.0.1"
 

@@ -8,10 +8,11 @@ import psutil
 import torch
 
 from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.engine.servers.keys import keys_of
+from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.engine import SglangEngine
-from miles.engine.sglang.keys import keys_of
-from miles.engine.sglang.launch import ServerSpec, SglangServer
-from miles.engine.sglang.server_log import LogFile
+from miles.engine.sglang.launch import ServerSpec
 from miles.engine.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -22,7 +23,7 @@ SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 def server_of(model, log, seed=0, reads_text=False, devices=1, host=HOST):
     spec = ServerSpec(model, "float32", "cpu", devices, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
-    return SglangServer(spec, LogFile(log), host)
+    return ServerOnHost(spec, LogFile(log), host)
 
 
 class LocalServer:

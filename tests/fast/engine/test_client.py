@@ -12,18 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.base import Generation, GenerationRequest, SamplingParams
-from miles.engine.sglang import client as fast_json
-from miles.engine.sglang.client import (
-    SLOWEST_TRANSFER,
-    EngineUnavailable,
-    RequestRefused,
-    SglangClient,
-    read_experts,
-    read_generation,
-    sampling_params,
-)
-from miles.engine.sglang.requests import Requests
-from miles.engine.sglang.weight_updates import SglangReceiver
+from miles.engine.servers import client as fast_json
+from miles.engine.servers.client import SLOWEST_TRANSFER, EngineUnavailable, RequestRefused
+from miles.engine.servers.requests import Requests
+from miles.engine.sglang.client import SglangClient, read_experts, read_generation, sampling_params
+from miles.engine.sglang.receiver import SglangReceiver
 from miles.engine.weight_sync.deltas import WeightFolder
 from miles.types.weights import WeightChunk
 

@@ -82,7 +82,7 @@ async def test_kills_at_random_moments(tmp_path, num_servers):
 
 
 async def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.engine.sglang.requests.BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("miles.engine.servers.requests.BACK_OFF_SECONDS", 0.01)
     async with started_engine(tmp_path, 1) as (engine, servers):
         kill(servers[0])
         with pytest.raises(RuntimeError, match="failed 8 times, .*with --use-fault-tolerance engines that fail"):

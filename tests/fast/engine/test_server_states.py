@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from miles.engine.sglang.client import EngineUnavailable
-from miles.engine.sglang.servers import IN_USE, NEXT_STATES, ManagedServer, ServerState
+from miles.engine.servers.client import EngineUnavailable
+from miles.engine.servers.states import IN_USE, NEXT_STATES, ManagedServer, ServerState
 from tests.fast.engine.fake_servers import QUICK, WEIGHTS, FakeServer, ask, started_engine, until
 
 pytestmark = pytest.mark.timeout(900)

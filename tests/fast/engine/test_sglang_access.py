@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from miles.engine.sglang.keys import bearer
+from miles.engine.servers.keys import bearer
 from tests.fast.engine.sglang_servers import KEYS, server_of
 
 # The first test of the suite that needs the server starts it.

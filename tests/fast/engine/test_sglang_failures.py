@@ -10,9 +10,9 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.sglang.keys import bearer
+from miles.engine.servers.keys import bearer
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.server_log import LogFile
 from miles.types.weights import in_chunks
 from tests.fast.engine.faulty_proxy import FaultyProxy
 from tests.fast.engine.sglang_servers import HOST, KEYS, LocalServer, engine_of, log_probs_of, other_weights

@@ -9,7 +9,7 @@ import torch
 from tolerance import SERVER_LOG_PROB_ERROR
 
 from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.sglang.keys import bearer
+from miles.engine.servers.keys import bearer
 from tests.fast.engine.conftest import chunks_of
 from tests.fast.engine.sglang_servers import KEYS, log_probs_of
 

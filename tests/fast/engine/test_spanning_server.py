@@ -11,9 +11,10 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, LocalHost, SamplingParams, ServerFailed
-from miles.engine.sglang.launch import START_SECONDS, ServerSpec, SglangServer
-from miles.engine.sglang.server_log import LogFile
-from miles.engine.sglang.spanning import SpanningServer
+from miles.engine.servers.launch import START_SECONDS, ServerOnHost
+from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.spanning import SpanningServer
+from miles.engine.sglang.launch import ServerSpec
 from miles.types.weights import in_chunks
 from tests.fast.engine.sglang_servers import KEYS, SMALL, engine_of, log_probs_of, other_weights
 
@@ -88,7 +89,7 @@ async def test_it_generates_and_takes_weights_as_the_model_does(tiny_model, tmp_
     parts = []
     for node in range(2):
         spec = ServerSpec(tiny_model, "float32", "cpu", 2, seed=0, flags=SMALL, keys=KEYS, nodes=2, node=node)
-        build = partial(SglangServer, spec, LogFile(tmp_path / f"{node}.log"))
+        build = partial(ServerOnHost, spec, LogFile(tmp_path / f"{node}.log"))
         parts.append(LocalHost("cpu").place_server(0, build, START_SECONDS, node))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).requires_grad_(False)
     other = other_weights(model)

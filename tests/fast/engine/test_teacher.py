@@ -6,8 +6,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from miles.engine.sglang.client import EngineUnavailable, RequestRefused
-from miles.engine.sglang.requests import SglangTeacher
+from miles.engine.servers.client import EngineUnavailable, RequestRefused
+from miles.engine.sglang.teacher import SglangTeacher
 from miles.types.sample import Prompt, Sample
 
 PASSWORD = "hunter2secret"

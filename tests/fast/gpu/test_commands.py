@@ -5,8 +5,8 @@ import pytest
 from miles.config.parser import parse
 from miles.config.sglang.flags import ServerFlags
 from miles.config.validate import validate
+from miles.engine.servers.keys import keys_of
 from miles.engine.sglang.engine import server_spec
-from miles.engine.sglang.keys import keys_of
 from tests.fast.run.runs.launches import small_run
 from tests.gpu import server_speed
 from tests.gpu.sglang_engine import BY_KIND, settings_of

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.sglang.leftovers import NOTED, SEGMENTS, begin_notes, note_segments, remove_segments
+from miles.engine.servers.leftovers import NOTED, SEGMENTS, begin_notes, note_segments, remove_segments
 from miles.run.run_guard import LOCK, RunGuard, clean_up, mark_of, remove_stale
 from miles.run.stop_requests import STOPS
 

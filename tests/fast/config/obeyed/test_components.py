@@ -24,8 +24,9 @@ from miles.config.parser import judge
 from miles.config.settings import Settings
 from miles.engine.base import start_engine
 from miles.engine.embedded import torch_engine
+from miles.engine.servers import engine as servers_engine
 from miles.engine.sglang import engine as sglang_engine
-from miles.engine.sglang.requests import connect
+from miles.engine.sglang.teacher import connect
 from miles.objective.aggregation import step_denominators
 from miles.objective.policy_losses.ppo_clip import clipped_losses
 from miles.observe import sinks
@@ -205,7 +206,7 @@ def servers(settings: Settings) -> Any:
             raise Placed
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Placed):
-        patch.setattr(sglang_engine, "read_config", MagicMock())
+        patch.setattr(servers_engine, "read_config", MagicMock())
         patch.setattr(sglang_engine, "SpanningServer", MagicMock())
         asyncio.run(sglang_engine.start(settings, Host()))  # type: ignore[arg-type]
     return found
@@ -215,8 +216,8 @@ def weight_files(settings: Settings) -> Any:
     """The folder of the trainer's weights on their way to an engine."""
     given = MagicMock(side_effect=Placed)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Placed):
-        patch.setattr(sglang_engine, "WeightSender", given)
-        patch.setattr(sglang_engine, "read_config", MagicMock())
+        patch.setattr(servers_engine, "WeightSender", given)
+        patch.setattr(servers_engine, "read_config", MagicMock())
         asyncio.run(sglang_engine.start(settings, MagicMock(device="cuda")))
     return given.call_args.args[1]
 

@@ -24,10 +24,10 @@ from miles.config.sglang.flags import (
 from miles.config.sglang.installed import router_flags, server_flags
 from miles.config.sglang.normalize import RENAMED, REPLACED
 from miles.config.sglang.server_values import FILES
+from miles.engine.servers.keys import Keys
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.engine import server_spec
-from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.server_log import LogFile
 
 VALUES = {  # others of recomputation are noted: they change memory only
     "recompute_granularity": "full",

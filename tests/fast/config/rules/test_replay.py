@@ -6,8 +6,8 @@ import re
 import pytest
 
 from miles.config.rules.modes import WITH_KNOWN_ROUTERS
+from miles.engine.servers.keys import NO_KEYS
 from miles.engine.sglang.engine import server_spec
-from miles.engine.sglang.keys import NO_KEYS
 
 BOTH = ("--use-rollout-routing-replay", "--use-routing-replay")
 

@@ -14,10 +14,12 @@ from miles.base.disk_faults import WriteFailed
 from miles.base.stacks import RUN_FOLDER
 from miles.config.sglang.flags import known_server_flags
 from miles.engine.base import ServerFailed
+from miles.engine.servers.keys import Keys
+from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.processes import free_port
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang import launch
-from miles.engine.sglang.keys import Keys
-from miles.engine.sglang.launch import ServerSpec, SglangServer, cpu_support
-from miles.engine.sglang.server_log import LogFile
+from miles.engine.sglang.launch import ServerSpec, cpu_support
 
 STORE = Path("some") / "store"
 CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
@@ -63,13 +65,13 @@ def test_a_flag_of_the_user_replaces_the_default(given):
 
 def test_only_cpu_servers_see_the_support_files():
     given = {"PYTHONPATH": "mine", "OMP_NUM_THREADS": "3"}
-    environment = CPU.environment(given, STORE)
+    environment = CPU.environment(given, STORE.parent)
     assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
     assert environment["OMP_NUM_THREADS"] == "3"
     assert (cpu_support() / f"{CPU.module}.py").is_file()
     cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)
     assert cuda.module == "sglang.launch_server"
-    assert cuda.environment(given, STORE)["PYTHONPATH"] == "mine"
+    assert cuda.environment(given, STORE.parent)["PYTHONPATH"] == "mine"
     assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()
 
 
@@ -87,7 +89,7 @@ def ending_server(tmp_path, monkeypatch):
     with mounted_disk(tmp_path / "disk") as disk:
         monkeypatch.setenv(RUN_FOLDER, str(disk))
         fill(disk)
-        yield SglangServer(CPU, LogFile(tmp_path / "engine.log"), "127.0.0.1"), disk
+        yield ServerOnHost(CPU, LogFile(tmp_path / "engine.log"), "127.0.0.1"), disk
 
 
 def test_a_server_without_room_for_its_temporary_files_names_disk_and_host(ending_server):
@@ -155,9 +157,9 @@ def test_a_server_whose_port_is_taken_meanwhile_starts_on_another(tmp_path, monk
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         monkeypatch.setattr(launch, "find_spec", lambda name: name)
         monkeypatch.setattr(launch, "MODULE_ON_CPU", "taken_port")
-        ports = iter([taken, launch.free_port("127.0.0.1")])
-        monkeypatch.setattr(launch, "free_port", lambda host: next(ports))
-        server = SglangServer(replace(CPU, keys=Keys("a key")), LogFile(tmp_path / "engine.log"), "127.0.0.1")
+        ports = iter([taken, free_port("127.0.0.1")])
+        monkeypatch.setattr("miles.engine.servers.launch.free_port", lambda host: next(ports))
+        server = ServerOnHost(replace(CPU, keys=Keys("a key")), LogFile(tmp_path / "engine.log"), "127.0.0.1")
         try:
             assert not server.start().endswith(f":{taken}")
         finally:

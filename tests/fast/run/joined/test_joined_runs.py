@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from miles.engine.sglang.leftovers import NOTED
+from miles.engine.servers.leftovers import NOTED
 from tests.fast.run.runs.launches import REPO, importing_from, trained
 from tests.fast.support.ray_hosts import Hosts
 

@@ -12,7 +12,7 @@ import pytest
 
 from miles.base.locks import NAME
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.sglang.leftovers import open_segments
+from miles.engine.servers.leftovers import open_segments
 from miles.run.placement import private_session_root
 from miles.run.stop_requests import STOPS
 from tests.fast.run.runs.launches import REPO, kind_of, trained

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.sglang.leftovers import NOTED, SEGMENTS
+from miles.engine.servers.leftovers import NOTED, SEGMENTS
 from tests.fast.engine.sglang_servers import server_of
 
 pytest.importorskip("sglang")

@@ -5,8 +5,9 @@ import psutil
 import pytest
 
 from miles.config.sglang.flags import ServerFlags
-from miles.engine.sglang.client import RequestRefused, SglangClient
-from miles.engine.sglang.keys import Keys, bearer, keys_of
+from miles.engine.servers.client import RequestRefused
+from miles.engine.servers.keys import Keys, bearer, keys_of
+from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.launch import ExternalServer, ServerSpec
 from tests.fast.engine.fake_servers import KEYS, FakeServer, ask, started_engine
 

@@ -15,18 +15,18 @@ import psutil
 import pytest
 
 from miles.engine.base import ServerFailed
+from miles.engine.servers.processes import SPARE_FILES, ChildProcess, allow_open_files, free_port
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang import router as router_module
-from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files, free_port
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.server_log import LogFile
 
 SERVES = "import sys, time; print('serving', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVES
 WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVES!r}]); " + SERVES
 PARENT = """
 import os, pathlib, sys
-from miles.engine.sglang.processes import ChildProcess
-from miles.engine.sglang.server_log import LogFile
+from miles.engine.servers.processes import ChildProcess
+from miles.engine.servers.server_log import LogFile
 child = ChildProcess("fake_child", [], os.environ, LogFile(pathlib.Path(sys.argv[1])))
 child.wait_until(lambda: "serving" in child.log.path.read_text(), 60)
 print(child.pid, flush=True)

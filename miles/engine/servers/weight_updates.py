@@ -1,27 +1,28 @@
-"""Give SGLang servers new weights, pause and resume them, and release and take back their memory."""
+"""Give servers new weights, pause and resume them, and release and take back their memory."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import Server
-from miles.engine.sglang.client import RequestRefused, SglangClient
-from miles.engine.sglang.servers import Failures, ManagedServer, Servers, ServerState
-from miles.engine.weight_sync.deltas import CopySource, WeightFolder
+from miles.engine.servers.states import Failures, ManagedServer, Servers, ServerState
 from miles.engine.weight_sync.sender import WeightSender
+from miles.engine.weight_sync.transport import WeightReceiver
 from miles.types.weights import WeightChunk
 
-SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
+# Makes the receiver of one server from its client, its ranks, whether an update flushes its cache, and its process.
+MakeReceiver = Callable[[Any, int, bool, Server], WeightReceiver]
 
 
 class WeightUpdates:
     """Keep the weights, the pause and the memory of all servers the same."""
 
-    def __init__(self, servers: Servers, sglang: SglangArguments, sender: WeightSender) -> None:
+    def __init__(self, servers: Servers, sglang: SglangArguments, sender: WeightSender, receiver: MakeReceiver) -> None:
         self._servers = servers
+        self._receiver = receiver
         self._sender = sender
         self._ranks = sglang.rollout_num_gpus_per_engine
         self._pause_mode = sglang.pause_generation_mode
@@ -29,7 +30,7 @@ class WeightUpdates:
         self._chunks: Iterable[WeightChunk] | None = None  # of the last update, kept for servers that restart
 
     async def update(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all servers in use; ``SglangEngine.update_weights`` says what that means."""
+        """Replace the weights of all servers in use; ``ServersEngine.update_weights`` says what that means."""
         servers = self._servers
         async with servers.updating:
             self._chunks = chunks if servers.restarts else None
@@ -64,17 +65,18 @@ class WeightUpdates:
         servers = self._servers
         failures: Failures = []
         if servers.memory_released:
-            failures += await servers.call(updated, lambda client: client.take_memory(["weights"]))
+            failures += await servers.call(updated, lambda client: client.take_memory(for_weights=True))
         failures += await servers.call(_without(updated, failures), lambda client: client.pause(self._pause_mode))
         flush = self._flushes and not servers.memory_released  # releasing the memory has flushed the cache
         by_url = {server.client.url: server for server in _without(updated, failures)}
-        receivers = [SglangReceiver(server.client, self._ranks, flush, server.process) for server in by_url.values()]
+        receivers = [self._receiver(server.client, self._ranks, flush, server.process) for server in by_url.values()]
         assert servers.version is not None
         unsent = await self._sender.send(receivers, chunks, servers.version)
         failures += [(by_url[url], failure) for url, failure in unsent.items()]
         if servers.memory_released:
-            rest = ["kv_cache", "cuda_graph"]
-            failures += await servers.call(_without(updated, failures), lambda client: client.take_memory(rest))
+            failures += await servers.call(
+                _without(updated, failures), lambda client: client.take_memory(for_weights=False)
+            )
         servers.memory_released = False  # also for servers that failed: they start with memory
         if not servers.paused:
             failures += await servers.call(_without(updated, failures), lambda client: client.resume())
@@ -133,95 +135,3 @@ class WeightUpdates:
 def _without(servers: Sequence[ManagedServer], failures: Failures) -> list[ManagedServer]:
     failed = [server for server, _ in failures]
     return [server for server in servers if server not in failed]
-
-
-class SglangReceiver:
-    """Receive weights as an SGLang server; ``miles.engine.weight_sync.transport.WeightReceiver``.
-
-    Every call checks the server's reply. An update that fails halfway leaves weights that nobody should use.
-
-    With ``flush``, the last chunk also flushes the prefix cache, which the old weights have computed. SGLang refuses to
-    flush it while requests run, so the server must be idle or paused by retraction. Without ``flush``, later requests
-    must use another cache key.
-    """
-
-    def __init__(self, client: SglangClient, num_ranks: int, flush: bool, process: Server) -> None:
-        self.url = client.url
-        self._process = process
-        self.num_ranks = num_ranks
-        self._client = client
-        self._flush = flush
-        self._received = 0  # bytes of this update
-
-    async def begin_update(self) -> None:
-        """Open an update; see ``WeightReceiver``."""
-        try:
-            await self._client.begin_update()
-        except RequestRefused as refusal:
-            if SESSION_OPEN not in str(refusal):
-                raise
-            # A sender that failed halfway, or died, left it open: nobody knows how many bytes it had sent. This update
-            # overwrites them.
-            await self._client.control("/end_weight_update", {})
-            await self._client.begin_update()
-
-    async def end_update(self) -> None:
-        """Close the update; see ``WeightReceiver``. The server may convert each weight once more."""
-        await self._client.transfer("/end_weight_update", {}, self._received)
-
-    async def load_folder(self, folder: WeightFolder, version: int) -> None:
-        """Read all weights from ``folder``; see ``WeightReceiver``."""
-        body = {"model_path": folder.path, "load_format": "safetensors", **self._version(version, last=True)}
-        await self._client.transfer("/update_weights_from_disk", body, folder.nbytes)
-
-    async def load_copy(self, source: CopySource, version: int) -> None:
-        """Read all weights from the copy of the server's host; see ``WeightReceiver``."""
-        await self.load_folder(await self._process.update_copy(source), version)
-
-    async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
-        """Join a process group; see ``WeightReceiver``."""
-        body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": 1 + self.num_ranks,
-            "group_name": group,
-            "backend": backend,
-        }
-        await self._client.control("/init_weights_update_group", body)
-
-    async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
-        """Take part in the broadcasts of ``chunk``; see ``WeightReceiver``."""
-        body = {
-            "names": list(chunk.tensors),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in chunk.tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in chunk.tensors.values()],
-            "group_name": group,
-            **self._version(version, last),
-        }
-        await self._client.transfer("/update_weights_from_distributed", body, chunk.nbytes)
-        self._received += chunk.nbytes
-
-    async def receive_shared(self, payloads: Sequence[bytes], nbytes: int, version: int, last: bool) -> None:
-        """Load tensors from shared memory; see ``WeightReceiver``."""
-        encoded = [base64.b64encode(payload).decode() for payload in payloads]
-        body = {"serialized_named_tensors": encoded, **self._version(version, last)}
-        await self._client.transfer("/update_weights_from_tensor", body, nbytes)
-        self._received += nbytes
-
-    async def scramble(self) -> None:
-        """Overwrite every weight with random numbers."""
-        await self._client.control("/weights_checker", {"action": "reset_tensors"})
-
-    async def checksums(self) -> dict[str, str]:
-        """Return a checksum of every weight, by rank and SGLang's own name."""
-        answer = await self._client.control("/weights_checker", {"action": "checksum"})
-        return {
-            f"rank {number}: {name}": checksum
-            for number, rank in enumerate(answer["ranks"])
-            for name, checksum in rank["checksums"].items()
-        }
-
-    def _version(self, version: int, last: bool) -> dict[str, object]:
-        """Set the version, and flush the cache, only with the last chunk, when the weights are complete."""
-        return {"flush_cache": last and self._flush, **({"weight_version": str(version)} if last else {})}

@@ -14,9 +14,9 @@ from miles.base.disk_faults import WriteFailed
 from miles.base.text import one_line
 from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import gather_or_cancel
-from miles.engine.sglang.client import EngineUnavailable, RequestRefused
+from miles.engine.servers.client import EngineUnavailable, RequestRefused
+from miles.engine.servers.states import ManagedServer, Servers, ServerState
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.servers import ManagedServer, Servers, ServerState
 
 START_TRIES = 3  # in a row, before a server is given up
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from miles.base.disk_faults import WriteFailed
 from miles.engine.base import Server
-from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.requests import SeenServer, SeenServers
+from miles.engine.servers.client import ServerClient
+from miles.engine.servers.requests import SeenServer, SeenServers
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ManagedServer:
         self.lost_because = ""  # why its last start failed
         self.requests: set[asyncio.Task[Any]] = set()  # in flight, sent to it without a router
         self._changed = changed
-        self._client: SglangClient | None = None
+        self._client: ServerClient | None = None
 
     @property
     def in_use(self) -> bool:
@@ -89,12 +89,12 @@ class ManagedServer:
         return self.state in IN_USE
 
     @property
-    def client(self) -> SglangClient:
+    def client(self) -> ServerClient:
         """The client of the process that runs now. Each start has another one."""
         assert self._client is not None, f"{self.name} has not been started"
         return self._client
 
-    async def connect(self, client: SglangClient) -> None:
+    async def connect(self, client: ServerClient) -> None:
         """Use ``client`` from now on."""
         await self.disconnect()
         self._client = client
@@ -140,7 +140,7 @@ class Servers:
             update would miss it.
     """
 
-    def __init__(self, processes: Sequence[Server], connect: Callable[[str], SglangClient], restarts: bool) -> None:
+    def __init__(self, processes: Sequence[Server], connect: Callable[[str], ServerClient], restarts: bool) -> None:
         """Manage ``processes``; ``connect`` makes the client for a URL."""
         self.all = [ManagedServer(process, self._wake) for process in processes]
         self.connect = connect
@@ -222,13 +222,13 @@ class Servers:
         self._wake()
 
     async def call(
-        self, servers: Sequence[ManagedServer], make: Callable[[SglangClient], Awaitable[object]]
+        self, servers: Sequence[ManagedServer], make: Callable[[ServerClient], Awaitable[object]]
     ) -> Failures:
         """Make the same control call to ``servers`` at once; return the failures."""
         results = await asyncio.gather(*(make(server.client) for server in servers), return_exceptions=True)
         return [(server, r) for server, r in zip(servers, results, strict=True) if isinstance(r, Exception)]
 
-    async def call_all(self, make: Callable[[SglangClient], Awaitable[object]]) -> None:
+    async def call_all(self, make: Callable[[ServerClient], Awaitable[object]]) -> None:
         """Make the same control call to all servers in use, and handle the failures."""
         self.handle(await self.call(self.in_use, make))
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.sglang.leftovers import NOTED, SEGMENTS
+from miles.engine.servers.leftovers import NOTED, SEGMENTS
 from miles.run.run_guard import clean_up
 
 # A server whose child, as SGLang's scheduler, opens a segment. It is ready if IS_READY is set.
@@ -35,13 +35,14 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 OWNER = """
 import signal, sys
 from pathlib import Path
+from miles.engine.servers.launch import ServerOnHost
 from miles.engine.sglang import launch
-from miles.engine.sglang.server_log import LogFile
+from miles.engine.servers.server_log import LogFile
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 launch.find_spec = lambda name: name
 launch.MODULE_ON_CPU = "holding_server"
-server = launch.SglangServer(launch.ServerSpec("m", "float32", "cpu", 1, seed=0), LogFile(Path("log")), "127.0.0.1")
+server = ServerOnHost(launch.ServerSpec("m", "float32", "cpu", 1, seed=0), LogFile(Path("log")), "127.0.0.1")
 server.start()
 print("serves", flush=True)
 signal.pause()

@@ -1,20 +1,17 @@
-"""Generate with SGLang servers: send requests, send them again after a failure, check the answers, and end them."""
+"""Generate with servers: send requests, send them again after a failure, check the answers, and end them."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, gather_or_cancel
-from miles.engine.sglang.client import EngineUnavailable, SglangClient
-from miles.engine.sglang.keys import Keys
-from miles.engine.sglang.processes import allow_open_files
-from miles.objective.settings import LossArguments
-from miles.types.sample import Sample
+from miles.engine.servers.client import EngineUnavailable, ServerClient
+from miles.engine.servers.keys import Keys
+from miles.engine.servers.processes import allow_open_files
 
 REQUEST_TRIES = 8
 BACK_OFF_SECONDS = 0.25  # doubled from try to try
@@ -28,7 +25,7 @@ class UsedServer(Protocol):
     requests: set[asyncio.Task[Any]]  # in flight, sent to it without a router
 
     @property
-    def client(self) -> SglangClient:
+    def client(self) -> ServerClient:
         """The client of the process that runs now."""
         ...
 
@@ -65,11 +62,11 @@ class Requests:
         vocab_size: int,
         eos_ids: Collection[int],
         keeps_cache: bool,
-        router: SglangClient | None,
+        router: ServerClient | None,
         after_failure: Callable[[], Awaitable[None]],
         experts_shape: tuple[int, int] | None = None,
     ) -> None:
-        """Send requests through ``router``, or to the only server.
+        """Send requests through ``router``, or to the server that has the fewest of them.
 
         Args:
             servers: The servers of the engine.
@@ -77,7 +74,7 @@ class Requests:
             vocab_size: The size of the model's vocabulary.
             eos_ids: The model's own stop tokens.
             keeps_cache: Whether an update of the weights leaves what the old ones have computed.
-            router: The client of the router; None if there is one server and no router.
+            router: The client of the router; None without one.
             after_failure: Called after each failed try: finds the servers that do not work, has them restarted, and
                 waits for an update of the weights in progress, which finds failed servers itself.
             experts_shape: Layers and k of a model with experts.
@@ -95,7 +92,7 @@ class Requests:
         self._end: Exception | None = None  # why all requests have ended
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one ``Generation`` per seed, in order; ``SglangEngine.generate`` says more."""
+        """Return one ``Generation`` per seed, in order; ``ServersEngine.generate`` says more."""
         request.sampling.check()
         self._check_prompt(request.prompt_ids)
         aborts = self._aborts
@@ -174,7 +171,7 @@ class Requests:
                 tasks.discard(task)
 
     def _with_true_end(self, generation: Generation, sampling: SamplingParams) -> Generation:
-        """Correct SGLang's finish reason: it says abort also if the last token would have ended the response anyway."""
+        """Correct the finish reason: servers say abort also if the last token would have ended the response anyway."""
         if generation.finish_reason != "abort" or not generation.token_ids:
             return generation
         if generation.token_ids[-1] in self._eos_ids or generation.token_ids[-1] in sampling.stop_token_ids:
@@ -254,7 +251,7 @@ class SeenServers:
 class SharedServer:
     """A server in use, with a client of this process; ``requests.UsedServer``."""
 
-    def __init__(self, name: str, client: SglangClient) -> None:
+    def __init__(self, name: str, client: ServerClient) -> None:
         self.name = name
         self.client = client
         self.requests: set[asyncio.Task[Any]] = set()
@@ -263,7 +260,7 @@ class SharedServer:
 class SharedServers:
     """The servers by the newest ``SeenServers``; ``requests.UsedServers``."""
 
-    def __init__(self, restarts: bool, connect: Callable[[str], SglangClient]) -> None:
+    def __init__(self, restarts: bool, connect: Callable[[str], ServerClient]) -> None:
         """Know no server yet. ``connect`` makes the client for a URL; ``restarts`` is as in ``Servers``."""
         self.restarts = restarts
         self.version: int | None = None
@@ -307,7 +304,7 @@ class SharedServers:
         await asyncio.gather(*self._closing, *(server.client.close() for server in self.in_use))
 
 
-class SglangSender:
+class ServersSender:
     """Send requests as the engine does; ``miles.engine.base.RequestSender``."""
 
     def __init__(self, servers: SharedServers, requests: Requests) -> None:
@@ -316,7 +313,7 @@ class SglangSender:
         self._end: Exception | None = None
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one ``Generation`` per seed, in order; raises what ``SglangEngine.generate`` raises."""
+        """Return one ``Generation`` per seed, in order; raises what ``ServersEngine.generate`` raises."""
         return await self._requests.generate(request)
 
     def show(self, state: SeenServers) -> None:
@@ -342,10 +339,11 @@ class SglangSender:
 
 
 @dataclass(frozen=True)
-class SglangSenderConfig:
+class ServersSenderConfig:
     """What a process needs to send requests; ``miles.engine.base.SenderConfig``.
 
     Attributes:
+        client: Talks to a server in its words.
         requests: At a time, of all processes together.
         vocab_size: The size of the model's vocabulary.
         eos_ids: The model's own stop tokens.
@@ -358,6 +356,7 @@ class SglangSenderConfig:
         why: The flag that asks for so many requests, and its value.
     """
 
+    client: type[ServerClient]
     requests: int
     vocab_size: int
     eos_ids: frozenset[int]
@@ -369,14 +368,14 @@ class SglangSenderConfig:
     seconds: float
     why: str
 
-    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> SglangSender:
+    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> ServersSender:
         """Return what sends up to ``requests`` at a time, over as many connections, and keeps these.
 
         Raises:
             ValueError: The system allows too few open files.
         """
         allow_open_files(requests, self.why)
-        connect = partial(SglangClient, connections=requests, seconds=self.seconds)
+        connect = partial(self.client, connections=requests, seconds=self.seconds)
         servers = SharedServers(self.restarts, partial(connect, key=self.keys.server))
         router = None if self.router is None else connect(self.router, key=self.keys.router)
         asked = Requests(
@@ -389,100 +388,4 @@ class SglangSenderConfig:
             check_servers,
             self.experts_shape,
         )
-        return SglangSender(servers, asked)
-
-
-# Ask SGLang servers for a teacher's log-probs of sampled tokens (``--opd-type server``).
-
-
-IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
-SECONDS = 600.0  # of one request
-WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
-
-
-class SglangTeacher:
-    """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
-
-    def __init__(
-        self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
-    ) -> None:
-        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at a time each.
-
-        ``key`` is that of the metadata.
-        """
-        self._key = key
-        self._waits = waits
-        self._clients = {name: SglangClient(url, in_flight, SECONDS) for name, url in urls.items()}
-        self._slots = {name: asyncio.Semaphore(in_flight) for name in urls}
-
-    async def score(self, samples: Sequence[Sample]) -> None:
-        """Give every sample the ``teacher_log_probs`` of its response.
-
-        Raises:
-            ValueError: A prompt names no teacher, or a server refuses the request or has another vocabulary.
-            EngineUnavailable: A server gives no sound answer, several times.
-        """
-        await gather_or_cancel(self._score(sample) for sample in samples)
-
-    async def _score(self, sample: Sample) -> None:
-        name = self._teacher_of(sample)
-        if not sample.response_ids:
-            return
-        async with self._slots[name]:
-            sample.teacher_log_probs = await self._asked(self._clients[name], sample)
-
-    async def _asked(self, client: SglangClient, sample: Sample) -> list[float]:
-        for wait in (*self._waits, None):
-            try:
-                answer = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
-                return read_input_log_probs(answer, sample.response_ids, client.shown)
-            except EngineUnavailable:
-                if wait is None:
-                    raise
-                await asyncio.sleep(wait)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _teacher_of(self, sample: Sample) -> str:
-        if len(self._clients) == 1:
-            return next(iter(self._clients))
-        name = sample.metadata.get(self._key)
-        if not isinstance(name, str) or name not in self._clients:
-            raise ValueError(
-                f"--opd-teacher-urls: the metadata of prompt {sample.prompt.source or sample.group_index} has "
-                f"{self._key} {name!r:.40}, which is none of {', '.join(self._clients)}; correct the row, or "
-                "--opd-teacher-key"
-            )
-        return name
-
-    async def close(self) -> None:
-        """Close the connections."""
-        for client in self._clients.values():
-            await client.close()
-
-
-def connect(loss: LossArguments, share: Callable[[int], int]) -> SglangTeacher:
-    """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
-    return SglangTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
-
-
-def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:
-    """Return the log-probs of the last tokens of a request, which are ``response_ids``.
-
-    Raises:
-        EngineUnavailable: The answer has no such log-probs.
-        ValueError: They are those of other tokens.
-    """
-    try:
-        entries = answer["meta_info"]["input_token_logprobs"][-len(response_ids) :]
-        token_ids = [int(entry[1]) for entry in entries]
-        log_probs = [float(entry[0]) for entry in entries]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineUnavailable(f"{url}: an answer without log-probs ({error!r}): {str(answer)[:300]}") from error
-    if token_ids != list(response_ids):
-        raise ValueError(
-            f"--opd-teacher-urls {url}: the server gives log-probs of other tokens than those it was sent; the teacher "
-            "must have the tokenizer of --hf-checkpoint"
-        )
-    if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
-        raise EngineUnavailable(f"{url}: an answer with values that are no log-probs: {str(log_probs)[:300]}")
-    return log_probs
+        return ServersSender(servers, asked)

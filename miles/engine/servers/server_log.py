@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO
 
 from miles.base.secrets import hide_in_text
-from miles.config.sglang.flags import SglangArguments
 
 TAIL_LINES = 30  # in messages
 KEPT_LINES = 1000  # a fault may be followed by the tracebacks of what fails because of it
@@ -25,7 +24,7 @@ class LogFile:
     """
 
     path: Path
-    max_mb: float = SglangArguments.engine_log_max_mb
+    max_mb: float = 100.0
 
 
 class ServerLog:

@@ -1,6 +1,6 @@
 """Run an SGLang server that notes its shared memory in its temporary folder (leftovers.py).
 
-The command is ``python -m miles.engine.sglang.server_process MODULE ARGUMENTS…``. The server notes it itself, because
+The command is ``python -m miles.engine.servers.server_process MODULE ARGUMENTS…``. The server notes it itself, because
 its parent process can be stopped or killed while it starts.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
 
-from miles.engine.sglang.leftovers import note_segments
+from miles.engine.servers.leftovers import note_segments
 
 SHORTEST_PAUSE = 0.2  # seconds; a server that is killed within one leaves what it has opened since the last note
 PAUSE_SHARE = 0.01  # of the time since the start: servers open segments while they start, large ones for minutes

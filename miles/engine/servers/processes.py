@@ -1,10 +1,9 @@
 """Server processes and what they need of the system: process groups, ports, open files.
 
-A server runs as ``python -m miles.engine.sglang.processes PARENT_PID MODULE ARGUMENTS…``. That asks the kernel to kill
+A server runs as ``python -m miles.engine.servers.child PARENT_PID MODULE ARGUMENTS…``. That asks the kernel to kill
 the process with its parent, so a launcher that is killed with SIGKILL leaves no server behind. It reads arguments with
 secrets from a pipe, because every user can see a command line, and becomes the module. Its output goes to the log
-through this process, without the secrets: SGLang prints all its arguments. This file imports nothing that is slow to
-import.
+through this process, without the secrets: SGLang prints all its arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import runpy
 import signal
 import socket
 import subprocess
@@ -22,12 +20,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from miles.base.parent import die_with_parent
 from miles.base.secrets import secrets_in
-from miles.base.stacks import answer_requests
 from miles.engine.base import ServerFailed
-from miles.engine.sglang.server_log import LogFile, ServerLog
+from miles.engine.servers.server_log import LogFile, ServerLog
 
+CHILD = "miles.engine.servers.child"  # what every server runs as
 POLL_SECONDS = 0.5
 PORT_TRIES = 3  # another process can take a port between the moment it is found free and the moment it is used
 COPY_SECONDS = 5.0  # for the rest of the output after the end; a process that has left the group may hold it open
@@ -44,6 +41,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         log: LogFile,
         secret_arguments: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
         """Start ``python -m module arguments secret_arguments`` and append its output to the file ``log``.
 
@@ -55,9 +53,10 @@ class ChildProcess:
             environment: All its environment variables.
             log: The file of its output, and its limit.
             secret_arguments: Further words, which are on no command line; their secrets are not in the log either.
+            python: The interpreter, whose import path has ``miles``.
         """
         self.log = ServerLog(log, secrets_in("", list(secret_arguments)))
-        command = [sys.executable, "-m", "miles.engine.sglang.processes", str(os.getpid()), module, *arguments]
+        command = [python, "-m", CHILD, str(os.getpid()), module, *arguments]
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -152,12 +151,3 @@ def allow_open_files(sockets: int, why: str) -> None:
             f"limit (ulimit -Hn {wanted})"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    answer_requests()
-    sys.argv = [*sys.argv[2:], *json.load(sys.stdin)]
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

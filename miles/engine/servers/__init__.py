@@ -1,0 +1,1 @@
+"""Generation servers: what an engine of them does, whatever program they run."""

@@ -1,0 +1,260 @@
+"""Servers as one engine.
+
+``ServersEngine`` only puts three parts together, which share the states of the servers (states.py)::
+
+    requests.py        generate, abort                        a failed request ──> checks by health.py
+    weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
+    health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
+
+Other processes may send requests to the same servers (requests.py). They have the first part, and the engine
+keeps the other two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from miles.config.settings import Settings
+from miles.config.sglang.flags import SglangArguments
+from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server
+from miles.engine.servers.client import ServerClient
+from miles.engine.servers.health import Health
+from miles.engine.servers.keys import NO_KEYS, Keys
+from miles.engine.servers.processes import allow_open_files
+from miles.engine.servers.requests import Requests, ServersSenderConfig
+from miles.engine.servers.server_log import LogFile
+from miles.engine.servers.states import Servers
+from miles.engine.servers.weight_updates import WeightUpdates
+from miles.engine.sglang.router import Router
+from miles.engine.weight_sync.sender import WeightSender
+from miles.engine.weight_sync.transport import WeightReceiver
+from miles.models.reading import read_config
+from miles.tasks.data.end_tokens import end_token_ids
+from miles.types.weights import WeightChunk
+
+LOGS = "engines"  # in --output-dir
+ABORT_AGAIN_SECONDS = 0.5
+
+
+class ServersEngine:
+    """Generate with servers; implements ``miles.engine.base.Engine``, ``ReleasesMemory``, ``SharesServers``.
+
+    A subclass says how to talk to its servers.
+    """
+
+    client: ClassVar[type[ServerClient]]
+    receiver: ClassVar[type[WeightReceiver]]
+
+    def __init__(
+        self,
+        processes: Sequence[Server],
+        sglang: SglangArguments,
+        vocab_size: int,
+        sender: WeightSender,
+        router: Router | None,
+        eos_ids: Collection[int] = (),
+        unresponsive_seconds: float = 300.0,
+        keys: Keys = NO_KEYS,
+        experts_shape: tuple[int, int] | None = None,
+        senders: int = 1,
+    ) -> None:
+        """Put the engine together. ``start()`` starts the servers.
+
+        Args:
+            processes: The servers.
+            sglang: Their flags.
+            vocab_size: The size of the model's vocabulary.
+            sender: Sends weights to them.
+            router: Requests go through it; without one they go to the server that has the fewest.
+            eos_ids: The model's own stop tokens.
+            unresponsive_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
+            keys: The keys that servers and router want.
+            experts_shape: Layers and experts per token of a model with experts, if servers return their choice.
+            senders: How many processes send requests. This one, too, has only a share of them.
+        """
+        requests = sglang.sglang_server_concurrency * len(processes)
+        self._concurrency = -(-requests // senders)
+        self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
+        connect = partial(self.client, connections=self._concurrency, seconds=sglang.rollout_health_check_timeout)
+        self.router = router
+        to_server = partial(connect, key=keys.server, admin_key=keys.admin)
+        self.servers = Servers(processes, to_server, restarts=sglang.use_fault_tolerance)
+        self._weights = WeightUpdates(self.servers, sglang, sender, self.receiver)
+        put_into_use = self._weights.put_into_use
+        self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
+        router_client = connect(router.url, key=keys.router) if router is not None else None
+        most, keeps, check = self._concurrency, sglang.keeps_cache, self.check_servers
+        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, router_client, check, experts_shape)
+        self._pause_mode = sglang.pause_generation_mode
+        self._senders: RemoteSenders | None = None
+        self._sender_config = ServersSenderConfig(
+            client=self.client,
+            requests=requests,
+            vocab_size=vocab_size,
+            eos_ids=frozenset(eos_ids),
+            keeps_cache=sglang.keeps_cache,
+            restarts=sglang.use_fault_tolerance,
+            router=None if router is None else router.url,
+            keys=keys,
+            experts_shape=experts_shape,
+            seconds=sglang.rollout_health_check_timeout,
+            why=self._concurrency_flag,
+        )
+
+    async def start(self) -> None:
+        """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
+        allow_open_files(self._concurrency, self._concurrency_flag)
+        await self._health.start(end_requests=self._end_requests)
+
+    def sender_config(self) -> ServersSenderConfig:
+        """Return what another process needs to send requests; ``SharesServers.sender_config``."""
+        return self._sender_config
+
+    async def share(self, senders: RemoteSenders) -> None:
+        """Show the servers to other processes, now and whenever they change; ``SharesServers.share``."""
+        self._senders = senders
+        self.servers.show_to(senders.show)
+        await self.servers.shown()
+
+    async def check_servers(self) -> None:
+        """Find the servers that do not work, after a failed request; ``SharesServers.check_servers``."""
+        await self._health.check_after_failure()
+        async with self.servers.updating:  # an update finds the failed servers itself
+            pass
+
+    def _end_requests(self, error: Exception) -> None:
+        self._requests.end_all(error)
+        self.servers.end(error)
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed, in order. Each is a request; the server prefills the prompt once.
+
+        Seeds do not repeat a response: SGLang honours them only under deterministic inference on GPUs.
+
+        Raises:
+            ValueError: For an empty prompt, a token id outside the vocabulary and sampling values outside their range,
+                before anything is sent (one such id ends a server); and for what a server refuses.
+            RuntimeError: If a request failed too often, no server is left, or a server that is not restarted has been
+                unresponsive for too long.
+        """
+        return await self._requests.generate(request)
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Replace the weights of all servers. Requests in flight wait, and continue with the new weights.
+
+        Under ``--pause-generation-mode retract`` they are prefilled again; under ``in_place`` what the old weights have
+        computed stays. A server that fails is restarted with ``--use-fault-tolerance``.
+
+        Raises:
+            RuntimeError: If a server fails and is not restarted.
+            ValueError: Under ``--check-weight-update-equal``, if the weights did not arrive.
+        """
+        await self._weights.update(chunks, version)
+
+    async def release_memory(self) -> None:
+        """Have every server release its GPU memory, weights and cache, until ``update_weights``.
+
+        Needs servers with ``--enable-memory-saver``; others answer and keep their memory. Raises ``RuntimeError`` while
+        requests are in flight (SGLang would end), and if a server refuses.
+        """
+        others = 0 if self._senders is None else await self._senders.in_flight()
+        if in_flight := self._requests.in_flight + others:
+            raise RuntimeError(f"{in_flight} requests are in flight: engines release their memory when idle")
+        await self._weights.release_memory()
+
+    async def pause(self) -> None:
+        """Stop at the next token. Requests in flight keep their tokens."""
+        await self._weights.pause()
+
+    async def resume(self) -> None:
+        """Continue the paused requests."""
+        await self._weights.resume()
+
+    async def abort(self) -> None:
+        """End every request in flight. Each returns what it has; those that wait for a slot return nothing.
+
+        For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
+        """
+        servers = self.servers
+        ended = [asyncio.ensure_future(self._requests.aborted())]
+        if self._senders is not None:
+            ended.append(asyncio.ensure_future(self._senders.aborted()))
+        try:
+            await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
+            _, ending = await asyncio.wait(ended, timeout=0)
+            while ending:
+                await servers.call_all(lambda client: client.abort_all())
+                if servers.paused:  # a request must run to end, and ends with its next token
+                    await servers.call_all(lambda client: client.resume())
+                # A request that reaches its server after the abort call needs another one.
+                _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
+            await asyncio.gather(*ended)
+        finally:
+            for waiting in ended:
+                waiting.cancel()
+        if servers.paused:
+            await servers.call_all(lambda client: client.pause(self._pause_mode))
+
+    async def health(self) -> bool:
+        """Return whether a server answers and has the weights that it should have."""
+        return await self._health.any_healthy()
+
+    async def close(self) -> None:
+        """Stop the servers that were started here."""
+        await self._health.close()
+        await self._requests.close()
+
+
+EngineType = TypeVar("EngineType", bound=ServersEngine)
+
+
+async def start_servers(
+    engine_type: type[EngineType],
+    settings: Settings,
+    host: EngineHost,
+    keys: Keys,
+    processes: Callable[[Callable[[str], LogFile]], Sequence[Server]],
+    router: Callable[[LogFile, int], Router] | None = None,
+) -> EngineType:
+    """Start an engine of servers.
+
+    Args:
+        engine_type: What talks to them.
+        settings: Those of the run.
+        host: Says from where weights are sent.
+        keys: The keys that servers and router want.
+        processes: Places the servers, given what makes the log file of a name.
+        router: Starts the router of two or more servers, given its log file and the requests at a time.
+    """
+    model = settings.model.hf_checkpoint
+    assert model is not None
+    output_dir = Path(settings.tracking.output_dir).absolute()
+
+    def log(name: str) -> LogFile:
+        return LogFile(output_dir / LOGS / name, settings.sglang.engine_log_max_mb)
+
+    servers = processes(log)
+    requests = settings.sglang.sglang_server_concurrency * len(servers)
+    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
+    engine = engine_type(
+        servers,
+        settings.sglang,
+        vocab_size=config.vocab_size,
+        sender=WeightSender(settings.sglang, settings.weights_folder, host.broadcast_device()),
+        router=router(log("router.log"), requests) if router is not None and len(servers) > 1 else None,
+        eos_ids=end_token_ids(model),
+        unresponsive_seconds=settings.cluster.worker_timeout,
+        keys=keys,
+        experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
+        senders=settings.rollout.num_rollout_workers,
+    )
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

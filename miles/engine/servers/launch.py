@@ -1,0 +1,174 @@
+"""Start one server on this host: its process, temporary folder, port and log."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+from typing import Protocol
+from weakref import finalize
+
+import httpx
+
+from miles.base.disk_faults import disk_fault, naming_disk
+from miles.base.stacks import RUN_FOLDER
+from miles.engine.base import ServerFailed
+from miles.engine.servers.keys import bearer
+from miles.engine.servers.leftovers import begin_notes, remove_server_folder
+from miles.engine.servers.processes import PORT_TRIES, ChildProcess, free_port, is_taken
+from miles.engine.servers.server_log import LogFile
+
+START_SECONDS = 1800  # large models load for minutes
+GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
+PORT_TAKEN = "address already in use"  # in the words of the system
+SERVER_PROCESS = "miles.engine.servers.server_process"  # runs the module of a server
+
+
+class ServerProgram(Protocol):
+    """Describe one server, and derive its command line and environment. Starts no process."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the environment that the server runs in."""
+        ...
+
+    @property
+    def module(self) -> str:
+        """What ``python -m`` runs."""
+        ...
+
+    @property
+    def secret_arguments(self) -> list[str]:
+        """The words that belong on no command line."""
+        ...
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if the program is not installed."""
+        ...
+
+    def arguments(self, host: str, port: int, meeting: str | None = None) -> list[str]:
+        """Return the words after ``python -m module`` that hold no secrets.
+
+        ``meeting`` is the address at which the processes of several nodes meet.
+        """
+        ...
+
+    def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """Return the environment ``given`` with what a server needs in addition. ``folder`` is its temporary folder."""
+        ...
+
+    def is_ready(self, url: str) -> bool:
+        """Return whether the server at ``url`` serves, and is this one."""
+        ...
+
+
+class PortTaken(ServerFailed):
+    """Another process has taken the server's port since it was found free."""
+
+
+class ServerOnHost:
+    """Start and stop a server on this host; ``miles.engine.base.ServerProcess``.
+
+    It can be started again after each stop. Each start takes a free port; all starts share one log file.
+    """
+
+    def __init__(self, spec: ServerProgram, log: LogFile, host: str) -> None:
+        self._spec = spec
+        self._log = log
+        self._host = host
+        self._process: ChildProcess | None = None
+        self._remove_folder: finalize[[Path], ServerOnHost] | None = None  # called also when this process exits
+
+    def meeting_address(self) -> str:
+        """Return an address of this host at which the processes of several nodes can meet."""
+        return f"{self._host}:{free_port(self._host)}"
+
+    def start(self, meeting: str | None = None) -> str:
+        """Start, wait until the server is ready, and return its URL.
+
+        Args:
+            meeting: The address at which it meets its processes on other nodes, if it has any.
+
+        Raises:
+            ValueError: If the program is not installed.
+            ServerFailed: If the server does not start; the message ends with the end of its log.
+            WriteFailed: If this host's disk has no room for its temporary files.
+        """
+        assert self._process is None, "stop() comes before the next start()"
+        self._spec.check()
+        for attempt in range(1, PORT_TRIES + 1):
+            try:
+                return self._start_on(free_port(self._host), meeting)
+            except PortTaken:
+                if attempt == PORT_TRIES:
+                    raise
+            except ServerFailed as failure:
+                # The server's log may not have had room for the reason.
+                if fault := disk_fault(_temporary(), failure):
+                    raise ServerFailed(f"{fault} on host {socket.gethostname()}; {failure}") from failure
+                raise
+        raise AssertionError("unreachable")
+
+    def _start_on(self, port: int, meeting: str | None) -> str:
+        url = f"http://{self._host}:{port}"
+        with _naming_disk():
+            folder = Path(mkdtemp(prefix="e", dir=_temporary()))  # short: sockets are in it; only this user may enter
+            self._remove_folder = finalize(self, remove_server_folder, folder)
+            begin_notes(folder)
+        environment = self._spec.environment(os.environ, folder) | {"TMPDIR": str(folder)}
+        arguments = self._spec.arguments(self._host, port, meeting)
+        secret = self._spec.secret_arguments
+        words = [self._spec.module, *arguments]
+        process = self._process = ChildProcess(SERVER_PROCESS, words, environment, self._log, secret, self._spec.python)
+        try:
+            process.wait_until(
+                lambda: self._spec.is_ready(url),
+                START_SECONDS,
+            )
+        except ServerFailed as failure:
+            self.stop()
+            if is_taken(self._host, port) or process.log.says(PORT_TAKEN):  # it may be free again
+                raise PortTaken(str(failure)) from failure
+            raise
+        except BaseException:
+            self.stop()
+            raise
+        return url
+
+    def stop(self) -> None:
+        """Send SIGTERM, then SIGKILL to the process group. Does nothing if no server runs."""
+        if self._process is not None:
+            self._process.stop(GRACE_SECONDS)
+            self._process = None
+        if self._remove_folder is not None:
+            self._remove_folder()
+            self._remove_folder = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server, or None if none runs."""
+        return None if self._process is None else self._process.pid
+
+
+def _temporary() -> Path:
+    """Return the folder of what a server writes on its host."""
+    return Path(os.environ.get(RUN_FOLDER) or gettempdir())
+
+
+def _naming_disk() -> AbstractContextManager[None]:
+    what = f"a temporary file of the server on host {socket.gethostname()}"
+    return naming_disk(_temporary(), what=what, then="make room there")
+
+
+def answers(url: str, path: str, key: str | None = None) -> bool:
+    """Return whether the server at ``url`` answers ``path`` without an error.
+
+    The process of a further node knows /health only, and answers when it has loaded its part of the model.
+    """
+    try:
+        return httpx.get(url + path, headers=bearer(key), timeout=5.0, trust_env=False, verify=False).status_code == 200
+    except httpx.TransportError:
+        return False

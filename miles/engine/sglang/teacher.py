@@ -1,0 +1,106 @@
+"""Ask SGLang servers for a teacher's log-probs of sampled tokens (``--opd-type server``)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miles.engine.base import gather_or_cancel
+from miles.engine.servers.client import EngineUnavailable
+from miles.engine.sglang.client import SglangClient
+from miles.objective.settings import LossArguments
+from miles.types.sample import Sample
+
+IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
+SECONDS = 600.0  # of one request
+WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
+
+
+class SglangTeacher:
+    """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
+
+    def __init__(
+        self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
+    ) -> None:
+        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at a time each.
+
+        ``key`` is that of the metadata.
+        """
+        self._key = key
+        self._waits = waits
+        self._clients = {name: SglangClient(url, in_flight, SECONDS) for name, url in urls.items()}
+        self._slots = {name: asyncio.Semaphore(in_flight) for name in urls}
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Give every sample the ``teacher_log_probs`` of its response.
+
+        Raises:
+            ValueError: A prompt names no teacher, or a server refuses the request or has another vocabulary.
+            EngineUnavailable: A server gives no sound answer, several times.
+        """
+        await gather_or_cancel(self._score(sample) for sample in samples)
+
+    async def _score(self, sample: Sample) -> None:
+        name = self._teacher_of(sample)
+        if not sample.response_ids:
+            return
+        async with self._slots[name]:
+            sample.teacher_log_probs = await self._asked(self._clients[name], sample)
+
+    async def _asked(self, client: SglangClient, sample: Sample) -> list[float]:
+        for wait in (*self._waits, None):
+            try:
+                answer = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
+                return read_input_log_probs(answer, sample.response_ids, client.shown)
+            except EngineUnavailable:
+                if wait is None:
+                    raise
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _teacher_of(self, sample: Sample) -> str:
+        if len(self._clients) == 1:
+            return next(iter(self._clients))
+        name = sample.metadata.get(self._key)
+        if not isinstance(name, str) or name not in self._clients:
+            raise ValueError(
+                f"--opd-teacher-urls: the metadata of prompt {sample.prompt.source or sample.group_index} has "
+                f"{self._key} {name!r:.40}, which is none of {', '.join(self._clients)}; correct the row, or "
+                "--opd-teacher-key"
+            )
+        return name
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients.values():
+            await client.close()
+
+
+def connect(loss: LossArguments, share: Callable[[int], int]) -> SglangTeacher:
+    """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
+    return SglangTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
+
+
+def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:
+    """Return the log-probs of the last tokens of a request, which are ``response_ids``.
+
+    Raises:
+        EngineUnavailable: The answer has no such log-probs.
+        ValueError: They are those of other tokens.
+    """
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"][-len(response_ids) :]
+        token_ids = [int(entry[1]) for entry in entries]
+        log_probs = [float(entry[0]) for entry in entries]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineUnavailable(f"{url}: an answer without log-probs ({error!r}): {str(answer)[:300]}") from error
+    if token_ids != list(response_ids):
+        raise ValueError(
+            f"--opd-teacher-urls {url}: the server gives log-probs of other tokens than those it was sent; the teacher "
+            "must have the tokenizer of --hf-checkpoint"
+        )
+    if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
+        raise EngineUnavailable(f"{url}: an answer with values that are no log-probs: {str(log_probs)[:300]}")
+    return log_probs
