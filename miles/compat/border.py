@@ -20,9 +20,8 @@ from typing import Any
 from miles.base.flags import LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.text import one_line
 from miles.compat.custom_config import read_settings_of_file
-from miles.compat.functions import read_functions
+from miles.compat.functions import read_functions, read_multi_turn
 from miles.compat.line import Line
-from miles.compat.multi_turn import read_multi_turn
 from miles.compat.spellings import (
     COUNTERPARTS,
     check_reference,

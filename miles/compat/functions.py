@@ -12,6 +12,7 @@ from miles.config.notes import NO_EFFECT
 from miles.objective.aggregation import MODE_FLAGS
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.settings import LossArguments
+from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
 
 ZERO_REWARD = "miles.tasks.rewards.built_in.zero:zero"
 
@@ -31,6 +32,12 @@ FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_
 # Dr.GRPO's reducer, which divides the sum of a trajectory by a constant in its file.
 _CONSTANT_REDUCER = re.compile(r"examples\.(experimental\.)?DrGRPO\.custom_reducer([.:]\w+)?")
 CONSTANT_OF_REDUCER = 1000.0
+# miles' multi-turn function, and its flags.
+_GENERATE, MULTI_TURN = "--custom-generate-function-path", "rollout.generate_hub.multi_turn.generate"
+_TURNS, _PARSER, _SEVERAL = "--generate-max-turns", "--generate-tool-call-parser", "--generate-multi-samples"
+_SPECS, _CALL = "--generate-tool-specs-path", "--generate-execute-tool-function-path"
+_DEFAULT_TURNS = "16"  # there
+_READ_FORMS = ("qwen", "qwen25", "hermes")  # parsers of <tool_call>{json}</tool_call>
 _PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")
 
 
@@ -70,6 +77,45 @@ def _reads_conversations(line: Line) -> bool:
     """Return whether the run trains on conversations, which other launchers collect by a function."""
     kind = LOSS_TYPES.get(line.value("--loss-type") or LossArguments.loss_type)
     return kind is not None and not kind.uses_advantages and "--load-debug-rollout-data" not in line
+
+
+def read_multi_turn(line: Line) -> None:
+    """Replace the function by ``--environment tool_calls``, if the command names it."""
+    path = line.value(_GENERATE)
+    if path is None or not names_function_of_others(path, MULTI_TURN):
+        return
+    own = {flag: line.foreign.pop(flag, None) for flag in (_TURNS, _SPECS, _PARSER, _CALL, _SEVERAL)}
+    turns, specs, call = own[_TURNS] or _DEFAULT_TURNS, own[_SPECS], own[_CALL]
+    _check_turns(turns, own[_PARSER], own[_SEVERAL], line)
+    if call is None:
+        rule = "no function is named that runs the calls of the model"
+        line.errors.add(f"{_GENERATE} {path}: {rule}; add {_CALL} module.function")
+        return
+    for flag, value, signature in (
+        (_CALL, call, "async def call(name: str, arguments: dict) -> str"),
+        (_SPECS, specs, "a list of tools, in the form of OpenAI's API"),
+    ):
+        if value is not None and is_missing(value):
+            line.errors.add(f"{flag} {value}: this is part of another launcher, and is not here; write {signature}")
+    environment = f"{ENVIRONMENT.name}:call={call}" + (f",specs={specs}" if specs else "")
+    line.drop("--environment", "--max-turns")
+    words = ("--environment", environment, *(("--max-turns", turns) if turns.isdecimal() else ()))
+    why = f"--environment {environment} --max-turns {turns} --apply-chat-template"
+    line.read_as(_GENERATE, why, *words, "--apply-chat-template")
+
+
+def _check_turns(turns: str, parser: str | None, several: bool | None, line: Line) -> None:
+    if not turns.isdecimal() or int(turns) < 1:
+        line.errors.add(f"{_TURNS} {turns}: must be a whole number of at least 1; correct the value")
+    if parser is not None and parser not in _READ_FORMS:
+        rule = "calls are read as <tool_call>{json}</tool_call>, the form of Hermes and Qwen"
+        what_to_do = (
+            f"use a model that writes it, and give {', '.join(_READ_FORMS)}, or read the calls in --environment"
+        )
+        line.errors.add(f"{_PARSER} {parser}: {rule}; {what_to_do} module:class")
+    if several:
+        rule = "the turns of a trajectory are one sample, as long as the chat template can continue it"
+        line.errors.add(f"{_SEVERAL}: {rule}; drop it")
 
 
 def our_function(flag: str, path: str, reads_conversations: bool = False) -> tuple[bool, str | None]:

@@ -87,8 +87,9 @@ def _is_their_reward(path: str) -> bool:
 def read_teacher(line: Line) -> None:
     """Read ``--rm-url`` as the address of the teacher if one is distilled from a server and no reward asks a server."""
     url, path = line.value("--rm-url"), line.value("--custom-rm-path")
-    asks_a_server = RewardArguments(rm_type=line.value("--rm-type")).names("remote_rm")
-    if url is None or "--opd-teacher-urls" in line or asks_a_server:
+    if url is None or "--opd-teacher-urls" in line:
+        return
+    if RewardArguments(rm_type=line.value("--rm-type")).names("remote_rm"):
         return
     if "--use-opd" not in line:
         if path is not None and _is_their_reward(path):
@@ -147,8 +148,9 @@ def read_reference(line: Line) -> None:
 def check_reference(settings: Settings, errors: Errors) -> None:
     """Refuse a converted copy of another model than ``--hf-checkpoint``: their checkpoints are not read here."""
     path = settings.model.ref_load
-    is_read = settings.loss.needs_reference and not settings.rollout.debug_rollout_only
-    if path is None or not is_read or not Path(path).name.endswith(CONVERTED) or _is_ours(Path(path)):
+    if path is None or not Path(path).name.endswith(CONVERTED) or _is_ours(Path(path)):
+        return
+    if settings.rollout.debug_rollout_only or not settings.loss.needs_reference:
         return
     rule = "by its name a copy that a related launcher has converted, which is not read here"
     given = settings.model.hf_checkpoint

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterator
 
 from miles.base.flags import flag_name
-from miles.compat.functions import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN
-from miles.compat.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
-from miles.compat.multi_turn import TAIL as MULTI_TURN
+from miles.compat.custom_config import MISMATCH_FUNCTIONS
+from miles.compat.functions import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, MULTI_TURN
 from miles.compat.spellings import CKPT_STEP, ESTIMATOR, OTHER_VALUES
 from miles.compat.verdicts import FOREIGN_FLAGS, Foreign
 from miles.config.functions import signatures
