@@ -27,16 +27,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         document = read_document(arguments.file)
         launcher = launcher_of(document, arguments.source)
-        translation = Translation(document)
+        translation = Translation(document, launcher.table())
         objective = launcher.translate(translation)
         settings = list(document.settings.values())
-        if settings and len(translation.unknown) == len(settings):
+        known = translation.document.settings.keys() & translation.table.rows.keys()
+        if settings and translation.table.rows and not known:
             raise InputError(
                 f"{arguments.file}: none of its {len(settings)} settings, such as {settings[0].shown}, is one of "
-                f"{launcher.version}: another release may name them otherwise, so rename them, or give --from if it is "
+                f"{translation.table.version}: another release may name them otherwise; give --from if it is "
                 "the file of another trainer"
             )
-        print(report(launcher, translation, objective))
+        print(report(launcher.name, translation, objective))
     except InputError as error:
         print(f"miles translate: {error}", file=sys.stderr)
         return 2

@@ -215,7 +215,6 @@ class Objective:
         depends: What changes the result there beside the batch; empty if nothing does.
         variants: Other things that the same setting computes, by the condition.
         exact: Whether our mode computes the same, whatever the batch.
-        remarks: Further sentences.
     """
 
     setting: str
@@ -228,7 +227,6 @@ class Objective:
     depends: str = ""
     variants: Mapping[str, Reduction] = field(default_factory=dict)
     exact: bool = True
-    remarks: tuple[str, ...] = ()
 
     @property
     def our_formula(self) -> str:

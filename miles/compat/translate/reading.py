@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import os
 import re
 import tomllib
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from miles.base import strict_json
+from miles.base.shell_text import Script, Word, read_script
 from miles.base.text import InputError
-from miles.compat.translate.launchers import openrlhf, openrlhf_underscores
-from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten
+from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten, table_of
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.parser import build_parser
 
 LARGEST_FILE = 1_000_000  # bytes
+MOST_NODES = 1000  # of a YAML list
 
 
 def read_text(path: str) -> str:
@@ -127,8 +128,16 @@ def _leaves(path: str, node: yaml.Node, prefix: str, depth: int) -> list[Setting
 
 def _plain(path: str, node: yaml.Node, line: int) -> Any:
     if isinstance(node, yaml.SequenceNode):
-        items = [item.value if isinstance(item, yaml.ScalarNode) else "{…}" for item in node.value]
-        return Expression(f"[{', '.join(items)}]") if any("${" in item for item in items) else items
+        if all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            items = [_plain(path, item, line) for item in node.value]
+            return (
+                Expression(f"[{', '.join(map(str, items))}]")
+                if any(isinstance(i, Expression) for i in items)
+                else items
+            )
+        if sum(1 for _ in itertools.islice(_nodes(node), MOST_NODES)) < MOST_NODES:
+            return yaml.SafeLoader("").construct_object(node, deep=True)
+        return ["{…}"]
     if isinstance(node, yaml.MappingNode):
         return {}
     try:
@@ -136,6 +145,17 @@ def _plain(path: str, node: yaml.Node, line: int) -> Any:
     except (yaml.YAMLError, ValueError):
         fail(path, line, f"the value {node.value!r} cannot be read; write a number, a text or a list")
     return Expression(value) if isinstance(value, str) and "${" in value else value
+
+
+def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Yield a node and those within it; aliases can multiply them."""
+    yield node
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _nodes(item)
+    elif isinstance(node, yaml.MappingNode):
+        for _, item in node.value:
+            yield from _nodes(item)
 
 
 def scalar(text: str) -> Any:
@@ -244,386 +264,108 @@ def _counts() -> dict[str, float]:
     for action in build_parser()._actions:
         most = 1 if action.nargs is None else 0 if action.nargs == 0 else math.inf
         counts |= dict.fromkeys(action.option_strings, most)
-    earlier = openrlhf_underscores.EARLIER
-    switches = {key for key, row in (openrlhf.ROWS | openrlhf_underscores.ROWS).items() if row.kind == "switch"}
-    return counts | dict.fromkeys([*switches, *(earlier[key] for key in switches if key in earlier)], 0)
-
-
-# Split a shell script into words and separators, as a shell does before it expands anything.
-#
-# ``shlex`` is not enough: to it every ``#`` begins a comment, as in ``${MODEL##*/}``, and the brackets of ``$(date)``
-# end
-# the command.
-
-
-_SEPARATORS = "\n;&|()"
-_PLAIN = re.compile(r"[^\s\\'\"`$;&|()]+")
-_DOCUMENT = re.compile(r"\d?<<(?!<)-?")  # the beginning of a here-document
-_PLAIN_IN_QUOTES = re.compile(r"[^\\\"`$]+")
-
-
-@dataclass(frozen=True)
-class Word:
-    """Hold a word without its quotes, or one character that separates words.
-
-    Attributes:
-        text: The word, with expansions (``$NAME``, ``$(command)``) as they are written.
-        line: The line that it begins on.
-        is_quoted: Whether a part of it is in quotes, or it comes from a variable: ``<`` is no redirection there.
-        separates: Whether it ends a command, or opens or closes a list.
-    """
-
-    text: str
-    line: int
-    is_quoted: bool = False
-    separates: bool = False
-
-
-def words_of(path: str, text: str, reads_documents: bool) -> Iterator[Word]:
-    """Yield the words of ``text`` without its comments, and with those of here-documents if asked to.
-
-    Raises:
-        InputError: A quote or a bracket is not closed. The message has ``path`` and the line.
-    """
-    return _Scanner(path, text, reads_documents).words()
-
-
-class _Scanner:
-    def __init__(self, path: str, text: str, reads_documents: bool) -> None:
-        self._path = path
-        self._text = text
-        self._reads_documents = reads_documents
-        self._document_ends: list[str] = []  # of the here-documents that begin with the next line
-        self._expects_end = False  # whether the next word is one
-        self._at = 0  # the next character
-        self._newlines = [match.start() for match in re.finditer("\n", text)]
-
-    def _line(self, at: int) -> int:
-        return bisect_left(self._newlines, at) + 1
-
-    def words(self) -> Iterator[Word]:
-        text = self._text
-        while self._at < len(text):
-            char = text[self._at]
-            if char == "#":  # at the beginning of a word; a backslash at the end continues no comment
-                end = text.find("\n", self._at)
-                self._at = len(text) if end < 0 else end
-            elif text.startswith("\\\n", self._at):
-                self._at += 2
-            elif char in _SEPARATORS and not text.startswith("&>", self._at):
-                yield Word(char, self._line(self._at), separates=True)
-                self._at += 1
-                if char == "\n":
-                    self._leave_out_documents()
-            elif char.isspace():
-                self._at += 1
-            else:
-                begin = self._at
-                word = self._word()
-                self._note_document(begin, word)
-                yield word
-
-    def _note_document(self, begin: int, word: Word) -> None:
-        if self._reads_documents:
-            return
-        opening = _DOCUMENT.match(self._text, begin)
-        if self._expects_end or opening:
-            end = word.text if opening is None else word.text[len(opening[0]) :]
-            self._document_ends += [end] if end else []
-            self._expects_end = not end
-
-    def _leave_out_documents(self) -> None:
-        ends, self._document_ends = self._document_ends, []
-        for end in ends:
-            if line := re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self._text, self._at):
-                self._at = line.end()
-
-    def _word(self) -> Word:
-        text, line = self._text, self._line(self._at)
-        parts: list[str] = []
-        is_quoted = False
-        while self._at < len(text):
-            char = text[self._at]
-            if plain := _PLAIN.match(text, self._at):
-                parts.append(plain[0])
-                self._at = plain.end()
-            elif char == "\\":
-                parts.append(text[self._at + 1 : self._at + 2].replace("\n", ""))
-                self._at += 2
-            elif char == "'":
-                end = self._end("'", self._at + 1)
-                parts.append(text[self._at + 1 : end])
-                self._at, is_quoted = end + 1, True
-            elif char == '"':
-                parts.append(self._in_quotes())
-                is_quoted = True
-            elif char in "$`":
-                parts.append(self._expansion())
-            elif char == "&" and (text.startswith("&>", self._at) if not parts else parts[-1][-1:] in ("<", ">")):
-                parts.append(char)  # of a redirection
-                self._at += 1
-            else:
-                break
-        return Word("".join(parts), line, is_quoted)
-
-    def _in_quotes(self) -> str:
-        """Read on to the end of double quotes; return what is in them."""
-        text, begin = self._text, self._at
-        parts: list[str] = []
-        self._at += 1
-        while self._at < len(text):
-            char = text[self._at]
-            if plain := _PLAIN_IN_QUOTES.match(text, self._at):
-                parts.append(plain[0])
-                self._at = plain.end()
-            elif char == '"':
-                self._at += 1
-                return "".join(parts)
-            elif char == "\\":
-                escaped = text[self._at + 1 : self._at + 2]
-                parts.append("" if escaped == "\n" else escaped if escaped in ('"', "\\") else char + escaped)
-                self._at += 2
-            else:
-                parts.append(self._expansion())
-        self._fail('"', begin)
-
-    def _expansion(self) -> str:
-        """Read on to the end of an expansion, or past a dollar sign; return it as it is written."""
-        begin = self._at
-        if self._text[begin] == "`":
-            end = self._end("`", begin + 1)
-        elif self._text.startswith("$(", begin):
-            end = self._matching("(", ")", begin + 2)
-        elif self._text.startswith("${", begin):
-            end = self._matching("{", "}", begin + 2)
-        else:
-            end = begin
-        self._at = end + 1
-        return self._text[begin : self._at]
-
-    def _end(self, quote: str, at: int) -> int:
-        end = self._text.find(quote, at)
-        if end < 0:
-            self._fail(quote, at - 1)
-        return end
-
-    def _matching(self, opening: str, closing: str, at: int) -> int:
-        """Return the place of the bracket that closes the one before ``at``."""
-        text, begin, depth = self._text, at, 1
-        while at < len(text):
-            char = text[at]
-            if char == "'" and opening == "(":
-                at = self._end("'", at + 1)
-            elif char == '"':
-                before, self._at = self._at, at
-                self._in_quotes()
-                at, self._at = self._at - 1, before
-            elif char == "\\":
-                at += 1
-            elif char in (opening, closing):
-                depth += 1 if char == opening else -1
-                if not depth:
-                    return at
-            at += 1
-        self._fail(opening, begin - 1)
-
-    def _fail(self, opening: str, at: int) -> NoReturn:
-        fail(self._path, self._line(at), f"not a shell script ({opening} is not closed); check its quotes")
+    tables = (table_of("openrlhf"), table_of("openrlhf_underscores"))
+    for key, row in ((key, row) for table in tables for key, row in table.rows.items()):
+        kinds = {bool: 0.0, list: math.inf}
+        now = tables[0].rows.get(row.now, row)
+        counts[key] = 0.0 if now.kind == "switch" else kinds.get(type(row.default), 1.0)
+    return counts
 
 
 # Read the training command of a shell script: its words, with the script's own variables and arrays filled in.
 #
-# Nothing is run. A variable that the script does not set, or sets in a branch or a loop, and a command substitution
-# stay
-# as they are written. A file beside the script that it sources is read for its variables and arrays too.
+# Nothing is run. A file beside the script that it sources is read for its variables and arrays too.
 
 
-# What the words of a training command contain, and how its settings are written.
+# What the words of a training command contain, and how its settings are written. The later ones are no RL, or a script
+# whose flags are TRL's.
 COMMANDS = (
-    (re.compile(r"^verl\.|main_ppo|main_dapo"), "overrides"),
-    (re.compile(r"^openrlhf\.|train_ppo_ray"), "flags"),
+    (re.compile(r"main_ppo|main_dapo|main_spin|main_prime"), "overrides"),
+    (re.compile(r"^openrlhf\.cli\.|train_ppo_ray"), "flags"),
     (re.compile(r"(^|/)train(_async)?\.py$"), "flags"),
+    (re.compile(r"^verl\.|(^|/)(main_\w+|fsdp_sft_trainer)\.py$"), "overrides"),
+    (
+        re.compile(r"(^|/)\w*(grpo|sft|dpo|kto|orpo|reward|rloo|ppo)\w*\.py$|^(grpo|sft|dpo|kto|orpo|reward|rloo)$"),
+        "trl",
+    ),
 )
 HYDRA_FLAGS = {"--config-path": "--config-path", "-cp": "--config-path", "--config-name": "--config-name"}
-HYDRA_FLAGS |= {"-cn": "--config-name"}
-MOST_WORDS = 50_000
+HYDRA_FLAGS |= {"-cn": "--config-name", "--config-dir": "--config-path"}
 
-_ASSIGNMENT = re.compile(r"^(?:[A-Za-z_]\w*)\+?=")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(\[@\]|\[\*\])?(?::?-([^{}]*))?\})")
 _OVERRIDE = re.compile(r"^(\+{0,2})([A-Za-z_][\w.\-/@]*)=(.*)$", re.DOTALL)
 _NUMBER = re.compile(r"^-\.?\d")
 _EXPANSION = re.compile(r"\$(?:[@*]|\w+|\{[^{}]*\})")  # a word that is one variable
 _ALL_WORDS = re.compile(r"\$(?:[@*]|\{(?:[@*]|\w+\[[@*]\]).*\})")  # all words of an array, or of the script
 _HOLDS_FLAGS = re.compile(r"\$\{?\w*(?:args|flags|opts|options|overrides)\b", re.IGNORECASE)
-_FIRST_FOLDER = re.compile(r"^\$(?:\{?\w+\}?|\(.*\))/")  # the folder of the script, by the habit of such scripts
-_BEFORE_A_COMMAND = ("export", "declare", "-a", "local", "readonly", "then", "else", "do", "{")
-_BEGIN_BRANCHES = ("if", "case", "for", "while", "until", "select")
-_END_BRANCHES = ("fi", "esac", "done")
-_REDIRECTION = re.compile(r"^(?:\d|&)?(>>?|<)(.*)$")
 
 
 @dataclass
-class _Scope:
-    """Hold what a script has set so far, and the files that it sources and that were not read."""
+class _Sources:
+    """Read the files that a script sources, and note those that are not there."""
 
     folder: Path
-    variables: dict[str, list[str]] = field(default_factory=dict)
     not_read: list[str] = field(default_factory=list)
-    in_branches: set[str] = field(default_factory=set)  # the variables that a branch or a loop sets
     seen: set[Path] = field(default_factory=set)
 
-    def source(self, name: str) -> None:
-        """Take the variables of a sourced file, if it is beside the script."""
-        relative = _FIRST_FOLDER.sub("", name)
-        expanded = "".join(_expand(Word(relative, 1, is_quoted=True), self.variables))
-        found = (base / expanded for base in (self.folder, Path()))
-        file = next((path.resolve() for path in found if os.path.isfile(path)), None)  # false for an impossible name
-        if Path(expanded).is_absolute() or file is None:
-            self.not_read.append(name)
-        elif file not in self.seen:
-            self.seen.add(file)
+    def text(self, name: str) -> str | None:
+        """Return the text of a file beside the script, or ``None``."""
+        relative = Path(_FIRST_FOLDER.sub("", name))
+        file = next((base / relative for base in (self.folder, Path()) if os.path.isfile(base / relative)), None)
+        if relative.is_absolute() or file is None:
+            self.not_read.append(str(relative))
+        elif (found := file.resolve()) not in self.seen:
+            self.seen.add(found)
             try:
-                for _ in _commands(_tokens(str(file), read_text(str(file))), self):
-                    continue  # its assignments count, and its commands do not
+                return read_text(str(file))
             except InputError:
-                self.not_read.append(name)
+                self.not_read.append(str(relative))
+        return None
 
 
 def read_shell(path: str, text: str) -> Document:
     """Read the last training command of a script; one in a here-document only if there is no other."""
-    for reads_documents in (False, True):
-        scope = _Scope(Path(path).parent)
-        commands = list(_commands(_tokens(path, text, reads_documents), scope))
-        for command in reversed(commands):
-            for pattern, style in COMMANDS:
-                places = [number for number, word in enumerate(command) if pattern.search(word.text)]
-                if places:
-                    rest = list(_without_redirections(command[places[0] + 1 :]))
-                    found, elsewhere = _overrides(rest) if style == "overrides" else _flags(rest)
-                    words = tuple(word.text for word in command)
-                    notes = by_key(_set_elsewhere(word, scope) for word in elsewhere)
-                    return Document(path, "shell", by_key(found), words, notes)
+    sources = _Sources(Path(path).parent)
+    script = _script(path, text, sources)
+    documents = [_script(path, body, sources) for body in script.documents]
+    for pattern, style in COMMANDS:
+        for commands in (script.commands, *(each.commands for each in documents)):
+            for command in reversed(commands):
+                place = next((number for number, word in enumerate(command) if pattern.search(word.text)), None)
+                if place is not None:
+                    return _training(path, script, sources, command, place, style)
+    if script.fault_line is not None:
+        fail(path, script.fault_line, "not a shell script (a quote or a bracket is not closed); check its quotes")
     fail(path, 1, "has no training command (verl's main_ppo, openrlhf.cli.train_ppo_ray, train.py); check the file")
 
 
-def _without_redirections(words: Sequence[Word]) -> Iterator[Word]:
-    """Leave out ``> FILE`` and ``2>&1``."""
-    names_file = False
-    for word in words:
-        match = None if word.is_quoted else _REDIRECTION.match(word.text)
-        if not match and not names_file:
-            yield word
-        names_file = match is not None and not match[2]
+def _script(path: str, text: str, sources: _Sources) -> Script:
+    try:
+        return read_script(text, source=sources.text)
+    except ValueError as error:
+        fail(path, 1, str(error))
 
 
-def _set_elsewhere(word: Word, scope: _Scope) -> Setting:
+def _training(path: str, script: Script, sources: _Sources, command: list[Word], place: int, style: str) -> Document:
+    rest, words = command[place + 1 :], tuple(word.text for word in command)
+    found, elsewhere = _overrides(rest) if style == "overrides" else _flags(rest)
+    if style == "trl":  # TRL's flags are the names of its settings
+        found = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in found]
+        found = [replace(each, key="--config") if each.key == "config" else each for each in found]
+    return Document(path, "shell", by_key(found), words, by_key(_set_elsewhere(w, script, sources) for w in elsewhere))
+
+
+def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
     """Describe the source of the flags that an expansion stands for."""
     name = word.text.strip("${}")
     if name[0] in "@*":
         where = "is what the script is called with: give those flags too"
-    elif name.partition("[")[0] in scope.in_branches:
+    elif name.partition("[")[0] in script.uncertain:
         where = "is set in a branch or a loop of the script: give the flags that hold for you too"
-    elif scope.not_read:
-        where = f"is set elsewhere (source {' or '.join(scope.not_read)}): give that file's flags too"
+    elif sources.not_read:
+        where = f"is set elsewhere (source {' or '.join(sources.not_read)}): give that file's flags too"
     else:
         where = "is not set in this file: give its flags too"
     return Setting(word.text, where, word.line)
-
-
-def _tokens(path: str, text: str, reads_documents: bool = False) -> list[Word]:
-    words: list[Word] = []
-    try:
-        for word in words_of(path, text, reads_documents):
-            words.append(word)
-            if len(words) > MOST_WORDS:
-                fail(path, word.line, f"has more than {MOST_WORDS} words; give the launch script alone")
-    except RecursionError:
-        fail(path, words[-1].line if words else 1, "its quotes are nested too deep; give the launch script alone")
-    return words
-
-
-def _commands(tokens: Sequence[Word], scope: _Scope) -> Iterator[list[Word]]:
-    """Split the tokens into commands, follow assignments and sourced files, and fill in variables."""
-    command: list[Word] = []
-    position = depth = 0  # the depth of branches and loops
-    separators = ""  # since the last word
-    while position < len(tokens):
-        word = tokens[position]
-        position += 1
-        if word.separates:
-            if command:
-                yield command
-            command = []
-            separators += word.text
-            continue
-        is_certain = not depth and not separators.endswith(("&&", "||"))
-        separators = ""
-        if all(known.text in _BEFORE_A_COMMAND for known in command):
-            if _ASSIGNMENT.match(word.text):
-                position = _assign(word, tokens, position, scope, is_certain)
-                command = []
-                continue
-            depth += (word.text in _BEGIN_BRANCHES) - (word.text in _END_BRANCHES)
-        if len(command) == 1 and command[0].text in ("source", "."):
-            scope.source(word.text)
-        expanded = _expand(word, scope.variables)
-        command += [Word(text, word.line, word.is_quoted or text != word.text) for text in expanded]
-    if command:
-        yield command
-
-
-def _assign(word: Word, tokens: Sequence[Word], position: int, scope: _Scope, is_certain: bool) -> int:
-    """Note what ``word`` assigns; return the position of the next token.
-
-    What is assigned in a branch, or after ``&&``, is not known: the variable, or its last part, stands for itself.
-    """
-    name, _, value = word.text.partition("=")
-    name, appends = name.removesuffix("+"), name.endswith("+")
-    before = scope.variables.get(name, []) if appends else []
-    is_array = not value and position < len(tokens) and tokens[position].separates and tokens[position].text == "("
-    if is_array:
-        values, position = _array(tokens, position, scope.variables)
-    else:
-        values = _expand(Word(value, word.line, is_quoted=True), scope.variables)
-    if not is_certain:
-        scope.in_branches.add(name)
-        values = [f"${{{name}[@]}}" if is_array or appends else f"${name}"]
-    elif before and not is_array:  # a text is lengthened, and of an array its first element
-        before, values = [], [before[0] + " ".join(values), *before[1:]]
-    scope.variables[name] = [*before, *values]
-    return position
-
-
-def _array(tokens: Sequence[Word], position: int, variables: dict[str, list[str]]) -> tuple[list[str], int]:
-    values: list[str] = []
-    while position < len(tokens):
-        word = tokens[position]
-        position += 1
-        if not word.separates:
-            values += _expand(word, variables)
-        elif word.text == ")":
-            break
-    return values, position
-
-
-def _expand(word: Word, variables: dict[str, list[str]]) -> list[str]:
-    """Return the words that a word becomes: a variable outside quotes is split at blanks, as a shell does."""
-    whole = _VARIABLE.fullmatch(word.text)
-    if whole and (whole[1] or whole[2]) in variables:
-        values = variables[whole[1] or whole[2]]
-        if word.is_quoted:
-            return values
-        return [part for value in values for part in ([value] if _is_computed(value) else value.split())]
-    if whole and whole[4] == "":  # nothing, or whatever the caller sets
-        return [word.text]
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name in variables:
-            return " ".join(variables[name])
-        return match[4] if match[4] is not None else match[0]
-
-    return [_VARIABLE.sub(value, word.text)]
 
 
 def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
@@ -636,12 +378,12 @@ def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
     for word, before in zip(words, [None, *words], strict=False):
         flag, equals, value = word.text.partition("=")
         if match := _OVERRIDE.match(word.text):
-            found.append(Setting(match[2], _text(match[3], as_yaml=True), word.line))
+            found.append(Setting(match[2], _text(match[3], word.is_known, as_yaml=True), word.line))
         elif flag in HYDRA_FLAGS and equals:
-            found.append(Setting(HYDRA_FLAGS[flag], _text(value), word.line))
+            found.append(Setting(HYDRA_FLAGS[flag], value, word.line))
         elif before is not None and before.text in HYDRA_FLAGS:
-            found.append(Setting(HYDRA_FLAGS[before.text], _text(word.text), before.line))
-        elif _EXPANSION.fullmatch(word.text):
+            found.append(Setting(HYDRA_FLAGS[before.text], word.text, before.line))
+        elif not word.is_known and _EXPANSION.fullmatch(word.text):
             elsewhere.append(word)
         elif word.text and word.text not in HYDRA_FLAGS:
             found.append(Setting(word.text, True, word.line))
@@ -656,9 +398,9 @@ def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
     found: list[Setting] = []
     elsewhere: list[Word] = []
     for word in words:
-        if word.text.startswith("-") and not _NUMBER.match(word.text):
+        if word.text.startswith("-") and not _NUMBER.match(word.text) and word.text != "--":
             flag, equals, value = word.text.partition("=")
-            found.append(Setting(flag, _text(value) if equals else True, word.line))
+            found.append(Setting(flag, _text(value, word.is_known) if equals else True, word.line))
         elif _EXPANSION.fullmatch(word.text) and not (found and _takes(found[-1], word.text)):
             elsewhere.append(word)
         elif not word.text and not (found and _takes(found[-1], word.text)):
@@ -666,7 +408,7 @@ def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
         elif not found:
             found.append(Setting(word.text, True, word.line))
         else:
-            found[-1] = Setting(found[-1].key, _added(found[-1].value, word.text), found[-1].line)
+            found[-1] = Setting(found[-1].key, _added(found[-1].value, word), found[-1].line)
     return found, elsewhere
 
 
@@ -681,9 +423,9 @@ def _takes(last: Setting, text: str) -> bool:
     return most > 0
 
 
-def _added(before: object, text: str) -> object:
+def _added(before: object, word: Word) -> object:
     """Add a word to the values of a flag. All of them together are an expression if one of them is."""
-    value = _text(text)
+    value = _text(word.text, word.is_known)
     if before is True:
         return value
     values = [*(before if isinstance(before, list) else [before]), value]
@@ -692,20 +434,20 @@ def _added(before: object, text: str) -> object:
     return values
 
 
-def _is_computed(text: str) -> bool:
-    return "$" in text or "`" in text
-
-
-def _text(text: str, as_yaml: bool = False) -> object:
-    if _is_computed(text):
+def _text(text: str, is_known: bool, as_yaml: bool = False) -> object:
+    if not is_known and ("$" in text or "`" in text):
         return Expression(text)
     return scalar(text) if as_yaml else text
 
 
-# Choose the reader of a file by its suffix.
+# Choose the reader of a file by its suffix, and read the files that it inherits from.
 
 
 PACKAGED = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, whose defaults the table has
+NAMES_A_FILE = ("--config-name", "--config")
+MOST_PARENTS = 20
+_FIRST_FOLDER = re.compile(r"^(?:\$(?:\{?\w+\}?|\(.*?\))/)+")  # $(pwd)/ and the like: a folder above the script
+_REFERENCE = re.compile(r"\$\{(?:(mul|div|sub|add|oc\.select):)?([^${}:]+)\}")
 
 READERS = {
     ".json": read_json,
@@ -719,11 +461,15 @@ READERS = {
 
 
 def read_document(path: str) -> Document:
-    """Read a file of settings.
+    """Read a file of settings, with those of the files that it inherits from.
 
     Raises:
-        InputError: The file cannot be read, or is not what its suffix says: one sentence with file and line.
+        InputError: The file or a parent cannot be read: one sentence with file and line.
     """
+    return _interpolated(_read_document(path, 0))
+
+
+def _read_document(path: str, depth: int) -> Document:
     suffix = Path(path).suffix.lower()
     if os.path.isdir(path):
         fail(path, None, f"is a folder; give a file in it that ends in {', '.join(READERS)}")
@@ -731,26 +477,84 @@ def read_document(path: str) -> Document:
         fail(path, None, "no such file; check the path")
     if suffix not in READERS:
         fail(path, None, f"the suffix {suffix!r} is not known; give a file that ends in {', '.join(READERS)}")
+    if depth > MOST_PARENTS:
+        fail(path, None, f"inherits from more than {MOST_PARENTS} files; check that they do not name each other")
     document = READERS[suffix](path, read_text(path))
-    names_another = document.kind == "shell" and "--config-name" in document.settings
-    return _with_config(document) if names_another else document
+    for setting, name, folder in _parents(document):
+        document = _with_parent(document, setting, name, folder, depth)
+    return document
 
 
-def _with_config(document: Document) -> Document:
-    """Return a command of Hydra with the settings of the file that it names; overrides in the command win."""
-    named = document.settings["--config-name"]
-    name = str(named.value).removesuffix(".yaml")
-    if name in PACKAGED:
-        return document
-    place = document.settings.get("--config-path")
-    folder = "." if place is None else str(place.value)
-    found = (base / folder / f"{name}.yaml" for base in (Path(document.path).parent, Path()))
-    file = next((path for path in found if os.path.isfile(path)), None)  # false for a name that no file can have
-    if file is None:
+def _parents(document: Document) -> Iterator[tuple[Setting, str, str]]:
+    """Yield what names a parent, the name of its file and its folder, the most specific first."""
+    settings = document.settings
+    if document.kind == "shell":
+        folder = settings.get("--config-path", Setting("", "", None)).value
+        for key in NAMES_A_FILE:
+            if key in settings and str(settings[key].value).removesuffix(".yaml") not in PACKAGED:
+                name = str(settings[key].value)
+                yield settings[key], name if Path(name).suffix in READERS else f"{name}.yaml", str(folder)
+    elif document.kind == "yaml" and "defaults" in settings:
+        value = settings["defaults"].value
+        for name in reversed(value if isinstance(value, list) else [value]):
+            if isinstance(name, str) and name not in PACKAGED and name not in ("_self_", "{…}"):
+                yield settings["defaults"], name if Path(name).suffix in READERS else f"{name}.yaml", ""
+
+
+def _with_parent(document: Document, setting: Setting, name: str, folder: str, depth: int) -> Document:
+    """Return a document with the settings of a file that it names below its own."""
+    relative = os.path.join(_FIRST_FOLDER.sub("", folder), _FIRST_FOLDER.sub("", name))
+    here = Path(document.path).resolve()
+    bases = [here.parent, *(here.parents[1:6] if document.kind == "shell" else []), Path()]
+    file = next((base / relative for base in bases if os.path.isfile(base / relative)), None)
+    if file is None or "$" in relative:
         document.fail(
-            named.line,
-            f"--config-name {name}: there is no {Path(folder) / name}.yaml, whose settings the command overrides; give "
-            "its folder as --config-path, or drop --config-name to start from the defaults of verl",
+            setting.line,
+            f"{setting.shown}: the settings that are not written here are those of {relative}, which is not there: put "
+            "it beside this file, or give a file that is whole",
         )
-    below = {key: replace(each, line=None) for key, each in read_document(str(file)).settings.items()}
+    parent = _read_document(str(file), depth + 1).settings
+    replaced = tuple(f"{key}." for key in document.settings)
+    below = {key: replace(each, line=None) for key, each in parent.items() if not key.startswith(replaced)}
     return replace(document, settings={**below, **document.settings})
+
+
+def _interpolated(document: Document) -> Document:
+    """Return a document with ``${other.key}`` and ``${mul:a,b}`` filled in, where what they name is known."""
+    settings = dict(document.settings)
+    for _ in range(10):  # a reference to a reference
+        changed = False
+        for key, setting in settings.items():
+            if isinstance(setting.value, Expression) and "${" in setting.value.text and document.kind != "python":
+                text = _REFERENCE.sub(lambda match, key=key: _referred(match, key, settings), setting.value.text)  # type: ignore[misc]
+                if text != setting.value.text:
+                    settings[key], changed = replace(setting, value=scalar(text)), True
+        if not changed:
+            break
+    return replace(document, settings=settings)
+
+
+def _referred(match: re.Match[str], key: str, settings: dict[str, Setting]) -> str:
+    """Return the text that a reference stands for, or the reference if that is not known."""
+    values = []
+    for name in (part.strip() for part in match[2].split(",")):
+        level = len(name) - len(name.lstrip("."))
+        parts = key.split(".")
+        name = ".".join([*parts[: len(parts) - level], name.lstrip(".")]) if level else name
+        if name in settings and not isinstance(settings[name].value, Expression | list | dict):
+            values.append(settings[name].value)
+        elif match[1] and _NUMBER.match(f"-{name}"):
+            values.append(scalar(name))
+        elif match[1] != "oc.select":
+            return match[0]
+    if match[1] in (None, "oc.select"):
+        return str(values[0]) if values and values[0] is not None else match[0]
+    if (
+        len(values) != 2
+        or not all(isinstance(value, int | float) for value in values)
+        or (match[1] == "div" and not values[1])
+    ):
+        return match[0]
+    one, other = values
+    found = {"mul": one * other, "add": one + other, "sub": one - other}
+    return str(found[match[1]] if match[1] in found else one / other)

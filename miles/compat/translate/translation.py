@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from miles.base.secrets import public
 from miles.base.text import InputError, one_line
 from miles.objective.estimators import ESTIMATORS
 from miles.tasks.data.settings import HUB_NAME, HUGGING_FACE
+
+T = TypeVar("T")
 
 # The settings of a file, by name, each with its line.
 
@@ -90,31 +95,113 @@ def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]
     return found
 
 
+@dataclass(frozen=True)
+class Row:
+    """Describe a setting of another trainer.
+
+    Attributes:
+        default: The value there if no file states it; ``None`` if there is none, or it follows another setting.
+        learning: Whether it changes what is learned, or how that is measured. Others are counted, not listed.
+        flag: Our flag for the same value; empty if there is none, or the code of the trainer decides.
+        why: What differs in meaning or, without a flag, what there is instead.
+        kind: ``value``, ``number``, ``list``, ``file``, whose default is an example, ``prompts`` for a file or a name
+            of the Hub, or ``switch``, which becomes a flag without value if it is true.
+        neutral: Further values that ask for nothing, here and there. The default of a row without a flag is one.
+        needs: A flag of ours without which this one has no effect: it is written only beside it.
+        other: Whether it belongs to other releases than the one whose defaults the table has.
+        now: Its name in the trainer's newer release, whose row has the rest.
+    """
+
+    default: Any = None
+    learning: bool = False
+    flag: str = ""
+    why: str = ""
+    kind: str = "value"
+    neutral: tuple[Any, ...] = ()
+    needs: str = ""
+    other: bool = False
+    now: str = ""
+
+
+UNKNOWN = Row(learning=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Hold the settings of one trainer at one version.
+
+    Attributes:
+        version: The release or commit whose settings and defaults these are.
+        source: Where its loss was read.
+        quiet: Patterns of further names that do not change learning.
+        rows: The settings by name.
+    """
+
+    version: str
+    source: str
+    quiet: tuple[str, ...]
+    rows: Mapping[str, Row]
+
+    def row(self, key: str) -> Row:
+        """Return the row of ``key``. A name that the table lacks may change learning."""
+        if key in self.rows:
+            return self.rows[key]
+        return Row() if any(fnmatchcase(key, pattern) for pattern in self.quiet) else UNKNOWN
+
+
+@cache
+def table_of(name: str) -> Table:
+    """Read ``launchers/NAME.toml``."""
+    table = tomllib.loads(Path(__file__).with_name("launchers").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    rows = {key: Row(**{**row, "neutral": tuple(row.get("neutral", ()))}) for key, row in table["settings"].items()}
+    return Table(table["version"], table["source"], tuple(table["quiet"]), rows)
+
+
 _FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold one line of the report: a setting, the flags that it became, and what a reader must know."""
+    """Hold one line of the report: a setting, the flags that it became, and what a reader must know.
+
+    Attributes:
+        shown: The setting.
+        line: Its line in the file.
+        words: The flags that it became.
+        why: What differs; empty if nothing does.
+        learning: Whether it changes what is learned.
+        worst: The order in the report: the objective is 0, a feature that is left out 1, other differences 2.
+    """
 
     shown: str
     line: int | None
     words: tuple[str, ...] = ()
     why: str = ""
+    learning: bool = True
+    worst: int = 2
+
+
+class Unknown(Exception):
+    """A value that is computed when the file is run was asked for."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
 
 
 class Translation:
     """Collect what becomes of the settings of one file.
 
-    A launcher takes settings by name. The rest is listed as unknown, so that nothing is dropped silently.
+    A launcher takes settings by name. The rest is translated by the rows of its table, or listed.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, table: Table) -> None:
         self.document = document
+        self.table = table
         self.carried: list[Entry] = []
         self.differing: list[Entry] = []
         self.missing: list[Entry] = []
-        self._taken: set[str] = set()
+        self._taken: set[str] = set()  # written, or without effect
+        self._read: set[str] = set()  # a part of what was written
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -124,10 +211,19 @@ class Translation:
         return setting is not None and setting.value is not None
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Take the value of ``key``; the default if it is absent, null or an expression."""
-        self._taken.add(key)
-        value = self.document.settings[key].value if self.has(key) else default
-        return default if isinstance(value, Expression) else value
+        """Take the value of ``key``. If it is absent or null, return the trainer's default, or else ``default``.
+
+        Raises:
+            Unknown: The value is computed when the file is run.
+        """
+        self._read.add(key)
+        if self.has(key):
+            setting = self.document.settings[key]
+            if isinstance(setting.value, Expression):
+                raise Unknown(setting)
+            return setting.value
+        theirs = self.table.row(key).default
+        return default if theirs is None else theirs
 
     def text(self, key: str, default: str = "") -> str:
         """Take a text."""
@@ -141,7 +237,7 @@ class Translation:
             self.fail(key, "must be true or false; correct the value")
         return word in ("true", "1")
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float = 0) -> float:
         """Take a finite number."""
         value = self.raw(key, default)
         try:
@@ -152,82 +248,122 @@ class Translation:
             self.fail(key, "must be a finite number; correct the value")
         return number
 
-    def count(self, key: str, default: int) -> int:
+    def count(self, key: str, default: int = 1) -> int:
         """Take a whole number of 1 or more."""
         number = self.number(key, default)
         if number != int(number) or number < 1:
             self.fail(key, "must be a whole number of 1 or more; correct the value")
         return int(number)
 
-    def pair(self, key: str, default: list[Any] | None = None) -> list[Any] | None:
-        """Take a list of two numbers; the default if it is absent, null or an expression."""
-        value = self.raw(key, default)
+    def pair(self, key: str) -> list[Any] | None:
+        """Take a list of two numbers, or ``None``."""
+        value = self.raw(key)
         if value is not None and (not isinstance(value, list) or len(value) != 2):
             self.fail(key, "must be a list of two numbers; correct it")
         return value
 
     def fail(self, key: str, rule: str) -> NoReturn:
         """Raise ``InputError`` about the value of ``key``."""
-        setting = self.document.settings[key]
+        setting = self.document.settings.get(key, Setting(key, self.table.row(key).default, None))
         self.document.fail(setting.line, f"{setting.shown}: {rule}")
 
     # Writing ---------------------------------------------------------------------------------------------------------
+
+    def attempt(self, part: Callable[[Translation], T]) -> T | None:
+        """Translate a part. Nothing of it is written if it reads an unknown value: that setting is listed instead."""
+        before = [*self.carried], [*self.differing], [*self.missing], {*self._taken}, {*self._read}
+        try:
+            return part(self)
+        except Unknown:
+            self.carried, self.differing, self.missing, self._taken, self._read = before
+            return None
 
     def carry(self, key: str, *words: object) -> None:
         """Record that ``key`` means what ``words`` mean. A key with an expression becomes no words."""
         if not self._is_computed(key):
             self.carried.append(self._entry(key, words, ""))
 
-    def differ(self, key: str, why: str, *words: object) -> None:
+    def differ(self, key: str, why: str, *words: object, worst: int = 2) -> None:
         """Record that ``key`` became ``words``, or none, and what differs; not with an expression."""
         if not self._is_computed(key):
-            self.differing.append(self._entry(key, words, why))
+            self.differing.append(self._entry(key, words, why, worst))
 
-    def miss(self, key: str, why: str) -> None:
-        """Record that ``key`` has no counterpart."""
-        self.missing.append(self._entry(key, (), why))
+    def miss(self, key: str, why: str, learning: bool = True) -> None:
+        """Record that ``key`` is left out."""
+        self.missing.append(self._entry(key, (), why, 1, learning))
 
-    def miss_given(self, keys: Iterable[str], why: str) -> None:
-        """Record that those of ``keys`` that are set have no counterpart."""
+    def idle(self, keys: Iterable[str], why: str) -> None:
+        """Record that those of ``keys`` that the file sets have no effect there."""
         for key in filter(self.has, keys):
-            self.miss(key, why)
+            self.miss(key, why, learning=False)
 
     def take(self, keys: Iterable[str]) -> None:
-        """Mark settings as read."""
+        """Mark settings as dealt with."""
         self._taken.update(keys)
 
-    def _is_computed(self, key: str) -> bool:
-        self._taken.add(key)
-        setting = self.document.settings.get(key)
-        return setting is not None and isinstance(setting.value, Expression)
+    def takes(self, key: str) -> bool:
+        """Return whether ``key`` is written already, or without effect."""
+        return key in self._taken
 
-    def _entry(self, key: str, words: tuple[object, ...], why: str) -> Entry:
+    def _is_computed(self, key: str) -> bool:
+        setting = self.document.settings.get(key)
+        if setting is not None and isinstance(setting.value, Expression):
+            return True
+        self._taken.add(key)
+        return False
+
+    def _entry(
+        self, key: str, words: tuple[object, ...], why: str, worst: int = 2, learning: bool | None = None
+    ) -> Entry:
         self._taken.add(key)
         setting = self.document.settings.get(key)
-        if setting is None:
-            return Entry(f"{key} (its default)", None, tuple(map(_word, words)), why)
-        return Entry(setting.shown, setting.line, tuple(map(_word, words)), why)
+        learning = self.table.row(key).learning if learning is None else learning and self.table.row(key).learning
+        shown = setting.shown if setting is not None else self._default_shown(key)
+        line = None if setting is None else setting.line
+        return Entry(shown, line, tuple(map(_word, words)), why, learning, worst)
+
+    def _default_shown(self, key: str) -> str:
+        default = self.table.row(key).default
+        return (
+            key
+            if default is None
+            else f"{key} = {one_line(str(default), LONGEST_SHOWN)} (default of {self.table.version})"
+        )
 
     # The result ------------------------------------------------------------------------------------------------------
 
     @property
-    def unknown(self) -> list[Setting]:
-        """The settings that the launcher's table does not have."""
-        return [setting for key, setting in self.document.settings.items() if key not in self._taken]
+    def unread(self) -> list[Setting]:
+        """The settings that were not read, that differ from the default, and that may change learning."""
+        found = []
+        for key, setting in self.document.settings.items():
+            row = self.table.row(key)
+            plain = (row.default, *row.neutral, None)
+            if (
+                key not in self._taken | self._read
+                and row.learning
+                and not any(_same(setting.value, value) for value in plain)
+            ):
+                found.append(setting)
+        return found
 
     @property
-    def read_along(self) -> list[Setting]:
-        """The settings that were read and have no line of their own: they are a part of another's flags."""
-        listed = {entry.shown for entry in (*self.carried, *self.differing, *self.missing)}
-        return [
-            setting
-            for setting in self.document.settings.values()
-            if setting.key in self._taken and setting.shown not in listed and not isinstance(setting.value, Expression)
-        ]
+    def left_out(self) -> list[Entry]:
+        """The settings that change learning and that became no flags."""
+        return [entry for entry in self.missing if entry.learning]
 
-    def expressions(self) -> list[Setting]:
-        """Return the settings whose values are computed when the file is run."""
-        return [s for s in self.document.settings.values() if isinstance(s.value, Expression) and s.key in self._taken]
+    @property
+    def differences(self) -> list[Entry]:
+        """What differs from the original, the worst first."""
+        differing = [entry for entry in self.differing if entry.learning]
+        return sorted([*differing, *self.left_out], key=lambda entry: entry.worst)
+
+    @property
+    def quiet(self) -> int:
+        """The number of settings of the file that are in no part of the report."""
+        listed = {entry.shown for entry in (*self.carried, *self.differences) if entry.words or entry.why}
+        listed |= {setting.shown for setting in self.unread}
+        return sum(setting.shown not in listed for setting in self.document.settings.values())
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -242,6 +378,15 @@ class Translation:
     def words(self) -> list[str]:
         """Our flags as the words of a command line."""
         return [word for group in self.groups for word in group]
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal, also if one is written as text or as another number."""
+    if isinstance(value, Expression):
+        return False
+    if isinstance(value, str) != isinstance(other, str):
+        return str(value).lower() == str(other).lower()
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _flag_groups(words: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -260,79 +405,55 @@ def _word(value: object) -> str:
     return one_line(str(value), 4000)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Describe a setting whose value is passed on as it is.
+def apply(translation: Translation) -> None:
+    """Translate the settings that are not read yet and whose row has a flag or a sentence.
 
-    Attributes:
-        flag: Our flag; empty if there is none.
-        why: What differs in meaning or, without a flag, why there is no counterpart.
-        kind: ``value``, ``number``, ``prompts`` for a file or a name of the Hub, or ``switch``, which becomes a flag
-            without value if it is true.
-        default: The value there, if it differs from ours: it is written even if the file does not have it.
-        neutral: Values that ask for nothing, here and there.
-        needs: A flag of ours without which this one has no effect: it is written only beside it.
+    A default that changes learning is written like a value of the file.
     """
+    rows = translation.table.rows
+    for key in sorted((key for key in rows if not translation.takes(key)), key=lambda key: bool(rows[key].needs)):
+        row = rows[key]
+        is_set = translation.has(key)
+        writes_default = row.learning and row.flag and row.default is not None and row.kind not in ("file", "prompts")
+        if (row.flag or row.why) and (is_set or writes_default):
+            translation.attempt(lambda translation, key=key, row=row: _apply(translation, key, row))  # type: ignore[misc]
 
-    flag: str = ""
-    why: str = ""
-    kind: str = "value"
-    default: Any = None
-    neutral: tuple[Any, ...] = ()
-    needs: str = ""
 
-
-def apply(rows: Mapping[str, Row], translation: Translation) -> None:
-    """Translate the settings of a table that the file has, or whose defaults differ."""
-    for key, row in sorted(rows.items(), key=lambda item: bool(item[1].needs)):
-        if not translation.has(key):
-            translation.take([key])
-            if row.default is not None:
-                _write(translation, key, row, row.default)
-            continue
-        if isinstance(translation.document.settings[key].value, Expression):
-            translation.take([key])
-        elif row.needs and row.needs not in translation.words and translation.raw(key) not in row.neutral:
+def _apply(translation: Translation, key: str, row: Row) -> None:
+    value = translation.raw(key)
+    plain = row.neutral if row.flag else (*row.neutral, row.default)
+    if any(_same(value, each) for each in plain):
+        translation.carry(key)
+    elif row.needs and row.needs not in translation.words:
+        if translation.has(key):
             translation.miss(key, f"{row.flag} needs {row.needs}: add both")
-        elif row.kind == "prompts":
-            _write_prompts(translation, key, row)
-        elif row.kind == "switch":
-            _write_switch(translation, key, row)
-        else:
-            _write(translation, key, row, translation.number(key, 0) if row.kind == "number" else translation.raw(key))
-
-
-def _write_switch(translation: Translation, key: str, row: Row) -> None:
-    is_on = translation.switch(key)
-    if not row.flag and is_on not in row.neutral:
-        translation.miss(key, row.why)
-    elif row.why and is_on:
-        translation.differ(key, row.why, *([row.flag] if row.flag else []))
+    elif row.kind == "prompts":
+        _write_prompts(translation, key, row)
+    elif row.kind == "switch" and not translation.switch(key):
+        translation.carry(key)
+    elif row.kind == "number":
+        _write(translation, key, row, translation.number(key))
     else:
-        translation.carry(key, *([row.flag] if is_on and row.flag else []))
+        _write(translation, key, row, [] if row.kind == "switch" else value)
 
 
 def _write_prompts(translation: Translation, key: str, row: Row) -> None:
     name = translation.text(key)
     beside = Path(translation.document.path).parent / name
     is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(beside)
-    if HUB_NAME.fullmatch(name) and not is_file:
-        translation.differ(key, row.why, row.flag, f"{HUGGING_FACE}{name}")
-    else:
-        translation.carry(key, row.flag, name)
+    is_of_hub = HUB_NAME.fullmatch(name) and not is_file
+    _write(translation, key, row if is_of_hub else Row(flag=row.flag), f"{HUGGING_FACE}{name}" if is_of_hub else name)
 
 
 def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
-    if value in row.neutral:
-        translation.carry(key)
-    elif not row.flag:
+    if not row.flag:
         translation.miss(key, row.why)
+        return
+    words = [row.flag, *(value if isinstance(value, list) else [value])]
+    if row.why:
+        translation.differ(key, row.why, *words)
     else:
-        words = [row.flag, *(value if isinstance(value, list) else [value])]
-        if row.why:
-            translation.differ(key, row.why, *words)
-        else:
-            translation.carry(key, *words)
+        translation.carry(key, *words)
 
 
 # Write an estimator with what it needs here, and a KL that is subtracted from rewards.
@@ -341,7 +462,7 @@ def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
 WHITENED = "advantages are whitened over the whole rollout there, over the tokens of a step here"
 
 
-def write_estimator(translation: Translation, key: str, *words: str) -> None:
+def write_estimator(translation: Translation, key: str, *words: object) -> None:
     """Record the estimator of ``key``, and that whitened advantages are whitened over other tokens."""
     if "--normalize-advantages" in words:
         translation.differ(key, WHITENED, *words)
@@ -349,20 +470,25 @@ def write_estimator(translation: Translation, key: str, *words: str) -> None:
         translation.carry(key, *words)
 
 
-def write_kl_in_rewards(translation: Translation, key: str, coefficient: float) -> bool:
+def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, kind: str) -> bool:
     """Record a KL that is subtracted from rewards there, in the loss if the estimator here does not read it.
 
+    The gradient of a KL in rewards is that of the KL itself. As a term of the loss k1 has none, k3 another one, and k2
+    that one (docs/objectives.md).
+
     Returns:
-        Whether it has a counterpart: it has none if the loss has a KL already.
+        Whether it became flags: it does not if the loss has a KL already.
     """
     words = translation.words
     name = words[words.index("--advantage-estimator") + 1] if "--advantage-estimator" in words else "grpo"
     if "kl_coef" in ESTIMATORS[name].reads:
-        translation.carry(key, "--kl-coef", coefficient)
+        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
     elif "--use-kl-loss" in words:
         translation.miss(key, f"subtracted from rewards there, which {name} does not do here; the loss has a KL too")
         return False
     else:
-        why = f"subtracted from rewards there, which {name} does not do here: it is a term of the loss"
-        translation.differ(key, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
+        why = f"subtracted from rewards there, which {name} does not do here: a term of the loss with a KL's gradient"
+        if "--disable-grpo-std-normalization" not in words and name.startswith("grpo"):
+            why += "; it is divided by the std of the group with the rewards there"
+        translation.differ(key, why, "--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", "k2", worst=1)
     return True

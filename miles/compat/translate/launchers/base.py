@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+import tomllib
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 from miles.compat.translate import launchers
 from miles.compat.translate.objective import Objective
-from miles.compat.translate.translation import Document, Translation
+from miles.compat.translate.translation import Document, Table, Translation, table_of
 
 
 class Launcher(ABC):
     """Describe one trainer. Objects have no state.
 
     Attributes:
-        name: The value of ``--from``.
-        version: The version or the commit whose source was read.
+        name: The value of ``--from``, and the name of its table beside its file.
         reads: The kinds of files that it is configured by.
     """
 
     name: str
-    version: str
     reads: tuple[str, ...]
+
+    def table(self) -> Table:
+        """Return the trainer's settings and defaults."""
+        return table_of(self.name)
 
     @abstractmethod
     def recognizes(self, document: Document) -> bool:
         """Return whether a file of one of these kinds is a configuration of this trainer."""
 
     @abstractmethod
-    def translate(self, translation: Translation) -> Objective:
-        """Record what becomes of the settings, and return the objective that they ask for."""
+    def translate(self, translation: Translation) -> Objective | None:
+        """Record what becomes of the settings, and return their objective; ``None`` if it is not known."""
 
 
 def all_launchers() -> dict[str, Launcher]:
@@ -44,6 +49,28 @@ def all_launchers() -> dict[str, Launcher]:
     return by_name
 
 
+def refuse_without_rl(document: Document) -> None:
+    """Refuse a file that trains without RL, by the name of what it does.
+
+    Raises:
+        InputError: It trains on pairs or demonstrations, or a reward model, or generates.
+    """
+    table = tomllib.loads(Path(__file__).parents[1].joinpath("not_rl.toml").read_text(encoding="utf-8"))
+    sought = {"words": document.words, "settings": tuple(document.settings), "files": (Path(document.path).name,)}
+    if any(re.match(table["rl"], name) for name in (*document.words, *document.settings)):
+        return
+    for kind, texts in sought.items():
+        for pattern, what in table[kind].items():
+            found = next((text for text in texts if re.search(pattern, text)), None)
+            if found is not None:
+                setting = document.settings.get(found)
+                document.fail(
+                    None if setting is None else setting.line,
+                    f"{found} is {what}, and only reinforcement learning is translated (--loss-type sft_loss trains on "
+                    "demonstrations here)",
+                )
+
+
 def launcher_of(document: Document, name: str | None) -> Launcher:
     """Return the trainer called ``name``, or the one that recognizes the file.
 
@@ -51,6 +78,7 @@ def launcher_of(document: Document, name: str | None) -> Launcher:
         InputError: The trainer is not configured by such files, or not exactly one recognizes the file.
     """
     known = all_launchers()
+    refuse_without_rl(document)
     if name is not None:
         if document.kind not in known[name].reads:
             kinds = " or ".join(known[name].reads)

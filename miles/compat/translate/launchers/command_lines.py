@@ -8,7 +8,7 @@ from contextlib import suppress
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, sequence_mean, token_mean_counting_masked
-from miles.compat.translate.translation import Expression, Translation
+from miles.compat.translate.translation import Expression, Table, Translation
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.megatron.settings import MegatronArguments
@@ -21,7 +21,12 @@ class CommandLine(Launcher):
     """A launcher with this command line."""
 
     reads = ("shell",)
+    version: str
     source: str
+
+    def table(self) -> Table:
+        """Return a table without rows: their flags are ours, or have a verdict here."""
+        return Table(self.version, self.source, (), {})
 
     def translate(self, translation: Translation) -> Objective:
         """Sort the flags by their verdict here."""
@@ -29,21 +34,20 @@ class CommandLine(Launcher):
         for flag, setting in translation.document.settings.items():
             value = setting.value
             if isinstance(value, Expression):
-                translation.take([flag])
+                continue
             elif flag in FOREIGN_FLAGS:
                 row = FOREIGN_FLAGS[flag]
                 if row.heading is None:
                     translation.miss(flag, f"{row.why}; {row.instead}")
                 else:
-                    translation.differ(flag, f"accepted, without effect: {row.why}", *_words(flag, value))
+                    translation.carry(flag, *_words(flag, value))  # accepted, without effect
             elif flag in own or flag.startswith(("--sglang-", "--router-")):
                 translation.carry(flag, *_words(flag, value))
         return self._objective(translation)
 
     def _objective(self, translation: Translation) -> Objective:
-        remarks = ["Tokens are counted for the whole trajectory, before the batch is split; older revisions by sample."]
         if translation.has(REDUCER):
-            remarks.append(f"{REDUCER} replaces this for pg_loss: the function is not evaluated here.")
+            translation.differ(REDUCER, "it replaces the aggregation of pg_loss, and is not evaluated here", worst=0)
         if translation.has("--calculate-per-token-loss"):
             return Objective(
                 "--calculate-per-token-loss",
@@ -54,7 +58,6 @@ class CommandLine(Launcher):
                 ("--loss-aggregation", "token_mean"),
                 depends="fully masked samples: each adds one token to the divisor",
                 exact=False,
-                remarks=tuple(remarks),
             )
         return Objective(
             "default",
@@ -63,7 +66,6 @@ class CommandLine(Launcher):
             sequence_mean,
             "sample_mean",
             ("--loss-aggregation", "sample_mean"),
-            remarks=tuple(remarks),
         )
 
 

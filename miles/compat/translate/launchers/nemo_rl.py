@@ -3,180 +3,356 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
-from miles.compat.translate.translation import Document, Row, Translation, apply, write_kl_in_rewards
+from miles.compat.translate.translation import Document, Translation, apply, write_estimator, write_kl_in_rewards
 
-SOURCE = "NVIDIA-NeMo/RL 006907a, nemo_rl/algorithms/loss/loss_functions.py"
-
-ENGINE = "the engine's own setting; give the matching --sglang- flag"
-MEMORY = "memory and speed only"
 OPTIMIZER = "policy.optimizer.kwargs."
-
-ROWS = {
-    "grpo.num_prompts_per_step": Row("--rollout-batch-size", kind="number"),
-    "grpo.num_generations_per_prompt": Row("--n-samples-per-prompt", kind="number"),
-    "grpo.max_num_steps": Row("--num-rollout", kind="number"),
-    "grpo.val_period": Row("--eval-interval", "needs --eval-prompt-data", "number", neutral=(0,)),
-    "grpo.seed": Row("--seed", kind="number"),
-    "grpo.max_rollout_turns": Row(
-        "", "turns are your own generation here (--custom-generate-function-path)", neutral=(1,)
-    ),
-    "grpo.overlong_filtering": Row("--mask-truncated-completions", kind="switch"),
-    "grpo.use_leave_one_out_baseline": Row(
-        "", "grpo's baseline is the mean of the whole group here", "switch", neutral=(False,)
-    ),
-    "grpo.async_grpo.enabled": Row("", "see --async-steps", "switch", neutral=(False,)),
-    "grpo.async_grpo.max_trajectory_age_steps": Row("", "see --async-steps"),
-    "policy.model_name": Row("--hf-checkpoint"),
-    "policy.train_global_batch_size": Row("--global-batch-size", kind="number"),
-    "policy.train_micro_batch_size": Row("--micro-batch-size", kind="number"),
-    "policy.max_total_sequence_length": Row("--rollout-max-context-len", kind="number"),
-    "policy.max_grad_norm": Row("--clip-grad", kind="number"),
-    "policy.logprob_batch_size": Row("", MEMORY),
-    "policy.dtensor_cfg.context_parallel_size": Row("--context-parallel-size", kind="number"),
-    "policy.dtensor_cfg.cpu_offload": Row("", MEMORY),
-    "policy.dtensor_cfg.activation_checkpointing": Row("--gradient-checkpointing", kind="switch"),
-    "policy.generation.backend": Row("", "SGLang generates here (--rollout-engine sglang)"),
-    "policy.generation.temperature": Row("--rollout-temperature", kind="number"),
-    "policy.generation.top_p": Row("--rollout-top-p", kind="number"),
-    "policy.generation.top_k": Row("--rollout-top-k", kind="number"),
-    "policy.generation.colocated.enabled": Row("--colocate", kind="switch"),
-    "policy.generation.vllm_cfg.tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
-    "policy.generation.vllm_cfg.gpu_memory_utilization": Row("", ENGINE),
-    "policy.generation.vllm_cfg.enforce_eager": Row("", ENGINE),
-    OPTIMIZER + "lr": Row("--lr", kind="number"),
-    OPTIMIZER + "weight_decay": Row("--weight-decay", kind="number"),
-    OPTIMIZER + "eps": Row("--adam-eps", kind="number"),
-    OPTIMIZER + "foreach": Row("", MEMORY),
-    OPTIMIZER + "fused": Row("", MEMORY),
-    "policy.optimizer.name": Row("", "AdamW is the optimizer here", neutral=("torch.optim.AdamW",)),
-    "loss_fn.ratio_clip_min": Row("--eps-clip", kind="number", default=0.2),
-    "loss_fn.ratio_clip_max": Row("--eps-clip-high", kind="number", default=0.2),
-    "loss_fn.ratio_clip_c": Row("--eps-clip-c", kind="number"),
-    "loss_fn.use_on_policy_kl_approximation": Row(
-        "", "the KL is not weighted by the ratio here", "switch", neutral=(False,)
-    ),
-    "loss_fn.disable_ppo_ratio": Row("", "the ratio is always part of the policy loss", "switch", neutral=(False,)),
-    "loss_fn.positive_example_nll_weight": Row("", "no such term here", "number", neutral=(0,)),
-    "checkpointing.checkpoint_dir": Row("--save"),
-    "checkpointing.save_period": Row("--save-interval", kind="number", needs="--save"),
-    "logger.log_dir": Row("--output-dir"),
-    "logger.wandb_enabled": Row("--use-wandb", kind="switch"),
-    "logger.wandb.project": Row("--wandb-project", needs="--use-wandb"),
-    "cluster.gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
-    "cluster.num_nodes": Row("--actor-num-nodes", kind="number"),
-    "data.shuffle": Row("--rollout-shuffle", kind="switch"),
-    "data.dataset_name": Row("", "give --prompt-data"),
-}
+MEGATRON = "policy.megatron_cfg."
+ENDLESS = 1_000_000  # the default of max_num_steps
 
 
 class NemoRl(Launcher):
-    """NeMo-RL's GRPO."""
+    """NeMo-RL's GRPO and PPO."""
 
     name = "nemo-rl"
-    version = "NVIDIA-NeMo/RL 00294d9 (settings), 006907a (loss)"
     reads = ("yaml",)
 
     def recognizes(self, document: Document) -> bool:
-        """By the tables of its GRPO configuration."""
-        return any(key.startswith(("grpo.", "loss_fn.")) for key in document.settings)
+        """By the tables of its configuration."""
+        return any(key.startswith(("grpo.", "ppo.", "loss_fn.")) for key in document.settings)
 
-    def translate(self, translation: Translation) -> Objective:
-        """Translate a configuration of GRPO."""
-        apply(ROWS, translation)
-        key = "grpo.normalize_rewards"
-        if translation.has(key) and not translation.switch(key):
-            translation.carry(key, "--disable-grpo-std-normalization")
-        elif translation.has(key):
-            translation.carry(key)
-        if betas := translation.pair(OPTIMIZER + "betas"):
-            translation.carry(OPTIMIZER + "betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-        if translation.has("policy.precision"):
-            precisions = {"bfloat16": "--bf16", "float32": "--fp32"}
-            if flag := precisions.get(translation.text("policy.precision")):
-                translation.carry("policy.precision", flag)
-            else:
-                translation.miss("policy.precision", "this version computes in bf16 or fp32")
-        _lengths(translation)
-        _kl(translation)
-        _correction(translation)
-        return _objective(translation)
+    def translate(self, translation: Translation) -> Objective | None:
+        """Translate a configuration of GRPO, or of PPO: the block ``ppo`` has the names of ``grpo``."""
+        given = translation.document.settings
+        if any(key.startswith("ppo.") for key in given):
+            start = "grpo.adv_estimator.name"
+            renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in given.items()}
+            renamed.setdefault(start, replace(next(iter(given.values())), key="ppo", value="gae", line=None))
+            translation.document = replace(translation.document, settings=renamed)
+        parts = (_end, _estimator, _critic, _filter, _async, _lengths, _tokens, _precision, _optimizer, _schedule)
+        for part in (*parts, _adapter, _policy, _kl, _correction, _parallel, apply):
+            translation.attempt(part)
+        return translation.attempt(_objective)
+
+
+def _end(translation: Translation) -> None:
+    key, epochs = "grpo.max_num_steps", "grpo.max_num_epochs"
+    steps = translation.count(key)
+    if steps >= ENDLESS:
+        translation.carry(epochs, "--num-epoch", translation.count(epochs))
+    elif translation.has(epochs):
+        why = f"ends after {translation.count(epochs)} passes over the prompts there, if that comes first"
+        translation.differ(key, why, "--num-rollout", steps)
+    else:
+        translation.carry(key, "--num-rollout", steps)
+    translation.take([epochs])
+
+
+def _estimator(translation: Translation) -> None:
+    start = "grpo.adv_estimator."
+    key, name = start + "name", translation.text(start + "name")
+    own = ("normalize_rewards", "use_leave_one_out_baseline")
+    given = [start + setting if translation.has(start + setting) else f"grpo.{setting}" for setting in own]
+    if name in ("grpo", "gdpo"):
+        group = translation.count("grpo.num_generations_per_prompt")
+        by_std, leaves_one_out = (translation.switch(each) for each in given)
+        words = ["--advantage-estimator", name if by_std or not leaves_one_out else "rloo"]
+        if leaves_one_out and by_std and group > 1:
+            why = f"the baseline leaves its own sample out there: advantages {group / (group - 1):.3g} times as large"
+            translation.differ(given[1], why, *words)
+        else:
+            words += [] if by_std or leaves_one_out else ["--disable-grpo-std-normalization"]
+            translation.carry(key, *words)
+    elif name == "reinforce_plus_plus":
+        ending = "_baseline" if translation.switch(start + "minus_baseline") else ""
+        write_estimator(translation, key, "--advantage-estimator", name + ending, "--normalize-advantages")
+    elif name == "gae":
+        adaptive = translation.number(start + "length_adaptive_alpha")
+        words = ["--advantage-estimator", "vapo" if adaptive else "ppo"]
+        words += ["--normalize-advantages"] if translation.switch(start + "normalize_advantages") else []
+        write_estimator(translation, key, *words, "--gamma", translation.number(start + "gae_gamma"))
+        whole = translation.number(start + "gae_lambda")
+        value, policy = (translation.number(f"{start}gae_lambda_{end}", whole) for end in ("value", "policy"))
+        if adaptive:
+            translation.carry(start + "length_adaptive_alpha", "--vapo-alpha", adaptive, "--critic-lambd", value)
+        else:
+            extra = ["--critic-lambd", value] if value != policy else []
+            translation.carry(start + "gae_lambda", "--lambd", policy, *extra)
+    else:
+        translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
+    names = ("minus_baseline", "gae_lambda", "gae_gamma", "normalize_advantages", "length_adaptive_alpha")
+    translation.take([*given, *(start + each for each in (*own, *names, "gae_lambda_value", "gae_lambda_policy"))])
+    translation.take([f"grpo.{each}" for each in own])
+
+
+def _critic(translation: Translation) -> None:
+    if translation.text("grpo.adv_estimator.name") == "gae":
+        is_megatron = translation.switch("value.megatron_cfg.enabled")
+        key = "value.megatron_cfg.optimizer.lr" if is_megatron else "value.optimizer.kwargs.lr"
+        if translation.has(key):
+            translation.carry(key, "--critic-lr", translation.number(key))
+        clip = "value_loss_fn.cliprange"
+        if translation.has(clip):
+            translation.carry(clip, "--value-clip", translation.number(clip))
+    translation.take(["value.megatron_cfg.optimizer.lr", "value.optimizer.kwargs.lr", "value_loss_fn.cliprange"])
+    passes = "grpo.critic_ppo_epochs"
+    if translation.has(passes) and translation.number(passes) == translation.number("grpo.ppo_epochs"):
+        translation.take([passes])
+
+
+def _filter(translation: Translation) -> None:
+    key = "grpo.use_dynamic_sampling"
+    if translation.switch(key):
+        words = ["--dynamic-sampling-filter-path", "miles.rollout.filters:check_reward_nonzero_std"]
+        more = translation.number("grpo.batch_multiplier")
+        if more > 1:
+            prompts = math.ceil(translation.count("grpo.num_prompts_per_step") * more)
+            words += ["--over-sampling-batch-size", str(prompts)]
+        translation.carry(key, *words)
+    translation.take(["grpo.dynamic_sampling_max_gen_batches", "grpo.batch_multiplier"])
+
+
+def _async(translation: Translation) -> None:
+    for start in ("grpo.async_grpo.", "grpo.async_ppo."):
+        if translation.switch(start + "enabled", False):
+            age = start + "max_trajectory_age_steps"
+            translation.carry(start + "enabled", "--async-steps", translation.count(age, 1))
+        translation.take([start + "enabled", start + "max_trajectory_age_steps"])
 
 
 def _lengths(translation: Translation) -> None:
-    context = translation.number("policy.max_total_sequence_length", 0) or math.inf
-    ends = "a sequence has a token of the prompt and one of the response at least"
-    flags = {
-        "policy.generation.max_new_tokens": ("--rollout-max-response-len", ""),
-        "data.max_input_seq_length": ("--rollout-max-prompt-len", "longer prompts are dropped here"),
-    }
-    for key, (flag, why) in flags.items():
-        if not translation.number(key, 0):
-            continue
-        longest = translation.count(key, 1)
-        if longest >= context:
-            translation.differ(key, ends, flag, int(context) - 1)
-        elif why:
-            translation.differ(key, why, flag, longest)
-        else:
-            translation.carry(key, flag, longest)
+    context, answer, prompt = (
+        "policy.max_total_sequence_length",
+        "policy.generation.max_new_tokens",
+        "data.max_input_seq_length",
+    )
+    most = translation.number(context) or math.inf
+    if most < math.inf:
+        translation.carry(context, "--rollout-max-context-len", most)
+    for key, flag in ((answer, "--rollout-max-response-len"), (prompt, "--rollout-max-prompt-len")):
+        if translation.has(key):  # a sequence has a token of the prompt and one of the response at least
+            translation.carry(key, flag, min(translation.count(key), most - 1))
+
+
+def _tokens(translation: Translation) -> None:
+    for key in ("policy.dynamic_batching.", "policy.sequence_packing."):
+        if translation.switch(key + "enabled") and translation.has(key + "train_mb_tokens"):
+            tokens = translation.count(key + "train_mb_tokens")
+            translation.carry(key + "enabled", "--use-dynamic-batch-size", "--max-tokens-per-gpu", tokens)
+            return
+    key = "policy.train_micro_batch_size"
+    if translation.has(key):
+        translation.carry(key, "--micro-batch-size", translation.count(key))
+
+
+def _precision(translation: Translation) -> None:
+    key, precisions = "policy.precision", {"bfloat16": "--bf16", "float32": "--fp32"}
+    if translation.has(key):
+        name = translation.text(key)
+        if name not in precisions:
+            translation.fail(key, "the precisions here are bfloat16 and float32")
+        translation.carry(key, precisions[name])
+
+
+def _optimizer(translation: Translation) -> None:
+    betas = OPTIMIZER + "betas"
+    if translation.switch(MEGATRON + "enabled"):
+        start, names = (
+            MEGATRON + "optimizer.",
+            {"lr": "--lr", "weight_decay": "--weight-decay", "adam_eps": "--adam-eps"},
+        )
+        names |= {"clip_grad": "--clip-grad", "adam_beta1": "--adam-beta1", "adam_beta2": "--adam-beta2"}
+    else:
+        start, names = OPTIMIZER, {"lr": "--lr", "weight_decay": "--weight-decay", "eps": "--adam-eps"}
+        if pair := translation.pair(betas):
+            translation.carry(betas, "--adam-beta1", pair[0], "--adam-beta2", pair[1])
+    for name, flag in names.items():
+        if translation.has(start + name):
+            translation.carry(start + name, flag, translation.number(start + name))
+    # The optimizer of the other backend has no effect.
+    every = ("lr", "weight_decay", "eps", "betas", "adam_eps", "adam_beta1", "adam_beta2", "min_lr", "clip_grad")
+    translation.take(prefix + name for prefix in (OPTIMIZER, MEGATRON + "optimizer.") for name in every)
+
+
+def _schedule(translation: Translation) -> None:
+    key, start = "policy.scheduler", MEGATRON + "scheduler."
+    names = ("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+    if translation.switch(MEGATRON + "enabled"):
+        style = translation.text(start + names[0], "constant").lower()
+        if style not in ("constant", "linear", "cosine"):
+            translation.fail(start + names[0], "the shapes here are constant, linear, cosine")
+        words: list[object] = ["--lr-decay-style", style]
+        if style != "constant":
+            words += ["--min-lr", translation.number(MEGATRON + "optimizer.min_lr")]
+            words += (
+                ["--lr-decay-iters", int(translation.number(start + names[1]))]
+                if translation.has(start + names[1])
+                else []
+            )
+        if warm := int(translation.number(start + names[2])):
+            words += ["--lr-warmup-iters", warm]
+        translation.carry(start + names[0], *words)
+        if warm and (first := translation.number(start + names[3])):
+            translation.differ(start + names[3], f"the warm-up begins at {first:g} there, at 0 here")
+    elif not translation.has(key) and not translation.has(key + ".name"):
+        translation.carry(key, "--lr-decay-style", "constant")
+    else:
+        _torch_schedule(translation, key)
+    translation.take([key, *(start + name for name in names)])
+
+
+def _torch_schedule(translation: Translation, key: str) -> None:
+    """Translate a chain of PyTorch's schedulers: a linear warm-up, then a constant or a cosine."""
+    stages = translation.raw(key, [])
+    if not isinstance(stages, list):
+        translation.fail(key, "must be a list of PyTorch's schedulers")
+    if translation.has(key + ".name"):
+        prefix = key + ".kwargs."
+        given = {
+            name[len(prefix) :]: translation.raw(name)
+            for name in translation.document.settings
+            if name.startswith(prefix)
+        }
+        stages = [{"name": translation.text(key + ".name"), "kwargs": given}]
+    words: list[object] = []
+    shape, why = "constant", ""
+    for stage in stages:
+        name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
+        kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
+        if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
+            words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5))]
+            first = kwargs.get("start_factor", 1 / 3)
+            why = f"the warm-up begins at {first:.3g} of the learning rate there, at 0 here"
+        elif name == "CosineAnnealingLR":
+            shape = "cosine"
+            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", int(kwargs.get("T_max", 0))]
+        elif name not in ("ConstantLR", "") or (name == "ConstantLR" and kwargs.get("factor", 1.0) != 1.0):
+            translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
+            return
+    written = key if translation.has(key) else key + ".name"
+    if why:
+        translation.differ(written, why, "--lr-decay-style", shape, *words)
+    else:
+        translation.carry(written, "--lr-decay-style", shape, *words)
+
+
+def _adapter(translation: Translation) -> None:
+    start = "policy.dtensor_cfg.lora_cfg."
+    if translation.switch(start + "enabled"):
+        words: list[object] = [
+            "--lora-rank",
+            translation.number(start + "dim", 8),
+            "--lora-alpha",
+            translation.number(start + "alpha", 32),
+        ]
+        words += ["--lora-dropout", translation.number(start + "dropout", 0)]
+        modules = translation.raw(start + "target_modules")
+        modules = modules if isinstance(modules, list) else [modules] if modules else []
+        words += ["--target-modules", *modules] if modules else []
+        translation.carry(start + "enabled", *words)
+    translation.take(start + name for name in ("dim", "alpha", "dropout", "target_modules", "match_all_linear"))
+
+
+def _policy(translation: Translation) -> None:
+    low, high = (translation.number(f"loss_fn.ratio_clip_{end}") for end in ("min", "max"))
+    ends = "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"
+    if translation.switch("loss_fn.use_cispo"):
+        words = ("--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{max(1 - low, 0):.12g}")
+        translation.carry("loss_fn.use_cispo", *words)
+    else:
+        if translation.switch("loss_fn.sequence_level_importance_ratios"):
+            translation.carry("loss_fn.sequence_level_importance_ratios", "--policy-loss", "gspo")
+        translation.carry(ends[0], "--eps-clip", low)
+        translation.carry(ends[1], "--eps-clip-high", high)
+        dual = "loss_fn.ratio_clip_c"
+        if translation.has(dual):
+            translation.carry(dual, "--eps-clip-c", translation.number(dual))
+    translation.take(ends)
+    key = "loss_fn.positive_example_nll_weight"
+    if weight := translation.number(key):
+        translation.miss(
+            key, f"{weight:g} times the negative log-likelihood of correct answers is a term of the loss there"
+        )
 
 
 def _kl(translation: Translation) -> None:
     weight, kind = "loss_fn.reference_policy_kl_penalty", "loss_fn.reference_policy_kl_type"
-    coefficient = translation.number(weight, 0.01)
-    if not coefficient:
-        translation.carry(weight)
-    elif translation.switch("loss_fn.use_kl_in_reward"):
-        write_kl_in_rewards(translation, weight, coefficient)
-        translation.carry("loss_fn.use_kl_in_reward", "--kl-loss-type", translation.text(kind, "k3"))
-    else:
-        why = "its mean follows token_level_loss there, a sample mean here; its inputs are clamped there"
-        translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
-        translation.carry(kind, "--kl-loss-type", translation.text(kind, "k3"))
+    clamps = ("loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value")
+    coefficient, name = translation.number(weight), translation.text(kind)
+    by_ratio = "loss_fn.use_on_policy_kl_approximation"
+    if coefficient and translation.switch("loss_fn.use_kl_in_reward"):
+        write_kl_in_rewards(translation, weight, coefficient, name)
+    elif coefficient:
+        inputs, values = map(translation.number, clamps)
+        why = f"its inputs are clamped to {inputs:g} and its values to {values:g} there"
+        words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
+        words += ["--use-unbiased-kl"] if translation.switch(by_ratio) else []
+        translation.differ(weight, why, *words)
+    translation.take([kind, "loss_fn.use_kl_in_reward", by_ratio, *clamps])
 
 
 def _correction(translation: Translation) -> None:
     key, kind = "loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_type"
     high, low = (f"loss_fn.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
-    modes = {"tis": "truncate", "icepop": "icepop"}
-    if translation.has(key) and not translation.switch(key):
-        translation.carry(key)
-    elif translation.has(key) and translation.text(kind) in modes:
-        translation.carry(key, "--use-tis", "--tis-mode", modes[translation.text(kind)])
-        if translation.has(high):
-            translation.carry(high, "--tis-clip", translation.number(high, 2.0))
-        if translation.has(low):
-            translation.carry(low, "--tis-clip-low", translation.number(low, 0.0))
-    elif translation.has(key):
-        translation.miss(key, "the weight is always bounded here (--use-tis with --tis-mode and --tis-clip)")
+    if translation.switch(key):
+        name = translation.text(kind, "none") if translation.has(high) or translation.has(kind) else "none"
+        name = "tis" if name == "none" and translation.has(high) else name
+        if name not in ("none", "tis", "icepop", "seq-mask-tis"):
+            translation.fail(kind, "must be tis, icepop or seq-mask-tis")
+        top, bottom = translation.number(high, 1e6), translation.number(low)
+        level = "sequence" if translation.switch("loss_fn.sequence_level_importance_ratios") else "token"
+        words: list[object] = [
+            "--use-tis",
+            "--tis-level",
+            level,
+            "--tis-mode",
+            "icepop" if name == "icepop" else "truncate",
+        ]
+        if name == "seq-mask-tis":
+            words += ["--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
+            words += ["--rs-lower-bound", bottom, "--rs-upper-bound", top]
+        else:
+            words += ["--tis-clip", top, *(["--tis-clip-low", bottom] if bottom else [])]
+        translation.carry(key, *words)
+    translation.take([kind, high, low])
+
+
+def _parallel(translation: Translation) -> None:
+    names = {
+        "tensor_model_parallel_size": "--tensor-model-parallel-size",
+        "context_parallel_size": "--context-parallel-size",
+    }
+    names |= {
+        name: "--" + name.replace("_", "-") for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
+    }
+    if translation.switch(MEGATRON + "enabled"):
+        translation.carry(MEGATRON + "enabled", "--train-backend", "megatron")
+        translation.take(["policy.dtensor_cfg.context_parallel_size"])
+        for name, flag in names.items():
+            if translation.number(MEGATRON + name, 1) > 1:
+                translation.carry(MEGATRON + name, flag, translation.count(MEGATRON + name))
 
 
 def _objective(translation: Translation) -> Objective:
-    key = "loss_fn.token_level_loss"
-    if translation.has("loss_fn.sequence_level_importance_ratios"):
-        if translation.switch("loss_fn.sequence_level_importance_ratios"):
-            translation.carry("loss_fn.sequence_level_importance_ratios", "--policy-loss", "gspo")
-        else:
-            translation.carry("loss_fn.sequence_level_importance_ratios")
-    if translation.switch(key, True):
-        translation.carry(key, "--loss-aggregation", "token_mean")
+    key, source = "loss_fn.token_level_loss", translation.table.source
+    if translation.switch(key):
         words = ("--loss-aggregation", "token_mean")
-        return Objective(f"{key} = true", "Σ m l / (T + 1e-8)", SOURCE, token_mean, "token_mean", words)
-    depends = "samples that sample_mask drops: they are left out of B'"
-    translation.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
+        translation.carry(key, *words)
+        return Objective(f"{key} = true", "Σ m l / (T + 1e-8)", source, token_mean, "token_mean", words)
+    words = ("--loss-aggregation", "sample_mean")
+    translation.carry(key, *words)
     return Objective(
         f"{key} = false",
         "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples that sample_mask keeps",
-        SOURCE,
+        source,
         sequence_mean_of_unmasked,
         "sample_mean",
-        ("--loss-aggregation", "sample_mean"),
-        depends=depends,
+        words,
+        depends="samples that sample_mask drops: they are left out of B'",
         exact=False,
-        remarks=("In the uneven batch the sample without loss tokens is taken for one that sample_mask drops.",),
     )
 
 

@@ -1,81 +1,27 @@
-"""OpenRLHF: the flags of ``openrlhf.cli.train_ppo_ray`` in a shell script. The tables have the names with dots."""
+"""OpenRLHF: the flags of ``openrlhf.cli.train_ppo_ray`` in a shell script, of releases with dots or underscores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
-from miles.compat.translate.launchers import openrlhf_underscores
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
-from miles.compat.translate.translation import Document, Row, Translation, apply, write_estimator, write_kl_in_rewards
-from miles.objective.policy_losses import POLICY_LOSSES
-
-SOURCE = "OpenRLHF 0.11.2, openrlhf/models/loss.py and openrlhf/utils/loss_utils.py"
-
-ENGINE = "the engine's own setting; give the matching --sglang- flag"
-MEMORY = "memory and speed only"
-
-ROWS = {
-    "--actor.model_name_or_path": Row("--hf-checkpoint"),
-    "--data.prompt_dataset": Row("--prompt-data", "a name of the Hub is written hf:NAME here", "prompts"),
-    "--data.input_key": Row("--input-key"),
-    "--data.label_key": Row("--label-key"),
-    "--data.apply_chat_template": Row("--apply-chat-template", kind="switch"),
-    "--data.max_len": Row("--rollout-max-context-len", kind="number", default=2048),
-    "--rollout.max_new_tokens": Row("--rollout-max-response-len", kind="number"),
-    "--rollout.n_samples_per_prompt": Row("--n-samples-per-prompt", kind="number"),
-    "--rollout.batch_size": Row("--rollout-batch-size", kind="number", default=1024),
-    "--rollout.temperature": Row("--rollout-temperature", kind="number"),
-    "--rollout.top_p": Row("--rollout-top-p", kind="number"),
-    "--train.batch_size": Row("--global-batch-size", kind="number", default=128),
-    "--train.micro_batch_size": Row("--micro-batch-size", kind="number"),
-    "--train.dynamic_batch_enable": Row("--use-dynamic-batch-size", kind="switch"),
-    "--train.max_tokens_per_gpu": Row("--max-tokens-per-gpu", "used with dynamic batches only", "number"),
-    "--train.num_episodes": Row("--num-epoch", kind="number", default=1),
-    "--train.max_epochs": Row("", "each sample is trained on once here", "number", neutral=(1,)),
-    "--train.seed": Row("--seed", kind="number"),
-    "--train.async_enable": Row(
-        "--async-steps", "give the number of iterations ahead; --train.async_queue_size", "flag"
-    ),
-    "--train.partial_rollout_enable": Row("", "see --fully-async, whose responses continue with new weights"),
-    "--actor.eps_clip": Row("--eps-clip", kind="number"),
-    "--actor.dual_clip": Row("--eps-clip-c", kind="number"),
-    "--actor.entropy_coef": Row("--entropy-coef", "a token mean there, a sample mean here", "number"),
-    "--actor.adam.lr": Row("--lr", kind="number"),
-    "--actor.adam.eps": Row("--adam-eps", kind="number"),
-    "--actor.adam.weight_decay": Row("--weight-decay", kind="number", default=0),
-    "--actor.max_norm": Row("--clip-grad", kind="number"),
-    "--actor.lr_warmup_ratio": Row("--lr-warmup-fraction", kind="number", default=0.03),
-    "--actor.num_nodes": Row("--actor-num-nodes", kind="number"),
-    "--actor.num_gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
-    "--actor.gradient_checkpointing_enable": Row("--gradient-checkpointing", kind="switch"),
-    "--vllm.tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
-    "--vllm.gpu_memory_utilization": Row("", ENGINE),
-    "--vllm.enable_prefix_caching": Row("", ENGINE),
-    "--vllm.enforce_eager": Row("", ENGINE),
-    "--vllm.enable_sleep": Row("", ENGINE),
-    "--vllm.sync_backend": Row("", "see --update-weight-transfer-mode"),
-    "--ds.zero_stage": Row("", MEMORY),
-    "--ds.adam_offload": Row("", MEMORY),
-    "--ds.packing_samples": Row("", "samples are always packed here"),
-    "--ds.attn_implementation": Row("", MEMORY),
-    "--ckpt.path": Row("--save"),
-    "--ckpt.output_dir": Row("--save-hf", "at the end of the run there; with each checkpoint of --save too here"),
-    "--ckpt.save_steps": Row("--save-interval", kind="number", needs="--save"),
-    "--eval.steps": Row("--eval-interval", "needs --eval-prompt-data", "number"),
-    "--logger.wandb.project": Row("--wandb-project", needs="--use-wandb"),
-    "--reward.model_name_or_path": Row("", "rewards are functions here: --rm-type or --custom-rm-path"),
-    "--reward.remote_url": Row("", "rewards are functions here; yours can call a server (--custom-rm-path)"),
-}
-
-# What some estimators read alone: the flag, those estimators, and why others do not
-OF_ESTIMATORS = {
-    "--algo.advantage.gamma": ("--gamma", ("gae", "reinforce"), "it is 1 with this estimator"),
-    "--algo.advantage.lambd": ("--lambd", ("gae",), "this estimator does not read it"),
-    "--critic.adam.lr": ("--critic-lr", ("gae",), "there is no critic with this estimator"),
-    "--critic.value_clip": ("--value-clip", ("gae",), "there is no critic with this estimator"),
-}
+from miles.compat.translate.objective import (
+    Objective,
+    sequence_mean,
+    sequence_mean_of_unmasked,
+    token_mean,
+    token_mean_of_micro_batches,
+)
+from miles.compat.translate.translation import (
+    Document,
+    Table,
+    Translation,
+    apply,
+    table_of,
+    write_estimator,
+    write_kl_in_rewards,
+)
 
 ESTIMATORS = {
     "gae": ("ppo", "--normalize-advantages"),
@@ -85,156 +31,272 @@ ESTIMATORS = {
     "group_norm": ("grpo",),
     "dr_grpo": ("grpo", "--disable-grpo-std-normalization"),
 }
+# What some estimators read alone: the flag, and those estimators
+OF_ESTIMATORS = {
+    "--algo.advantage.gamma": ("--gamma", ("gae", "reinforce")),
+    "--algo.advantage.lambd": ("--lambd", ("gae",)),
+    "--critic.adam.lr": ("--critic-lr", ("gae",)),
+    "--critic.value_clip": ("--value-clip", ("gae",)),
+}
+MICRO_BATCHES = "the token mean of a micro-batch"
 
 
 class OpenRlhf(Launcher):
     """OpenRLHF's PPO trainer on Ray."""
 
     name = "openrlhf"
-    version = "OpenRLHF 0.11.2, and 0.9.10 for flags with underscores"
     reads = ("shell",)
 
     def recognizes(self, document: Document) -> bool:
         """By its module in the command."""
         return any(word.startswith("openrlhf.") or "train_ppo_ray" in word for word in document.words)
 
-    def translate(self, translation: Translation) -> Objective:
-        """Translate the flags: those with dots, or those of earlier releases."""
-        earlier, given = openrlhf_underscores.EARLIER, translation.document.settings
-        is_earlier = bool({*earlier.values(), *openrlhf_underscores.ROWS} & given.keys())
-
-        def named(key: str) -> str:
-            return earlier.get(key, key) if is_earlier else key
-
-        translation.take([queue := named("--train.async_queue_size")])
-        if translation.has(key := named("--train.async_enable")):
-            translation.differ(key, f"see {queue} there", "--async-steps", 1)
-        _wandb(translation, named)
-        rows = {named(key): row for key, row in ROWS.items() if row.kind != "flag"}
-        if {"--prompt_max_len", "--generate_max_len"} & given.keys():  # 0.9.0 has no bound of their sum
-            rows["--max_len"] = replace(rows["--max_len"], default=None)
-        apply(rows, translation)
-        if is_earlier:
-            apply(openrlhf_underscores.ROWS, translation)
-        _estimator(translation, named)
-        _kl(translation, named)
-        _optimizer(translation, named)
-        _engines(translation, named)
-        key = named("--actor.eps_clip_low_high")
-        if bounds := translation.pair(key):
-            translation.carry(key, "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
-        if translation.has(key := named("--actor.policy_loss_type")):
-            name = translation.text(key)
-            if name in POLICY_LOSSES:
-                translation.carry(key, "--policy-loss", name)
-            else:
-                translation.miss(key, f"{name} is no policy loss here (--custom-policy-loss-function-path)")
-        return openrlhf_underscores.objective_of(translation) if is_earlier else _objective(translation)
+    def translate(self, translation: Translation) -> Objective | None:
+        """Translate the flags; those with underscores by their names since 0.11."""
+        before = table_of("openrlhf_underscores").rows.keys() - table_of("openrlhf").rows.keys()
+        if before & translation.document.settings.keys():
+            translation.table = earlier()
+            now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
+            given = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
+            translation.document = replace(translation.document, settings=given)
+        parts = (_wandb, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl, _filter)
+        for part in (*parts, _optimizer, _schedule, _evaluation, _engines, _order, apply):
+            translation.attempt(part)
+        return translation.attempt(_objective)
 
 
-def _wandb(translation: Translation, named: Callable[[str], str]) -> None:
-    key = named("--logger.wandb.key")
+@cache
+def earlier() -> Table:
+    """Return the table of the releases with underscores, under the names with dots."""
+    table, dotted = table_of("openrlhf_underscores"), table_of("openrlhf").rows
+    rows = {
+        row.now or key: replace(dotted[row.now], default=row.default) if row.now in dotted else row
+        for key, row in table.rows.items()
+    }
+    return replace(table, rows=rows)
+
+
+def _has_dots(translation: Translation) -> bool:
+    return translation.table is table_of("openrlhf")
+
+
+def _wandb(translation: Translation) -> None:
+    key = "--logger.wandb.key"
     if translation.has(key):
-        settings = translation.document.settings
-        settings[key] = replace(settings[key], value="(a key of W&B)")
-        translation.differ(key, "export the key as WANDB_API_KEY, or log in with wandb login", "--use-wandb")
+        setting = translation.document.settings[key]
+        translation.document.settings[key] = replace(setting, value="(a key of W&B: export it as WANDB_API_KEY)")
+        translation.carry(key, "--use-wandb")
 
 
-def _estimator(translation: Translation, named: Callable[[str], str]) -> None:
-    key = named("--algo.advantage.estimator")
-    name = translation.text(key, "gae")
-    if name in ESTIMATORS:
-        write_estimator(translation, key, "--advantage-estimator", *ESTIMATORS[name])
+def _lengths(translation: Translation) -> None:
+    prompt, answer = "--prompt_max_len", "--generate_max_len"  # 0.9.0 has these, and no bound of their sum
+    if not (translation.has(prompt) or translation.has(answer)):
+        translation.carry("--data.max_len", "--rollout-max-context-len", translation.count("--data.max_len"))
+    translation.take(["--data.max_len"])
+    longest = "--rollout.max_new_tokens"
+    if translation.has(longest):
+        translation.carry(longest, "--rollout-max-response-len", translation.count(longest))
+    elif not translation.has(answer):
+        why = "whatever the prompt leaves of --data.max_len there, up to one token less here"
+        translation.differ(longest, why, "--rollout-max-response-len", translation.count("--data.max_len") - 1)
+
+
+def _step(translation: Translation) -> None:
+    for key, flag in (
+        ("--rollout.batch_size", "--rollout-batch-size"),
+        ("--rollout.n_samples_per_prompt", "--n-samples-per-prompt"),
+        ("--train.batch_size", "--global-batch-size"),
+    ):
+        translation.carry(key, flag, translation.count(key))
+
+
+def _tokens(translation: Translation) -> None:
+    dynamic, tokens, micro = "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "--train.micro_batch_size"
+    if translation.switch(dynamic):
+        translation.carry(dynamic, "--use-dynamic-batch-size", "--max-tokens-per-gpu", translation.count(tokens))
     else:
-        translation.miss(key, f"{name} is no estimator here (--custom-advantage-function-path)")
-    if translation.has(plain := named("--algo.advantage.no_std_norm")):
-        whitens = "--normalize-advantages" in ESTIMATORS.get(name, ())
-        why = "whitening always divides by the std here" if whitens else f"{name} does not read it"
-        translation.miss(plain, why)
-    for key, (flag, readers, why) in OF_ESTIMATORS.items():
-        if not translation.has(key := named(key)):
-            continue
+        translation.carry(micro, "--micro-batch-size", translation.count(micro))
+
+
+def _end(translation: Translation) -> None:
+    key = "--train.num_episodes"
+    translation.carry(key, "--num-epoch", translation.count(key))
+
+
+def _async(translation: Translation) -> None:
+    key, queue = "--train.async_enable", "--train.async_queue_size"
+    if translation.switch(key):
+        translation.carry(key, "--async-steps", translation.count(queue, 1))
+    translation.take([queue])
+
+
+def _order(translation: Translation) -> None:
+    translation.carry("the order of the prompts", "--rollout-shuffle")
+
+
+def _estimator(translation: Translation) -> None:
+    key = "--algo.advantage.estimator"
+    name = translation.text(key)
+    if name not in ESTIMATORS:
+        translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
+    whitens = "--normalize-advantages" in ESTIMATORS[name]
+    write_estimator(translation, key, "--advantage-estimator", *ESTIMATORS[name])
+    plain = "--algo.advantage.no_std_norm"
+    if translation.switch(plain) and whitens:
+        translation.miss(plain, "whitening divides by the std here, and subtracts the mean alone there")
+    translation.take([plain])
+    for key, (flag, readers) in OF_ESTIMATORS.items():
         if name in readers:
-            translation.carry(key, flag, translation.number(key, 0))
+            translation.carry(key, flag, translation.number(key))
+    if name != "gae":
+        translation.take(key for key in translation.table.rows if key.startswith("--critic."))
+    translation.take(OF_ESTIMATORS)
+
+
+def _policy(translation: Translation) -> None:
+    key, low, bounds = "--actor.policy_loss_type", "--actor.eps_clip", "--actor.eps_clip_low_high"
+    name = translation.text(key)
+    if name not in ("ppo", "gspo"):
+        translation.fail(key, "is no policy loss of OpenRLHF; it has ppo and gspo")
+    translation.carry(key, "--policy-loss", name)
+    clip = translation.number(low)
+    ends = translation.pair(bounds) or [clip, clip]
+    translation.carry(bounds if translation.has(bounds) else low, "--eps-clip", ends[0], "--eps-clip-high", ends[1])
+    if translation.has("--actor.dual_clip"):
+        translation.carry("--actor.dual_clip", "--eps-clip-c", translation.number("--actor.dual_clip"))
+
+
+def _correction(translation: Translation) -> None:
+    start = "--algo.advantage.is_correction_"
+    level, mode, gate, bounds = (start + name for name in ("level", "mode", "gating", "threshold"))
+    before = "--enable_vllm_is_correction", "--vllm_is_correction_type", "--vllm_is_truncated_threshold"
+    kind = "off"
+    if _has_dots(translation):
+        if translation.text(level) != "off" and translation.text(gate) != "ratio":
+            translation.fail(gate, "a gate on a divergence is not computed here; use ratio, or --use-rs by hand")
+        kinds = {"off": "off", "seq": "seq-mask-tis", "token": "icepop"}
+        if translation.text(level) not in kinds or translation.text(mode) not in ("mask", "clip"):
+            translation.fail(level, "must be off, token or seq, with the mode mask or clip")
+        kind = kinds[translation.text(level)]
+        kind = "tis" if kind == "icepop" and translation.text(mode) == "clip" else kind
+    elif translation.switch(before[0]):
+        kind, bounds = translation.text(before[1]), before[2]
+    if kind != "off":
+        ends = translation.raw(bounds)
+        ends = (
+            [0, *ends] if isinstance(ends, list) and len(ends) == 1 else ends if isinstance(ends, list) else [0, ends]
+        )
+        cut = "truncate" if kind == "tis" else "icepop"
+        words: list[object] = ["--use-tis", "--tis-level", "token", "--tis-mode", cut]
+        words += ["--tis-clip-low", ends[0], "--tis-clip", ends[1]]
+        if kind == "seq-mask-tis":
+            words = ["--use-tis", "--tis-level", "token", "--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
+            words += ["--rs-lower-bound", ends[0], "--rs-upper-bound", ends[1]]
+        translation.carry(level if _has_dots(translation) else before[0], *words)
+    translation.take([level, mode, gate, bounds, *before])
+
+
+def _kl(translation: Translation) -> None:
+    weight, kind, in_loss, unbiased = (
+        f"--algo.kl.{name}" for name in ("init_coef", "estimator", "use_loss", "unbiased_gradient")
+    )
+    coefficient, name = translation.number(weight), translation.text(kind)
+    if coefficient and translation.switch(in_loss):
+        words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
+        words += ["--use-unbiased-kl"] if translation.switch(unbiased) else []
+        if _takes_sequence_mean(translation):
+            why = "the mean of the KL is over the tokens there, over the samples here"
+            translation.differ(weight, why, *words, worst=1)
         else:
-            translation.miss(key, why)
+            translation.carry(weight, *words)
+    elif coefficient:
+        written = write_kl_in_rewards(translation, weight, coefficient, name)
+        if written and translation.has("--algo.kl.target"):
+            translation.carry("--algo.kl.target", "--kl-target", translation.number("--algo.kl.target"))
+            translation.carry("--algo.kl.horizon", "--kl-horizon", translation.number("--algo.kl.horizon"))
+    translation.take([weight, kind, in_loss, unbiased, "--algo.kl.target", "--algo.kl.horizon"])
 
 
-def _kl(translation: Translation, named: Callable[[str], str]) -> None:
-    weight, kind, in_loss = map(named, ("--algo.kl.init_coef", "--algo.kl.estimator", "--algo.kl.use_loss"))
-    coefficient = translation.number(weight, 0.01)
-    translation.take([kind, in_loss])
-    if coefficient:
-        if translation.has(in_loss):
-            why = "a token mean there, a sample mean here"
-            translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
-        else:
-            write_kl_in_rewards(translation, weight, coefficient)
-        translation.carry(kind, "--kl-loss-type", translation.text(kind, "k1"))
-    elif translation.has(weight):
-        translation.carry(weight)
+def _filter(translation: Translation) -> None:
+    key, bounds = "--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range"
+    if translation.switch(key):
+        ends = translation.pair(bounds)
+        why = f"groups whose mean score is outside {ends} are dropped there, groups of equal rewards here"
+        path = "miles.rollout.filters:check_reward_nonzero_std"
+        translation.differ(key, why, "--dynamic-sampling-filter-path", path)
+    translation.take([bounds])
 
 
-def _optimizer(translation: Translation, named: Callable[[str], str]) -> None:
-    key = named("--actor.adam.betas")
-    if betas := translation.pair(key, [0.9, 0.95]):
+def _optimizer(translation: Translation) -> None:
+    key = "--actor.adam.betas"
+    if betas := translation.pair(key):
         translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-    key = named("--actor.lr_scheduler")
+
+
+def _schedule(translation: Translation) -> None:
+    key, least, warm = "--actor.lr_scheduler", "--actor.min_lr_ratio", "--actor.lr_warmup_ratio"
     name = translation.text(key, "cosine_with_min_lr")
-    least = named("--actor.min_lr_ratio")
-    ratio = translation.number(least, 0.1)
     if name == "cosine_with_min_lr":
-        rate = translation.number(named("--actor.adam.lr"), 1e-6)
-        translation.carry(key, "--lr-decay-style", "cosine", "--min-lr", f"{rate * ratio:.12g}")
+        rate = translation.number("--actor.adam.lr") * translation.number(least, 0.1)
+        translation.carry(key, "--lr-decay-style", "cosine", "--min-lr", f"{rate:.12g}")
     elif name.removesuffix("_with_warmup") in ("constant", "linear", "cosine"):
         translation.carry(key, "--lr-decay-style", name.removesuffix("_with_warmup"))
     else:
-        translation.miss(key, f"{name} is no --lr-decay-style here")
+        translation.miss(key, f"{name}: the shapes here are constant, cosine, linear")
+    translation.carry(warm, "--lr-warmup-fraction", translation.number(warm))
+    translation.take([least])
 
 
-def _engines(translation: Translation, named: Callable[[str], str]) -> None:
-    key, colocate = named("--vllm.num_engines"), named("--train.colocate_all")
-    shared = translation.switch(colocate) and not translation.has(named("--train.async_enable"))
+def _evaluation(translation: Translation) -> None:
+    steps, files = "--eval.steps", "--eval.dataset"
+    if translation.number(steps) > 0 and translation.has(files):
+        translation.carry(files, "--eval-prompt-data", "eval", translation.text(files))
+        translation.carry(steps, "--eval-interval", translation.number(steps))
+    else:
+        translation.take(key for key in translation.table.rows if key.startswith("--eval."))
+    translation.take([steps, files])
+
+
+def _engines(translation: Translation) -> None:
+    key, colocate = "--vllm.num_engines", "--train.colocate_all"
+    shared = translation.switch(colocate) and not translation.switch("--train.async_enable")
     if shared:
         translation.carry(colocate, "--colocate")
-    elif translation.has(colocate):
-        translation.miss(colocate, "with asynchronous training the engines have devices of their own")
-    if not translation.has(key):
-        return
-    devices = translation.count(key, 1) * translation.count(named("--vllm.tensor_parallel_size"), 1)
-    if shared:
-        translation.carry(key)  # all devices of the trainer
-    else:
+    elif translation.has(key):
+        devices = translation.count(key) * translation.count("--vllm.tensor_parallel_size")
         translation.carry(key, "--rollout-num-gpus", devices)
+
+
+def _takes_sequence_mean(translation: Translation) -> bool:
+    """Return whether the policy loss is a mean of sequence means, as gspo's is whatever the flag says."""
+    mode = translation.text("--actor.loss_agg_mode", "token-mean")
+    return translation.text("--actor.policy_loss_type") == "gspo" or mode == "seq-mean-token-mean"
 
 
 def _objective(translation: Translation) -> Objective:
     key = "--actor.loss_agg_mode"
-    name = translation.text(key, "token-mean")
-    if name == "token-mean":
-        translation.carry(key, "--loss-aggregation", "token_mean")
-        return Objective(
-            f"{key} {name}",
-            "1/T Σ m l",
-            SOURCE,
-            token_mean,
-            "token_mean",
-            ("--loss-aggregation", "token_mean"),
-        )
-    if name != "seq-mean-token-mean":
-        translation.fail(key, f"is no mode of {SOURCE}; it has token-mean, seq-mean-token-mean")
-    depends = "fully masked samples: they are left out of B'"
-    translation.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
-    return Objective(
-        f"{key} {name}",
-        "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples with a loss token",
-        SOURCE,
-        sequence_mean_of_unmasked,
-        "sample_mean",
-        ("--loss-aggregation", "sample_mean"),
-        depends=depends,
-        exact=False,
-    )
+    source, name = translation.table.source, translation.text(key, "token-mean")
+    if name not in ("token-mean", "seq-mean-token-mean"):
+        translation.fail(key, f"is no mode of {source}; it has token-mean, seq-mean-token-mean")
+    if _takes_sequence_mean(translation):
+        words = ("--loss-aggregation", "sample_mean")
+        key = "--actor.policy_loss_type" if translation.text("--actor.policy_loss_type") == "gspo" else key
+        translation.carry(key, *words)
+        depends = "fully masked samples: they are left out of B'"
+        formula = "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples with a loss token"
+        reduction = sequence_mean_of_unmasked if _has_dots(translation) else sequence_mean
+        return Objective(key, formula, source, reduction, "sample_mean", words, depends=depends, exact=False)
+    words = ("--loss-aggregation", "token_mean")
+    if _has_dots(translation):
+        translation.carry(key, *words)
+        return Objective(f"{key} {name}", "1/T Σ m l", source, token_mean, "token_mean", words)
+    translation.carry(MICRO_BATCHES, *words)
+    depends = "micro-batches and ranks: each divides by its own tokens"
+    if translation.switch("--train.dynamic_batch_enable"):
+        depends += ", and a dynamic one weighs by its samples"
+    formula = "mean over ranks and micro-batches of (Σ m l / Σ m) of each"
+    reduction = token_mean_of_micro_batches
+    return Objective(MICRO_BATCHES, formula, source, reduction, "token_mean", words, depends=depends, exact=False)
 
 
 OPENRLHF = OpenRlhf()

@@ -4,86 +4,180 @@ from __future__ import annotations
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, token_mean, token_mean_of_ranks
-from miles.compat.translate.translation import Document, Row, Translation, apply
+from miles.compat.translate.translation import Document, Translation, apply
 
-SOURCE = "prime-rl since pull request 2562, src/prime_rl/trainer/rl/train.py"
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
-
-ENVIRONMENT = "environments are prompts and a reward here: --prompt-data, and --rm-type or --custom-rm-path"
-
-ROWS = {
-    "max_steps": Row("--num-rollout", kind="number"),
-    "model.name": Row("--hf-checkpoint"),
-    "trainer.model.name": Row("--hf-checkpoint"),
-    "output_dir": Row("--output-dir"),
-    "wandb.project": Row("--wandb-project"),
-    "wandb.name": Row("--wandb-group"),
-    "orchestrator.group_size": Row("--n-samples-per-prompt", kind="number"),
-    "orchestrator.rollouts_per_example": Row("--n-samples-per-prompt", kind="number"),
-    "orchestrator.seq_len": Row("--rollout-max-context-len", kind="number"),
-    "trainer.model.seq_len": Row("--max-tokens-per-gpu", "tokens of a packed micro-batch", "number"),
-    "inference.model.max_model_len": Row("", "--rollout-max-context-len limits prompt and response here"),
-    "trainer.optim.lr": Row("--lr", kind="number"),
-    "trainer.optim.weight_decay": Row("--weight-decay", kind="number"),
-    "trainer.optim.max_norm": Row("--clip-grad", kind="number"),
-    "trainer.optim.betas1": Row("--adam-beta1", kind="number"),
-    "trainer.optim.betas2": Row("--adam-beta2", kind="number"),
-    "trainer.optim.type": Row("", "AdamW is the optimizer here", neutral=("adamw",)),
-    "trainer.scheduler.type": Row("--lr-decay-style", default="constant"),
-    "trainer.scheduler.warmup_steps": Row("--lr-warmup-iters", kind="number"),
-    "trainer.scheduler.min_lr": Row("--min-lr", kind="number"),
-    "trainer.ckpt.interval": Row("--save-interval", kind="number", needs="--save"),
-    "trainer.max_async_level": Row("--async-steps", kind="number"),
-    "trainer.dist_timeout_seconds": Row("", "--distributed-timeout-minutes here"),
-    "orchestrator.train.env": Row("", ENVIRONMENT),
-    "orchestrator.env": Row("", ENVIRONMENT),
-}
+GROUPED = ("grpo", "max_rl")
+LOSS = "trainer.loss."
 
 
 class PrimeRl(Launcher):
     """prime-rl's ``rl`` entry point."""
 
     name = "prime-rl"
-    version = "prime-rl 3ad15c3 (settings), 0081765 (trainer)"
     reads = ("toml",)
 
     def recognizes(self, document: Document) -> bool:
         """By the tables of its processes."""
         return any(key.startswith(("orchestrator.", "trainer.")) for key in document.settings)
 
-    def translate(self, translation: Translation) -> Objective:
-        """Translate the settings that were found in its configurations."""
-        apply(ROWS, translation)
-        if translation.has("trainer.model.seq_len"):
-            translation.carry("trainer.model.seq_len", "--use-dynamic-batch-size")
-        key, group = "orchestrator.batch_size", "orchestrator.group_size"
-        group = group if translation.has(group) else "orchestrator.rollouts_per_example"
-        if translation.has(key):
-            batch = translation.count(key, 1)
-            translation.carry(key, "--global-batch-size", batch)
-            size = translation.count(group, 1)
-            if translation.has(group) and batch % size == 0:
-                translation.differ(key, "samples there, prompts here", "--rollout-batch-size", batch // size)
-        for name in translation.document.settings:
-            if name.startswith("trainer.loss.") and not name.endswith("ratio_type"):
-                translation.miss(
-                    name, "its token loss (tokens dropped by their mismatch, without a clip) is not one of ours"
-                )
-        return _objective(translation)
+    def translate(self, translation: Translation) -> Objective | None:
+        """Translate the settings of ``packages/prime-rl-configs``."""
+        parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _order, apply)
+        for part in parts:
+            translation.attempt(part)
+        return translation.attempt(_objective)
+
+
+def _first(translation: Translation, *keys: str) -> str:
+    """Return the first of the names that the file has, or else the first."""
+    return next(filter(translation.has, keys), keys[0])
+
+
+def _model(translation: Translation) -> None:
+    key = _first(translation, "model.name", "trainer.model.name", "orchestrator.model.name")
+    if translation.has(key):
+        translation.carry(key, "--hf-checkpoint", translation.text(key))
+    translation.take(["model.name", "trainer.model.name", "orchestrator.model.name"])
+    if translation.has("wandb.project"):
+        translation.carry("wandb.project", "--use-wandb", "--wandb-project", translation.text("wandb.project"))
+    steps = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
+    key = _first(translation, *steps)
+    if translation.has(key):
+        translation.carry(key, "--num-rollout", translation.count(key))
+    translation.take(steps)
+
+
+def _batch(translation: Translation) -> None:
+    groups = ("orchestrator.group_size", "orchestrator.rollouts_per_example")
+    group, key = _first(translation, *groups), "orchestrator.batch_size"
+    size = translation.count(group)
+    translation.carry(group, "--n-samples-per-prompt", size)
+    if translation.has(key):
+        batch = translation.count(key)
+        if batch % size:
+            translation.fail(key, f"is no whole number of groups of {size}, which the iterations here have")
+        translation.carry(key, "--global-batch-size", batch, "--rollout-batch-size", batch // size)
+    translation.take(groups)
+
+
+def _lengths(translation: Translation) -> None:
+    keys = ("orchestrator.seq_len", "seq_len")
+    key = _first(translation, *keys)
+    context = translation.count(key, 2048)
+    translation.carry(key, "--rollout-max-context-len", context)
+    names = [
+        f"orchestrator.{start}sampling.{name}"
+        for start in ("train.", "")
+        for name in ("max_completion_tokens", "max_tokens")
+    ]
+    longest = _first(translation, *names)
+    if translation.has(longest):
+        translation.carry(longest, "--rollout-max-response-len", min(translation.count(longest), context - 1))
+    else:
+        why = "whatever the prompt leaves of seq_len there, up to one token less here"
+        translation.differ(key, why, "--rollout-max-response-len", context - 1)
+    packed = "trainer.model.seq_len"
+    tokens = translation.count(packed if translation.has(packed) else key, context)
+    translation.carry(packed, "--use-dynamic-batch-size", "--max-tokens-per-gpu", tokens)
+    translation.take([*keys, *names])
+
+
+def _sampling(translation: Translation) -> None:
+    keys = ("orchestrator.train.sampling.temperature", "orchestrator.sampling.temperature")
+    key = _first(translation, *keys)
+    translation.carry(key, "--rollout-temperature", translation.number(key))
+    translation.take(keys)
+
+
+def _async(translation: Translation) -> None:
+    levels = ("max_async_level", "orchestrator.max_async_level", "trainer.max_async_level")
+    key, most = _first(translation, *levels), "orchestrator.max_off_policy_steps"
+    if translation.has(key) and translation.number(key) > 0:
+        translation.carry(key, "--async-steps", translation.count(key))
+    elif not translation.has(key):
+        age = int(translation.number(most))
+        why = f"answers of weights up to {age} steps old are trained on there; with --async-steps N up to N here"
+        translation.differ(most, why, worst=1)
+    translation.take([*levels, most])
+
+
+def _advantages(translation: Translation) -> None:
+    key = _first(translation, "orchestrator.algo.type", "orchestrator.advantage.type")
+    name = "grpo" if translation.text(key, "grpo") == "default" else translation.text(key, "grpo")
+    if name == "max_rl":
+        translation.carry(key, "--advantage-estimator", "maxrl")
+    elif name == "grpo":
+        translation.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
+    else:
+        translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
+    translation.take(["orchestrator.advantage.type"])
+
+
+def _order(translation: Translation) -> None:
+    why = "rollouts of advantage 0 are not trained on and not counted there (post_batch_filters)"
+    if not translation.has("orchestrator.post_batch_filters"):
+        translation.differ("orchestrator.post_batch_filters", why, "--drop-zero-std-groups")
+    translation.carry("the order of the prompts", "--rollout-shuffle")
+
+
+def _loss(translation: Translation) -> None:
+    kind = translation.text(LOSS + "type")
+    if kind not in ("default", "ipo"):
+        translation.fail(
+            LOSS + "type", "the losses here are default and ipo; give yours with --custom-policy-loss-function-path"
+        )
+    ends = ("ipo_threshold",) * 2 if kind == "ipo" else ("dppo_mask_low", "dppo_mask_high")
+    low, high = (translation.number(LOSS + end) for end in ends)
+    words = ("--policy-loss", "dppo_tv", "--dppo-tv-delta", high, "--use-rollout-logprobs")
+    if kind == "ipo":
+        why = "drops a token beyond the threshold in both directions there, in that of its advantage here"
+        translation.differ(LOSS + "type", why, *words, worst=0)
+    elif low != high:
+        why = (
+            f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
+        )
+        translation.differ(LOSS + ends[0], why, *words, worst=0)
+    else:
+        translation.carry(LOSS + ends[1], *words)
+    if weight := translation.number(LOSS + "kl_tau"):
+        why = f"{weight:g} times the squared log-ratio of trainer and engine is a term of the loss there, and not here"
+        translation.differ(LOSS + "kl_tau", why, worst=0)
+    if (scale := translation.number(LOSS + "adv_tau")) != 1:
+        translation.differ(LOSS + "adv_tau", f"advantages are multiplied by {scale:g} there", worst=0)
+    translation.take(LOSS + name for name in ("dppo_mask_low", "dppo_mask_high", "ipo_threshold", "adv_tau"))
+
+
+def _optimizer(translation: Translation) -> None:
+    key = "trainer.optim.type"
+    if translation.text(key) != "adamw":
+        translation.miss(key, "AdamW is the optimizer here (--optimizer)")
+    shape, decay = "trainer.scheduler.type", "trainer.scheduler.decay_steps"
+    style = translation.text(shape)
+    if style in ("linear", "cosine"):
+        warm = "trainer.scheduler.warmup_steps"
+        translation.carry(warm, "--lr-warmup-iters", translation.number(warm, 10))
+        if translation.has(decay):
+            translation.carry(decay, "--lr-decay-iters", translation.count(decay))
 
 
 def _objective(translation: Translation) -> Objective:
-    words = ("--loss-aggregation", "token_mean")
-    key = "trainer.loss.ratio_type"
+    key, source = LOSS + "ratio_type", translation.table.source
+    mean = "orchestrator.algo.loss_aggregation"
+    means = {"prompt": "prompt_mean", "token": "token_mean"}
+    if translation.text(mean) not in means:
+        translation.fail(mean, "must be token or prompt")
+    words = ("--loss-aggregation", means[translation.text(mean)])
     if not translation.has(key):
-        return Objective("every RL loss", "1/T Σ m l", SOURCE, token_mean, "token_mean", words)
+        translation.carry(mean, *words)
+        formula = "1/T Σ m l" if words[1] == "token_mean" else "1/P Σ_g 1/M_g Σ m l"
+        return Objective("every RL loss", formula, source, token_mean, "token_mean", words)
     if translation.text(key) != "token":
         translation.fail(
             key, "divides by the packed micro-batches, which are not in the file: not evaluated; drop the key"
         )
-    depends = "ranks: each divides by its own tokens"
-    translation.differ(key, f"depends on {depends}", *words)
-    formula = "mean over ranks of (Σ m l / Σ m) of each"
+    translation.carry(key, *words)
+    formula, depends = "mean over ranks of (Σ m l / Σ m) of each", "ranks: each divides by its own tokens"
     return Objective(
         f"{key} = token", formula, OLD_SOURCE, token_mean_of_ranks, "token_mean", words, depends=depends, exact=False
     )

@@ -17,103 +17,28 @@ from miles.compat.translate.objective import (
     token_mean_of_micro_batches,
     token_sum,
 )
-from miles.compat.translate.translation import Document, Row, Translation, apply, write_estimator, write_kl_in_rewards
+from miles.compat.translate.translation import Document, Translation, apply, write_estimator, write_kl_in_rewards
 from miles.objective.aggregation import Aggregation
 
-SOURCE = "verl 0.9.1, agg_loss in verl/trainer/ppo/core_algos.py"
-
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-MEMORY = "memory and speed only"
-ENGINE = "the engine's own setting; give the matching --sglang- flag"
+POLICY_LOSS = ACTOR + "policy_loss."
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
-
-ROWS = {
-    "actor_rollout_ref.model.path": Row("--hf-checkpoint"),
-    "data.prompt_key": Row("--input-key", default="prompt"),
-    "data.train_batch_size": Row("--rollout-batch-size", kind="number", default=1024),
-    "data.max_response_length": Row("--rollout-max-response-len", kind="number", default=512),
-    "data.max_prompt_length": Row(
-        "--rollout-max-prompt-len", "longer prompts are dropped here; there data.truncation decides", "number", 512
-    ),
-    "data.truncation": Row("", "prompts are never cut here; longer ones are dropped"),
-    "data.filter_overlong_prompts": Row("", "longer prompts are always dropped here", "switch", neutral=(True,)),
-    "data.shuffle": Row("--rollout-shuffle", kind="switch"),
-    "data.seed": Row("--rollout-seed", kind="number"),
-    "data.return_raw_chat": Row("", "prompts are read as chat messages with --apply-chat-template"),
-    ROLLOUT + "n": Row("--n-samples-per-prompt", kind="number"),
-    ROLLOUT + "temperature": Row("--rollout-temperature", kind="number"),
-    ROLLOUT + "top_p": Row("--rollout-top-p", kind="number"),
-    ROLLOUT + "top_k": Row("--rollout-top-k", kind="number"),
-    ROLLOUT + "tensor_model_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number", default=2),
-    ROLLOUT + "gpu_memory_utilization": Row("", ENGINE),
-    ROLLOUT + "enforce_eager": Row("", ENGINE),
-    ROLLOUT + "free_cache_engine": Row("", ENGINE),
-    ROLLOUT + "enable_chunked_prefill": Row("", ENGINE),
-    ROLLOUT + "max_num_batched_tokens": Row("", ENGINE),
-    ROLLOUT + "max_num_seqs": Row("", ENGINE),
-    ROLLOUT + "max_model_len": Row("--rollout-max-context-len", kind="number"),
-    ROLLOUT + "load_format": Row("", ENGINE),
-    ROLLOUT + "mode": Row("", "engines always run beside the loop here; --async-steps generates ahead"),
-    ROLLOUT + "val_kwargs.temperature": Row("--eval-temperature", kind="number"),
-    ROLLOUT + "val_kwargs.top_p": Row("--eval-top-p", kind="number"),
-    ROLLOUT + "val_kwargs.top_k": Row("--eval-top-k", kind="number"),
-    ROLLOUT + "val_kwargs.n": Row("--n-samples-per-eval-prompt", kind="number"),
-    ROLLOUT + "val_kwargs.do_sample": Row("", "temperature 0 is greedy here", neutral=(True,)),
-    ROLLOUT + "log_prob_micro_batch_size_per_gpu": Row("", MEMORY),
-    ROLLOUT + "log_prob_use_dynamic_bsz": Row("", MEMORY),
-    ROLLOUT + "log_prob_max_token_len_per_gpu": Row("", MEMORY),
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": Row("", MEMORY),
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": Row("", MEMORY),
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Row("", MEMORY),
-    "actor_rollout_ref.ref.fsdp_config.param_offload": Row("", MEMORY),
-    "actor_rollout_ref.model.use_remove_padding": Row("", "samples are packed here (--qkv-format thd)"),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": Row("--gradient-checkpointing", kind="switch"),
-    "actor_rollout_ref.model.lora_rank": Row("", "see --lora-rank in the list of launch scripts", neutral=(0,)),
-    ACTOR + "optim.lr": Row("--lr", kind="number"),
-    ACTOR + "optim.weight_decay": Row("--weight-decay", kind="number"),
-    ACTOR + "optim.lr_warmup_steps": Row("--lr-warmup-iters", kind="number", neutral=(-1,)),
-    ACTOR + "optim.lr_warmup_steps_ratio": Row("--lr-warmup-fraction", kind="number", neutral=(0,)),
-    ACTOR + "optim.clip_grad": Row("--clip-grad", kind="number"),
-    ACTOR + "grad_clip": Row("--clip-grad", kind="number"),
-    ACTOR + "strategy": Row("--train-backend", "its own sharding there", neutral=("fsdp2",)),
-    ACTOR + "ppo_micro_batch_size_per_gpu": Row("--micro-batch-size", kind="number"),
-    ACTOR + "use_dynamic_bsz": Row("--use-dynamic-batch-size", kind="switch"),
-    ACTOR + "ppo_epochs": Row("--ppo-epochs", kind="number", neutral=(1,)),
-    ACTOR + "entropy_coeff": Row("--entropy-coef", FOLLOWS, "number", neutral=(0,)),
-    ACTOR + "ulysses_sequence_parallel_size": Row(
-        "--context-parallel-size", "another way to share a sequence", "number"
-    ),
-    ACTOR + "fsdp_config.param_offload": Row("", MEMORY),
-    ACTOR + "fsdp_config.optimizer_offload": Row("", MEMORY),
-    ACTOR + "fsdp_config.fsdp_size": Row("", MEMORY, neutral=(-1,)),
-    ACTOR + "megatron.tensor_model_parallel_size": Row("--tensor-model-parallel-size", kind="number"),
-    ACTOR + "megatron.pipeline_model_parallel_size": Row("--pipeline-model-parallel-size", kind="number"),
-    ACTOR + "megatron.context_parallel_size": Row("--context-parallel-size", kind="number"),
-    ACTOR + "megatron.expert_model_parallel_size": Row("--expert-model-parallel-size", kind="number"),
-    "trainer.n_gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
-    "trainer.nnodes": Row("--actor-num-nodes", kind="number"),
-    "trainer.total_training_steps": Row("--num-rollout", kind="number"),
-    "trainer.default_local_dir": Row("--save"),
-    "trainer.save_freq": Row("--save-interval", kind="number", neutral=(-1,), needs="--save"),
-    "trainer.test_freq": Row("--eval-interval", kind="number", neutral=(-1,)),
-    "trainer.project_name": Row("--wandb-project", needs="--use-wandb"),
-    "trainer.experiment_name": Row("--wandb-group", needs="--use-wandb"),
-    "trainer.critic_warmup": Row("--num-critic-only-steps", "iterations here", "number", neutral=(0,)),
-    "trainer.val_before_train": Row("", "evaluation comes first unless --skip-eval-before-train", neutral=(True,)),
-    "trainer.balance_batch": Row("--balance-data", kind="switch"),
-    "trainer.resume_mode": Row("", "use --load"),
-    "critic.optim.lr": Row("--critic-lr", kind="number"),
-    "critic.cliprange_value": Row("--value-clip", kind="number"),
-    "algorithm.filter_groups.metric": Row("", "the filter of this version looks at the rewards"),
-    "algorithm.filter_groups.max_num_gen_batches": Row("", "generation continues until the iteration is full here"),
-    "custom_reward_function.path": Row("", "write a function (samples) -> rewards and name it with --custom-rm-path"),
-    "custom_reward_function.name": Row("", "see custom_reward_function.path"),
-    "reward.custom_reward_function.path": Row("", "write a function (samples) -> rewards for --custom-rm-path"),
-    "reward.custom_reward_function.name": Row("", "see reward.custom_reward_function.path"),
+CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
+# Settings of one policy loss alone, and their flags
+OWN = {
+    "clip_cov": {
+        "clip_cov_ratio": "--clip-cov-fraction",
+        "clip_cov_lb": "--clip-cov-min",
+        "clip_cov_ub": "--clip-cov-max",
+    },
+    "kl_cov": {"kl_cov_ratio": "--kl-cov-fraction", "ppo_kl_coef": "--kl-cov-coef"},
+    "dro": {"dro_beta": "--dro-beta"},
 }
-
-CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses that read clip_ratio_low, clip_ratio_high
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+KL_TYPES |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "k2+": "k2", "mse+": "k2"}
+# Policy losses with a mode that loss_agg_mode does not change, as in the release: sapo is hard-coded, geo_mean is the
+# mean of sequences
+OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 # loss_agg_mode -> mode, divisor there and here, reduction, formula, what it is without the counts of the whole batch
 MODES: dict[str, tuple[Aggregation, Reduction, str, Reduction]] = {
@@ -145,7 +70,6 @@ class Verl(Launcher):
     """verl's PPO trainer."""
 
     name = "verl"
-    version = "verl 0.9.1"
     reads = ("yaml", "shell")
 
     def recognizes(self, document: Document) -> bool:
@@ -153,265 +77,300 @@ class Verl(Launcher):
         names = ("actor_rollout_ref.", "algorithm.adv_estimator")
         return any(key.startswith(names) for key in document.settings) or any("verl." in w for w in document.words)
 
-    def translate(self, translation: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective | None:
         """Translate the settings of ``ppo_trainer.yaml``."""
-        for key in list(translation.document.settings):
-            if key.startswith("defaults") or key.endswith("_target_") or key in ("--config-path", "--config-name"):
-                translation.take([key])
-        _logger(translation)
-        apply(ROWS, translation)
-        _prompts(translation)
-        if translation.has("data.train_files"):
-            why = "prompts are chat messages, and the answer is a part of a column; its default reward is none of ours"
-            words = ["--apply-chat-template", "--label-key", "reward_model.ground_truth"]
-            translation.differ("the columns of data.train_files", why, *words)
-        _batch(translation)
-        _estimator(translation)
-        _policy(translation)
-        _kl(translation)
-        _engine(translation)
-        _correction(translation)
-        return _objective(translation)
+        translation.take(["--config-path", "--config-name"])
+        parts = (_prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _estimator, _filter, _critic, _policy)
+        for part in (*parts, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply):
+            translation.attempt(part)
+        return translation.attempt(_objective)
 
 
 def _logger(translation: Translation) -> None:
-    key, why = "trainer.logger", "console, TensorBoard and the report are always written"
-    names = translation.raw(key, [] if translation.has(key) else ["console", "wandb"])
-    names = names if isinstance(names, list) else [names]
-    if "wandb" in names and (translation.has(key) or translation.has("trainer.project_name")):
-        translation.differ(key, why, "--use-wandb")
-    elif translation.has(key):
-        translation.miss(key, why)
+    names = translation.raw("trainer.logger")
+    is_named = translation.has("trainer.logger") or translation.has("trainer.project_name")
+    if is_named and "wandb" in (names if isinstance(names, list) else [names]):
+        translation.carry("trainer.logger", "--use-wandb")
 
 
 def _prompts(translation: Translation) -> None:
-    files = translation.raw("data.train_files")
+    key = "data.train_files"
+    if not translation.has(key):
+        return
+    files = translation.raw(key)
     names = files if isinstance(files, list) else [files]
+    translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
+    translation.carry("data.train_files", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
     if len(names) > 1:
-        translation.miss("data.train_files", "one file of prompts here: join them, and give it with --prompt-data")
-    elif files:
-        translation.carry("data.train_files", "--prompt-data", *names)
-    files = translation.raw("data.val_files")
-    names = files if isinstance(files, list) else [files]
-    if files and translation.number("trainer.test_freq", -1) > 0:
-        sets = [("val" if len(names) == 1 else f"val{number}", name) for number, name in enumerate(names)]
-        translation.carry("data.val_files", "--eval-prompt-data", *(word for pair in sets for word in pair))
-    elif files:
-        translation.miss("data.val_files", "trainer.test_freq asks for no evaluation during the training")
-
-
-def _batch(translation: Translation) -> None:
-    group, prompts = translation.count(ROLLOUT + "n", 1), translation.count(ACTOR + "ppo_mini_batch_size", 256)
-    why = f"prompts there, trajectories here: {prompts} · {group}"
-    translation.differ(ACTOR + "ppo_mini_batch_size", why, "--global-batch-size", prompts * group)
-    key = ACTOR + "ppo_max_token_len_per_gpu"
-    if translation.has(ACTOR + "use_dynamic_bsz") and translation.switch(ACTOR + "use_dynamic_bsz"):
-        translation.carry(key, "--max-tokens-per-gpu", translation.count(key, 16384))
-    elif translation.has(key):
-        translation.miss(key, "without use_dynamic_bsz it has no effect")
-    translation.take(["trainer.total_epochs"])
-    if not translation.has("trainer.total_training_steps"):
-        translation.carry("trainer.total_epochs", "--num-epoch", translation.count("trainer.total_epochs", 30))
-    elif translation.has("trainer.total_epochs"):
-        translation.miss("trainer.total_epochs", "total_training_steps takes precedence")
-    if betas := translation.pair(ACTOR + "optim.betas"):
-        translation.carry(ACTOR + "optim.betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-    style = translation.text(ACTOR + "optim.lr_scheduler_type", "constant")
-    if style in ("constant", "cosine"):
-        translation.carry(ACTOR + "optim.lr_scheduler_type", "--lr-decay-style", style)
+        translation.carry(key, "--prompt-mix", *names)
     else:
-        translation.miss(ACTOR + "optim.lr_scheduler_type", "the shapes here are constant, linear, cosine")
+        translation.carry(key, "--prompt-data", *names)
+
+
+def _evaluation(translation: Translation) -> None:
+    frequency, files = translation.number("trainer.test_freq"), "data.val_files"
+    translation.take([files])
+    if frequency <= 0 or not translation.has(files):
+        translation.take(key for key in translation.table.rows if key.startswith(ROLLOUT + "val_kwargs."))
+        return
+    value = translation.raw(files)
+    names = value if isinstance(value, list) else [value]
+    sets = [("val" if len(names) == 1 else f"val{number}", name) for number, name in enumerate(names)]
+    translation.carry(files, "--eval-prompt-data", *(word for pair in sets for word in pair))
+    translation.carry("trainer.test_freq", "--eval-interval", frequency)
+    if not translation.switch("trainer.val_before_train"):
+        translation.carry("trainer.val_before_train", "--skip-eval-before-train")
+    key = ROLLOUT + "val_kwargs."
+    samples = translation.switch(key + "do_sample")
+    translation.carry(key + "temperature", "--eval-temperature", translation.number(key + "temperature") * samples)
+
+
+def _step(translation: Translation) -> None:
+    group, prompts = translation.count(ROLLOUT + "n"), translation.count(ACTOR + "ppo_mini_batch_size")
+    translation.carry(ROLLOUT + "n", "--n-samples-per-prompt", group)
+    translation.carry(ACTOR + "ppo_mini_batch_size", "--global-batch-size", prompts * group)
+
+
+def _tokens(translation: Translation) -> None:
+    key, micro = ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ppo_micro_batch_size_per_gpu"
+    if translation.switch(ACTOR + "use_dynamic_bsz"):
+        words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", translation.count(key))
+        translation.carry(ACTOR + "use_dynamic_bsz", *words)
+    elif translation.has(micro):
+        translation.carry(micro, "--micro-batch-size", translation.count(micro))
+
+
+def _end(translation: Translation) -> None:
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    if translation.has(steps):
+        translation.carry(steps, "--num-rollout", translation.count(steps))
+        translation.idle([epochs], "total_training_steps takes precedence")
+    else:
+        translation.carry(epochs, "--num-epoch", translation.count(epochs))
+
+
+def _optimizer(translation: Translation) -> None:
+    key = ACTOR + "optim.betas"
+    if betas := translation.pair(key):
+        translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
+    earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default
+    key = earlier if translation.has(earlier) else ACTOR + "optim.clip_grad"
+    translation.carry(key, "--clip-grad", translation.number(key))
+
+
+def _schedule(translation: Translation) -> None:
+    optim = ACTOR + "optim."
+    key = optim + ("warmup_style" if translation.has(optim + "warmup_style") else "lr_scheduler_type")
+    style = translation.text(key)
+    if style not in ("constant", "cosine"):
+        translation.miss(key, f"{style}: the shapes of verl are constant and cosine")
+        return
+    translation.carry(key, "--lr-decay-style", style)
+    ratio = optim + "min_lr_ratio"
+    if style == "cosine":
+        translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
+    steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
+    if translation.number(steps) > 0:
+        translation.carry(steps, "--lr-warmup-iters", translation.number(steps))
+    elif translation.number(share):
+        translation.carry(share, "--lr-warmup-fraction", translation.number(share))
 
 
 def _estimator(translation: Translation) -> None:
-    name = translation.text("algorithm.adv_estimator", "gae")
-    if name in ESTIMATORS_OF_VERL:
-        write_estimator(translation, "algorithm.adv_estimator", *ESTIMATORS_OF_VERL[name].split())
-    else:
-        translation.miss("algorithm.adv_estimator", f"{name} is not one of verl 0.9.1")
+    key = "algorithm.adv_estimator"
+    name = translation.text(key)
+    if name not in ESTIMATORS_OF_VERL:
+        translation.fail(
+            key,
+            f"is no estimator of verl 0.9.1, which has {', '.join(ESTIMATORS_OF_VERL)}; write yours with "
+            "--custom-advantage-function-path",
+        )
+    write_estimator(translation, key, *ESTIMATORS_OF_VERL[name].split())
     key = "algorithm.norm_adv_by_std_in_grpo"
-    if translation.has(key):
-        is_on = translation.switch(key)
-        translation.carry(key, *([] if is_on else ["--disable-grpo-std-normalization"]))
-    for key, flag in (("algorithm.gamma", "--gamma"), ("algorithm.lam", "--lambd")):
-        if translation.has(key):
-            reads = name == "gae" or (flag == "--gamma" and name == "reinforce_plus_plus")
-            if reads:
-                translation.carry(key, flag, translation.number(key, 1.0))
-            else:
-                translation.miss(key, f"{name} does not read it")
-    key = "algorithm.filter_groups.enable"
-    if translation.has(key) and translation.switch(key):
+    if name in ("grpo", "grpo_vectorized", "grpo_passk") and not translation.switch(key):
+        translation.carry(key, "--disable-grpo-std-normalization")
+    translation.take([key])
+    for key, flag, readers in (
+        ("algorithm.gamma", "--gamma", ("gae", "reinforce_plus_plus")),
+        ("algorithm.lam", "--lambd", ("gae",)),
+    ):
+        if name in readers:
+            translation.carry(key, flag, translation.number(key))
+        translation.take([key])
+
+
+def _critic(translation: Translation) -> None:
+    if translation.text("algorithm.adv_estimator") == "gae":
+        for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
+            translation.carry(key, flag, translation.number(key))
+    else:
+        keys = [*translation.document.settings, *translation.table.rows]
+        translation.take(key for key in keys if key.startswith(("critic.", "trainer.critic_warmup")))
+
+
+def _filter(translation: Translation) -> None:
+    keys = [f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")]
+    if translation.switch(keys[0]):
         path = "miles.rollout.filters:check_reward_nonzero_std"
-        why = "drops groups whose rewards are all equal; there by algorithm.filter_groups.metric"
-        translation.differ(key, why, "--dynamic-sampling-filter-path", path)
-    elif translation.has(key):
-        translation.carry(key)
+        metric = translation.text(keys[1])
+        why = f"groups whose {metric} is equal are dropped there, groups of equal rewards here"
+        translation.differ(keys[0], why, "--dynamic-sampling-filter-path", path)
+    translation.take(keys)
 
 
 def _policy(translation: Translation) -> None:
-    mode = translation.text(ACTOR + "policy_loss.loss_mode", "vanilla")
-    low, high = (translation.number(ACTOR + f"clip_ratio_{end}", 0.2) for end in ("low", "high"))
-    key = ACTOR + "policy_loss.loss_mode"
-    if mode == "vanilla":
-        translation.carry(key, "--policy-loss", "ppo")
-        translation.carry(ACTOR + "clip_ratio_c", "--eps-clip-c", translation.number(ACTOR + "clip_ratio_c", 3.0))
-    elif mode == "gspo":
-        translation.carry(key, "--policy-loss", "gspo")
-    elif mode == "cispo":
-        why = "bounds of the ratio are absolute here; they are 1 - clip_ratio_low and 1 + clip_ratio_high there"
-        translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high, "--ratio-min", 1 - low)
-    elif mode in POLICY_LOSSES_OF_VERL:
-        why = "the flags have verl's defaults: settings of this loss are not read (page Objectives of the docs)"
-        translation.differ(key, why, *POLICY_LOSSES_OF_VERL[mode].split())
-    else:
-        translation.miss(key, f"{mode} is not one of verl 0.9.1")
-    if translation.has(ACTOR + "clip_ratio"):
-        clip = translation.number(ACTOR + "clip_ratio", 0.2)
-        if translation.has(ACTOR + "clip_ratio_low") and translation.has(ACTOR + "clip_ratio_high"):
-            translation.miss(ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high take precedence")
-        else:
-            why = (
-                f"clip_ratio_low and clip_ratio_high are 0.2 by default and take precedence, so {clip:g} has no effect"
-            )
-            translation.miss(ACTOR + "clip_ratio", why)
+    key = POLICY_LOSS + "loss_mode"
+    mode = translation.text(key)
+    if mode not in POLICY_LOSSES_OF_VERL:
+        translation.fail(
+            key,
+            f"is no policy loss of verl 0.9.1, which has {', '.join(POLICY_LOSSES_OF_VERL)}; write "
+            "yours with --custom-policy-loss-function-path",
+        )
+    low, high = (_clip(translation, end) for end in ("low", "high"))
+    ends = ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"
+    bound = translation.number(ACTOR + "clip_ratio_c")
+    words: list[object] = [*POLICY_LOSSES_OF_VERL[mode].split()]
+    if mode == "cispo":
+        words = ["--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{1 - low:.12g}"]
+    elif mode in ("dppo_tv", "dppo_kl"):
+        words = ["--policy-loss", mode, f"--{mode.replace('_', '-')}-delta", high, "--dppo-ratio-max", bound]
+    elif mode == "sapo":
+        words += ["--sapo-tau-pos", translation.number(ACTOR + "tau_pos")]
+        words += ["--sapo-tau-neg", translation.number(ACTOR + "tau_neg")]
+    elif mode == "geo_mean":
+        words = ["--policy-loss", "geo_mean", "--geo-mean-log-clip", high]
+    elif mode in ("vanilla", "bypass_mode", "clip_cov"):
+        words = [*words[: words.index("--eps-clip-c")], "--eps-clip-c", bound] if "--eps-clip-c" in words else words
+    for name, flag in OWN.get(mode, {}).items():
+        if translation.raw(POLICY_LOSS + name) is not None:
+            words += [flag, translation.number(POLICY_LOSS + name)]
+    translation.carry(key, *words)
     if mode in CLIPPED:
-        translation.carry(ACTOR + "clip_ratio_low", "--eps-clip", low)
-        translation.carry(ACTOR + "clip_ratio_high", "--eps-clip-high", high)
+        translation.carry(ends[0], "--eps-clip", low)
+        translation.carry(ends[1], "--eps-clip-high", high)
+    elif mode in ("dppo_tv", "dppo_kl", "geo_mean") and low != high:
+        why = (
+            f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
+        )
+        translation.differ(ends[0], why, worst=0)
+    translation.take([*ends, ACTOR + "clip_ratio", ACTOR + "clip_ratio_c", ACTOR + "tau_pos", ACTOR + "tau_neg"])
+    translation.take(POLICY_LOSS + name for names in OWN.values() for name in names)
 
 
-def _kl(translation: Translation) -> None:
-    key, kind_key = ACTOR + "use_kl_loss", ACTOR + "kl_loss_type"
-    coefficient = translation.number(ACTOR + "kl_loss_coef", 0.001)
-    kind = translation.text(kind_key, "low_var_kl")
-    if translation.has(key) and translation.switch(key):
-        translation.differ(key, FOLLOWS, "--use-kl-loss")
-        translation.carry(ACTOR + "kl_loss_coef", "--kl-loss-coef", coefficient)
-        if kind in KL_TYPES:
-            translation.carry(kind_key, "--kl-loss-type", KL_TYPES[kind])
+def _clip(translation: Translation, end: str) -> float:
+    """Return a bound: ``clip_ratio`` counts only where ``clip_ratio_low`` or ``_high`` is null."""
+    key = f"{ACTOR}clip_ratio_{end}"
+    is_null = key in translation.document.settings and not translation.has(key)
+    return translation.number(ACTOR + "clip_ratio" if is_null else key)
+
+
+def _kl_in_loss(translation: Translation) -> None:
+    switch, weight, kind = (ACTOR + name for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+    if translation.switch(switch):
+        name = translation.text(kind)
+        if name not in KL_TYPES:
+            translation.fail(kind, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
+        words = ("--use-kl-loss", "--kl-loss-coef", translation.number(weight), "--kl-loss-type", KL_TYPES[name])
+        if _mode(translation) in ("token-mean", "seq-mean-token-mean"):
+            translation.carry(switch, *words)
         else:
-            translation.miss(kind_key, f"{kind} is no estimator of the KL here; give --kl-loss-type")
-    else:
-        if translation.has(key):
-            translation.carry(key)
-        translation.miss_given((ACTOR + "kl_loss_coef", kind_key), "without use_kl_loss it has no effect")
-    reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
-    if translation.has(reward) and translation.switch(reward):
-        if write_kl_in_rewards(translation, weight, translation.number(weight, 0.001)):
-            _kl_control(translation)
-            _kl_penalty(translation)
-        else:
-            translation.miss_given((*_KL_CONTROL, _KL_PENALTY), f"it belongs to {weight}")
-    else:
-        why = "without algorithm.use_kl_in_reward it has no effect"
-        translation.miss_given((weight, *_KL_CONTROL, _KL_PENALTY), why)
-    if translation.has(reward) and not translation.switch(reward):
-        translation.carry(reward)
+            translation.differ(switch, FOLLOWS, *words, worst=1)
+    translation.take([weight, kind])
 
 
-_KL_PENALTY = "algorithm.kl_penalty"
-_KL_CONTROL = tuple(f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
-
-
-def _kl_penalty(translation: Translation) -> None:
-    penalty = translation.text(_KL_PENALTY, "kl")
-    if penalty in KL_TYPES:
-        translation.carry(_KL_PENALTY, "--kl-loss-type", KL_TYPES[penalty])
-    else:
-        translation.miss(_KL_PENALTY, f"{penalty} is no estimator of the KL here")
-
-
-def _kl_control(translation: Translation) -> None:
-    kind, target, horizon = _KL_CONTROL
-    if translation.text(kind, "fixed") == "adaptive":
-        translation.carry(kind)
-        translation.carry(target, "--kl-target", translation.number(target, 0.1))
-        translation.carry(horizon, "--kl-horizon", translation.number(horizon, 10000))
-        return
-    if translation.has(kind):
-        translation.carry(kind)
-    for name in filter(translation.has, (target, horizon)):
-        translation.miss(name, "without kl_ctrl.type=adaptive it has no effect")
+def _kl_in_rewards(translation: Translation) -> None:
+    switch, weight, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
+    control, target, horizon = (f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
+    if translation.switch(switch):
+        name = translation.text(penalty)
+        if name not in KL_TYPES:
+            translation.fail(penalty, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
+        written = write_kl_in_rewards(translation, weight, translation.number(weight), KL_TYPES[name])
+        if translation.text(control) not in ("fixed", "adaptive"):
+            translation.fail(control, "must be fixed or adaptive")
+        if written and translation.text(control) == "adaptive":
+            translation.carry(target, "--kl-target", translation.number(target))
+            translation.carry(horizon, "--kl-horizon", translation.number(horizon))
+    translation.take([weight, penalty, control, target, horizon])
 
 
 def _engine(translation: Translation) -> None:
-    key = ROLLOUT + "name"
-    if translation.has(key):
-        name = translation.text(key)
-        if name == "sglang":
-            translation.carry(key, "--rollout-engine", "sglang")
-        else:
-            translation.differ(key, "SGLang generates here", "--rollout-engine", "sglang")
-    hybrid = "actor_rollout_ref.hybrid_engine"
-    if translation.switch(hybrid, True):
-        translation.carry(hybrid, "--colocate")
-    else:
-        translation.carry(hybrid)
+    translation.carry(ROLLOUT + "name", "--rollout-engine", "sglang")
+    if translation.switch("actor_rollout_ref.hybrid_engine", True):
+        translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
 
 
 def _correction(translation: Translation) -> None:
-    key, bound = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+    start = "algorithm.rollout_correction."
+    key, bound = start + "rollout_is", start + "rollout_is_threshold"
     if translation.has(key):
         level = translation.text(key)
         if level not in ("token", "sequence"):
-            translation.miss(key, "the levels here are token, sequence and geometric (--tis-level)")
+            translation.fail(key, "must be token or sequence")
+        bounds = translation.text(bound).replace("[", "").replace("]", "").split("_")
+        translation.carry(key, "--use-tis", "--tis-level", level)
+        if len(bounds) == 2:
+            translation.carry(bound, "--tis-clip-low", bounds[0], "--tis-clip", bounds[1])
         else:
-            translation.carry(key, "--use-tis", "--tis-level", level)
-            translation.carry(bound, "--tis-clip", translation.number(bound, 2.0))
-    elif translation.has(bound):
-        translation.miss(bound, "without rollout_is it has no effect")
+            translation.carry(bound, "--tis-clip", translation.number(bound))
+    key, bound = start + "rollout_rs", start + "rollout_rs_threshold"
+    levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+    levels |= {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+    if translation.has(key):
+        if translation.text(key) not in levels:
+            translation.fail(key, f"the kinds of rejection here are {', '.join(levels)}")
+        low, _, high = translation.text(bound).partition("_")
+        words = ["--use-rs", "--rs-level", levels[translation.text(key)]]
+        words += (
+            ["--rs-lower-bound", low, "--rs-upper-bound", high] if high else ["--rs-upper-bound", low] if low else []
+        )
+        translation.carry(key, *words)
+        translation.take([bound])
+    if translation.switch(start + "bypass_mode"):
+        translation.carry(start + "bypass_mode", "--use-rollout-logprobs")
+
+
+def _mode(translation: Translation) -> str:
+    """Return the mode of the policy loss: some losses have their own, whatever ``loss_agg_mode`` is."""
+    name = translation.text(ACTOR + "loss_agg_mode")
+    return OWN_MODE.get(translation.text(POLICY_LOSS + "loss_mode"), name)
 
 
 def _objective(translation: Translation) -> Objective:
     key, factor = ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"
-    name = translation.text(key, "token-mean")
+    name = _mode(translation)
     if name not in MODES:
-        translation.fail(key, f"is no mode of {SOURCE}; it has {', '.join(MODES)}")
+        translation.fail(key, f"is no mode of {translation.table.source}; it has {', '.join(MODES)}")
     mode, reduce, formula, local = MODES[name]
-    n = translation.count(ACTOR + "ppo_mini_batch_size", 256) * translation.count(ROLLOUT + "n", 1)
-    words, divisor, depends, remarks, exact = ["--loss-aggregation", mode], 8.0, "", [], True
+    words, divisor, depends, exact = ["--loss-aggregation", mode], 8.0, "", True
     if name == "token-sum":
+        n = translation.count(ACTOR + "ppo_mini_batch_size") * translation.count(ROLLOUT + "n")
         words += ["--loss-aggregation-divisor", repr(1 / n)]
-        remarks.append(f"L = 1/N = 1/{n}: it moves with the size of the step, and so does the gradient.")
     elif name == "seq-mean-token-sum":
         words += ["--loss-aggregation-divisor", "1"]
         divisor = 1.0
+    elif name == "seq-mean-token-sum-norm" and translation.has(factor):
+        words += ["--loss-aggregation-divisor", str(translation.raw(factor))]
+        translation.number(factor)
     elif name == "seq-mean-token-sum-norm":
-        if translation.has(factor):
-            words += ["--loss-aggregation-divisor", str(translation.raw(factor))]
-            translation.number(factor, 1)
-            translation.carry(factor)
-        else:
-            longest = translation.count("data.max_response_length", 512)
-            words += ["--loss-aggregation-divisor", str(longest)]
-            reduce, exact = over_padded_width, False
-            formula = "1/B Σ_micro-batches 1/W Σ m l, W = padded width of the micro-batch's responses"
-            depends = "padding and micro-batches, because loss_scale_factor is not set"
-    if translation.has(factor) and name != "seq-mean-token-sum-norm":
-        translation.miss(factor, f"{name} does not read it")
-    if name.startswith("seq"):
-        remarks.append(
-            "B is the configured mini-batch. Without a global batch size (one rank, own loop) the mean leaves fully "
-            "masked responses out, and each micro-batch has its own."
-        )
-    remarks.append("Entropy and KL terms follow the mode there; here they are sample means.")
-    if exact:
-        translation.carry(key, *words)
-    else:
-        translation.differ(key, f"depends on {depends}", *words)
-    variants = {} if name == "token-sum" or not exact else {LOCAL: local}
+        words += ["--loss-aggregation-divisor", str(translation.count("data.max_response_length"))]
+        reduce, exact = over_padded_width, False
+        formula = "1/B Σ_micro-batches 1/W Σ m l, W = padded width of the micro-batch's responses"
+        depends = "padding and micro-batches, because loss_scale_factor is not set"
+    translation.take([factor])
+    translation.carry(key, *words)
     return Objective(
         f"{key} = {name}",
         formula,
-        SOURCE,
+        translation.table.source,
         reduce,
         mode,
         tuple(words),
         None if name == "token-sum" else divisor,
         depends,
-        variants,
+        {} if name == "token-sum" or not exact else {LOCAL: local},
         exact,
-        tuple(remarks),
     )
 
 

@@ -1,107 +1,88 @@
-"""Every row of the tables of other trainers: what each setting alone becomes is compared with ``tables.txt``.
+"""The tables of other trainers: every setting that changes learning has an effect on the translation."""
 
-It notices a change, and does not prove that a value is right. After a change on purpose, write it again with
-``python tests/fast/compat/translate/test_tables.py``, and read the difference.
-"""
-
-import inspect
-import re
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
 from pathlib import Path
-from types import CodeType
 
-from miles.base.text import InputError
-from miles.compat.translate.launchers.base import Launcher, all_launchers
-from miles.compat.translate.objective import STEPS
-from miles.compat.translate.translation import Document, Setting, Translation
+import pytest
 
-TABLES = Path(__file__).with_name("tables.txt")
-TRAINERS = ("verl", "trl", "openrlhf", "prime-rl", "nemo-rl")
-PROBES = (3, 0.25, "a/text", "other", True, False, 0, 1, -1, [0.2, 0.3])
-Settings = dict[str, object]
-BASES: dict[str, list[Settings]] = {"openrlhf": [{}, {"--zero_stage": 3}]}  # the second: the flags of earlier releases
+from miles.compat.translate.launchers.base import all_launchers
+from miles.compat.translate.translation import Document, Row, Setting, Translation, table_of
+from miles.config.parser import build_parser
 
-
-class Asked(Translation):
-    """Note every setting that is looked at."""
-
-    def has(self, key: str) -> bool:
-        self._taken.add(key)
-        return super().has(key)
+TRAINERS = ("verl", "trl", "openrlhf", "nemo-rl", "prime-rl")
+PACKAGES = {"verl": "verl==0.9.1", "trl": "trl==1.16.0", "openrlhf": "openrlhf==0.11.2"}
+PACKAGES["openrlhf_underscores"] = "openrlhf==0.9.10"
+ROWS = [(name, key) for name in TRAINERS for key, row in table_of(name).rows.items() if row.learning]
 
 
-def outcome(launcher: Launcher, settings: Settings) -> tuple[list[str], set[str]]:
-    """Return the report on some settings, one line each, and the settings that were looked at."""
+def translated(name: str, settings: dict[str, object]) -> Translation:
+    launcher = all_launchers()[name]
     given = {key: Setting(key, value, 1) for key, value in settings.items()}
-    translation = Asked(Document("file", launcher.reads[0], given))
+    translation = Translation(Document("file", launcher.reads[0], given), launcher.table())
+    launcher.translate(translation)
+    return translation
+
+
+def other_value(row: Row) -> object:
+    if isinstance(row.default, bool):
+        return not row.default
+    if isinstance(row.default, int | float) or row.kind == "number":
+        return 7
+    return "other"
+
+
+def answer(name: str, settings: dict[str, object]) -> tuple[list[str], list[str], list[str]] | str:
+    """Return the command, the notes and what is not read; or the refusal."""
     try:
-        goal = launcher.translate(translation)
-    except InputError as error:
-        return [f"fails: {str(error).rpartition(': ')[2].partition(';')[0]}"], translation._taken
-    kinds = {"=": translation.carried, "~": translation.differing, "none": translation.missing}
-    lines = [f"{e.shown} {kind} {' '.join(e.words)}" for kind, entries in kinds.items() for e in entries]
-    sums = " ".join(f"{goal.reduce(step):.6g}" for step in STEPS)
-    lines.append(f"objective {goal.mode} {' '.join(goal.words)} L={goal.divisor} {goal.exact} {sums}")
-    return lines, translation._taken
+        found = translated(name, settings)
+    except ValueError as error:
+        return str(error)
+    notes = [f"{entry.shown}: {entry.why}" for entry in found.differences]
+    return found.words, notes, [setting.key for setting in found.unread]
 
 
-def strings(code: CodeType) -> Iterator[str]:
-    """Yield the constants of a module's code: names of choices are among them."""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from strings(constant)
-        for part in constant if isinstance(constant, tuple | frozenset) else (constant,):
-            if isinstance(part, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{1,40}", part):
-                yield part
+# The settings with which another one has an effect: without them it has none there either.
+BESIDE = json.loads(Path(__file__).with_name("beside.json").read_text())
 
 
-def rows(launcher: Launcher, start: Settings) -> Iterator[str]:
-    """Yield what each setting becomes, beside the settings with which it is first looked at, and what pairs become."""
-    file = Path(inspect.getfile(type(launcher)))
-    code = [compile(path.read_text(), str(path), "exec") for path in file.parent.glob(f"{file.stem}*.py")]
-    choices = sorted({part for module in code for part in strings(module)})
-    base, found = outcome(launcher, start)
-    yield from (f"{launcher.name}: {line}" for line in base)
-    queue: list[tuple[str, Settings]] = [(key, start) for key in sorted(found)]
-    chosen: list[tuple[str, object]] = []
-    seen = {*found}
-    for key, beside in queue:
-        before, forms = outcome(launcher, beside)[0], set[str]()
-        for value in (*PROBES, *choices):
-            after, taken = outcome(launcher, beside | {key: value})
-            lines = [f"+{line}" for line in after if line not in before]
-            lines += [f"-{line}" for line in before if line not in after and not after[0].startswith("fails")]
-            changed = "; ".join(lines).replace(f"{key} = {value}", "it")
-            form = changed.replace(str(value), "#")
-            if form not in forms:  # not as another value is
-                with_others = "".join(f"{name} = {other!r}, " for name, other in beside.items())
-                yield f"{launcher.name}: {with_others}{key} = {value!r}: {changed}"
-                is_choice = value not in PROBES and beside == start and not after[0].startswith("fails")
-                chosen += [(key, value)] if is_choice else []
-            forms.add(form)
-            queue += [(new, beside | {key: value}) for new in sorted(taken - seen)]
-            seen |= taken
-    alone = {key: outcome(launcher, start | {key: 0.25})[0] for key in sorted(seen)}
-    for key, value in chosen:
-        whole = outcome(launcher, start | {key: value})[0]
-        for other, lines in alone.items():
-            both = outcome(launcher, start | {key: value, other: 0.25})[0]
-            if other != key and (new := [line for line in both if line not in whole and line not in lines]):
-                yield f"{launcher.name}: {key} = {value!r}, {other} = 0.25: {'; '.join(new)}"
+@pytest.mark.parametrize(("name", "key"), ROWS)
+def test_a_setting_that_changes_learning_changes_the_command_or_a_note(name: str, key: str) -> None:
+    beside = next((BESIDE[name][start] for start in sorted(BESIDE[name], reverse=True) if key.startswith(start)), {})
+    beside = {other: value for other, value in beside.items() if other != key}
+    assert answer(name, {**beside, key: other_value(table_of(name).rows[key])}) != answer(name, beside)
 
 
-def tables() -> str:
-    """Return the rows of all trainers."""
-    known = all_launchers()
-    found = (row for name in TRAINERS for base in BASES.get(name, [{}]) for row in rows(known[name], base))
-    return "".join(f"{row}\n" for row in found)
+@pytest.mark.parametrize("name", [*TRAINERS, "openrlhf_underscores"])
+def test_a_flag_of_a_table_exists_here(name: str) -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    flags = {row.flag for row in table_of(name).rows.values() if row.flag}
+    assert flags - known - {"--moe-aux-loss-coeff"} == set()  # Megatron's, which is there beside its backend
 
 
-def test_no_row_of_a_table_has_changed() -> None:
-    now, read = (dict.fromkeys(text.splitlines()) for text in (tables(), TABLES.read_text()))
-    differences = [f"now: {row}" for row in now if row not in read] + [f"was: {row}" for row in read if row not in now]
-    assert not differences, "\n".join(differences[:20])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_default_that_changes_learning_is_written_or_asks_for_nothing(name: str) -> None:
+    """Off, empty, or idle without another setting; everything else is in the command or in a note."""
+    found = translated(name, {})
+    shown = " ".join(entry.shown for entry in (*found.carried, *found.differing, *found.missing))
+    silent = []
+    for key, row in table_of(name).rows.items():
+        is_idle = row.default in (None, False, 0, -1, "", [], {})
+        is_idle |= row.default in row.neutral or row.kind in ("file", "prompts") or not row.learning
+        is_idle |= any(key.startswith(start) for start in BESIDE[name]) or bool(row.needs)
+        is_idle |= not row.flag and key not in found._taken | found._read  # shown as soon as a file changes it
+        if not is_idle and key not in shown and key not in found._read:
+            silent.append(key)
+    assert silent == []
 
 
-if __name__ == "__main__":
-    TABLES.write_text(tables())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_defaults_are_those_of_the_package(name: str, tmp_path: Path) -> None:
+    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), PACKAGES[name]]
+    if subprocess.run(download, capture_output=True).returncode:
+        pytest.skip(f"{PACKAGES[name]} cannot be downloaded here")
+    script = Path(__file__).parents[4] / "scripts/trainer_defaults.py"
+    wheel = next(tmp_path.iterdir())
+    subprocess.run([sys.executable, str(script), name, str(wheel), "--check"], check=True)
