@@ -15,13 +15,13 @@ from unittest import mock
 import torch
 from backends import settings_of  # benchmarks/backends.py
 
+from miles.base.tokenizer import load_tokenizer
 from miles.batch.convert import convert
 from miles.batch.schedule import schedule_step
 from miles.engine.base import SamplingParams
 from miles.engine.embedded import running_batch, sampling
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.training import scoring
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer

@@ -49,7 +49,7 @@ began = time.perf_counter()
 from miles.compat.border import read_command
 from miles.config.parser import judge
 from miles.rollout.supply import build_supply
-from miles.tasks.data.tokenizer import load_tokenizer
+from miles.base.tokenizer import load_tokenizer
 position, *words = sys.argv[1:]
 settings = judge(read_command(words)).settings
 tokenizer = load_tokenizer(settings.model.hf_checkpoint)

@@ -76,7 +76,7 @@ def _check(given: argparse.Namespace) -> list[CheckResult]:
     function = get_reward_function(reward, memory_limit(reward.reward_memory))
     token_ids: list[list[int]] = [[] for _ in cases]
     if given.tokenizer is not None:
-        from miles.tasks.data.tokenizer import load_tokenizer  # transformers takes seconds
+        from miles.base.tokenizer import load_tokenizer  # transformers takes seconds
 
         tokenizer = load_tokenizer(given.tokenizer)
         token_ids = [list(tokenizer(case.response, add_special_tokens=False)["input_ids"]) for case in cases]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from miles.base.host import memory_limit
 from miles.base.profiling import ProcessTrace, waiting
 from miles.base.threads import in_thread
+from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import user_code_in_thread
 from miles.config.flags_view import flags_view
 from miles.config.model import local_vocab_size
@@ -59,7 +60,6 @@ from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of, load_held_out
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.tasks.data.stream import TrainingStream
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.registry import get_reward_function
 from miles.tasks.rewards.settings import RewardArguments

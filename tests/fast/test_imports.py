@@ -103,14 +103,9 @@ LOOSE = ("__init__", "__main__", "api", "cli", "version")
 REMAINING = {
     ("miles.engine.base", "objective"),
     ("miles.engine.embedded.model_runner", "objective"),
-    ("miles.engine.embedded.model_runner", "tasks"),
-    ("miles.engine.embedded.torch_engine", "tasks"),
-    ("miles.engine.servers.engine", "tasks"),
     ("miles.engine.sglang.teacher", "objective"),
     ("miles.observe.health", "tasks"),
     ("miles.rollout.pipeline", "observe"),
-    ("miles.run.launcher.attempt", "commands"),
-    ("miles.tasks.data.end_tokens", "models"),
 }
 
 # (module, what it must not import, exceptions)

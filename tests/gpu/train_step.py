@@ -34,10 +34,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from miles.batch.convert import convert
 from miles.batch.schedule import schedule_step
-from miles.commands.rehearsal.beside_run import FORESEEN, ForeseenMemory
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
+from miles.run.foreseen_memory import FORESEEN, ForeseenMemory
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
 from miles.types.sample import Prompt, PromptGroup, Sample

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from miles.base.secrets import HIDDEN
 from miles.base.text import InputError
+from miles.base.tokenizer import load_tokenizer
 from miles.config.components import engine_spec
 from miles.config.evaluation import fill_evaluation
 from miles.config.settings import Settings
@@ -29,7 +30,7 @@ from miles.rollout.metrics import pass_at_k, powers_of_two
 from miles.rollout.ordering import Estimate, mean_over_prompts
 from miles.rollout.supply import load_held_out
 from miles.tasks.data.row import Notes, Row
-from miles.tasks.data.tokenizer import PromptRenderer, load_tokenizer
+from miles.tasks.data.tokenizer import PromptRenderer
 from miles.tasks.rewards.passing import passes
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import Prompt, PromptGroup, Sample

@@ -131,7 +131,7 @@ def export_adapter(run: SavedRun, checkpoint: Path, folder: Path) -> None:
 def _export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
-    from miles.tasks.data.tokenizer import load_tokenizer
+    from miles.base.tokenizer import load_tokenizer
     from miles.training.one_process import export_checkpoint
 
     assert settings.model.hf_checkpoint is not None

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from miles.base.profiling import span
+from miles.base.tokenizer import load_tokenizer
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost, Generation, GenerationRequest
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.engine.embedded.sampling import StopText
 from miles.engine.embedded.start_check import check_untested_model
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.types.weights import WeightChunk
 
 

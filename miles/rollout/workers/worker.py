@@ -13,6 +13,7 @@ from typing import Any
 from miles.base.host import memory_limit
 from miles.base.profiling import span
 from miles.base.recorder import Recorder
+from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import limit_calls
 from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest, RequestSender, SenderConfig, connect_teacher
@@ -39,7 +40,6 @@ from miles.rollout.workers.messages import (
     encode_error,
     pack,
 )
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import PromptGroup
 

@@ -12,13 +12,13 @@ from miles.config.checkpoint import default_remote_cache
 from miles.config.files import FILE_NAME, run_config
 
 if TYPE_CHECKING:
-    from miles.commands.rehearsal.beside_run import ForeseenMemory
     from miles.config.checkpoint import CheckpointArguments
     from miles.config.cluster import Offload
     from miles.config.settings import Settings
     from miles.observe.sinks import Notifier, Sink
     from miles.observe.tracker import Tracker
     from miles.run.failure_files import FailureFiles
+    from miles.run.foreseen_memory import ForeseenMemory
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.remote_checkpoints import Uploads
     from miles.run.restarts import Continuation, Restarts
@@ -109,7 +109,7 @@ def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[F
     """Return what rehearses the trainer's memory beside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
-    from miles.commands.rehearsal.beside_run import ForeseenMemory
+    from miles.run.foreseen_memory import ForeseenMemory
 
     return ForeseenMemory(settings)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from miles.base.flags import FlagError
 from miles.base.text import InputError
+from miles.base.tokenizer import end_of_turn, load_tokenizer, next_added_token
 from miles.tasks.data.checked_rows import PromptSet, caught, check_rows, name_of, verdict_key
-from miles.tasks.data.end_tokens import end_of_turn, next_added_token
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments, of_rows
 from miles.tasks.data.sources import open_rows
-from miles.tasks.data.tokenizer import PromptRenderer, load_tokenizer
+from miles.tasks.data.tokenizer import PromptRenderer
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:

@@ -154,27 +154,6 @@ _NOT_ESCAPED = "the text has a special token, which is read as that token; chat 
 _PRINTABLE = re.compile("[!-~]")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder in Hugging Face format, or of a name on its hub.
-
-    Raises ``InputError`` if it cannot be loaded.
-    """
-    from transformers import AutoTokenizer  # slow to import; the settings are checked before
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        # Without files, transformers makes an empty one of some types.
-        if set(tokenizer.get_vocab()) <= {str(token) for token in tokenizer.added_tokens_decoder.values()}:
-            raise ValueError("it has no vocabulary")
-        return tokenizer
-    except Exception as error:  # transformers raises many kinds: OSError, KeyError, the Rust library's own
-        reason = one_line(str(error).strip().split("\n")[0], 300)
-        raise InputError(
-            f"--hf-checkpoint {path}: cannot load a tokenizer from it ({type(error).__name__}: {reason}); give a "
-            f"folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
-        ) from error
-
-
 def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], float]:
     """Return a function that says how many tokens a text has at most, without tokenizing it; infinite if in doubt.
 

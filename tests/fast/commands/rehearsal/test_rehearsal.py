@@ -18,7 +18,6 @@ from transformers import AutoConfig
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import command as rehearsal_command
 from miles.commands.rehearsal import rehearsal as rehearsals
-from miles.commands.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
 from miles.commands.rehearsal.generation import foresee_generation
 from miles.commands.rehearsal.memory import total
 from miles.commands.rehearsal.meter import MemoryKind, Phase
@@ -36,6 +35,7 @@ from miles.config.sglang.flags import ServerFlags
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.models.registry import CONVERTED
+from miles.run.foreseen_memory import FORESEEN, MEASURED, ForeseenMemory
 from miles.run.launcher.attempt import foreseen_memory
 from miles.types.metrics import Metric
 from tests.fast.commands.rehearsal.agreement import figures

@@ -14,12 +14,12 @@ from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
 from miles.base.text import InputError
+from miles.base.tokenizer import load_tokenizer
 from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.rollout.agents.generator import AgentGenerator, time_is_up
 from miles.rollout.groups import response_seed
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.types.sample import Prompt, PromptGroup, SampleStatus
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from miles.tasks.data.tokenizer import load_tokenizer, most_tokens
+from miles.base.tokenizer import load_tokenizer
+from miles.tasks.data.tokenizer import most_tokens
 
 
 def test_saved_tokenizer_is_loaded_as_it_was(tmp_path, tokenizer):

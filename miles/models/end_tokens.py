@@ -1,47 +1,15 @@
-"""The tokens that end an answer, whatever part of a model's folder names them.
-
-A chat template ends a turn with a token behind the message, or with the one that begins the next role's turn.
-"""
+"""The tokens that end an answer, whatever part of a model's folder names them."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 from miles.base.text import InputError
+from miles.base.tokenizer import end_of_turn, load_tokenizer
 from miles.models.reading import read_config
-from miles.tasks.data.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
-_MARK = "theanswer"
-
-
-def next_added_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int = 0) -> str:
-    """Return the added token that ``text`` has at ``start``, with the white space before it; "" if it has none."""
-    names = sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-    found = re.compile(rf"\s*(?:{'|'.join(map(re.escape, names)) or '(?!)'})").match(text, start)
-    return "" if found is None else found[0]
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the added token that ends the assistant's turn, with the white space before it; "" if there is none."""
-    if not tokenizer.chat_template:
-        return ""
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-    for following in ([], messages[:1]):
-        try:
-            rendered: Any = tokenizer.apply_chat_template([*messages, *following], tokenize=False)
-        except Exception:  # templates are the model author's code and may raise anything
-            return ""
-        behind = str(rendered).rpartition(_MARK)[2]
-        if behind.strip():
-            return next_added_token(tokenizer, behind)
-    return ""
 
 
 def end_token_ids(model: str) -> frozenset[int]:
