@@ -12,10 +12,9 @@ import importlib
 import pkgutil
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-if TYPE_CHECKING:
-    from miles.base.flags import Errors
+from miles.base.flags import Errors, changed
 
 
 class Choice(ABC):
@@ -25,8 +24,8 @@ class Choice(ABC):
         flag: The field of the section that chooses.
         name: The value of the flag.
         summary: A few words for ``--help``.
-        reads: The flags that it reads. A flag that other choices read and this one does not is refused if it is set.
-        instead: What to use in place of a flag that it does not read, if that is not another choice.
+        reads: The flags that it reads. A flag that other choices read and this one does not has no effect.
+        instead: What to use in place of a flag that asks for what it does in another way. Such a flag is refused.
         own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of the section.
     """
 
@@ -100,10 +99,8 @@ class Registry(Mapping[str, C]):
         """Return the names of the choices that read ``flag``."""
         return [name for name, choice in self.items() if flag in choice.reads]
 
-    def check_read(self, chosen: C, flags: Any, errors: Errors) -> None:
-        """Refuse every flag that is set and that other choices read, but not ``chosen``."""
-        name = "--" + self.flag.replace("_", "-")
-        for flag in self.reads:
-            if flag not in chosen.reads:
-                what_to_do = chosen.instead.get(flag) or f"use {name} {' or '.join(self.readers(flag))}"
-                errors.refuse_ignored(flags, [flag], f"by {name} {chosen.name}", what_to_do)
+    def check_instead(self, chosen: C, flags: Any, errors: Errors) -> None:
+        """Refuse every flag that is set and for which ``chosen`` has another: it asks for what the other one does."""
+        for name in changed(flags, [name for name in chosen.instead if name not in chosen.reads]):
+            rule = f"contradicts --{self.flag.replace('_', '-')} {chosen.name}, which does not read it"
+            errors.refuse(name, getattr(flags, name), rule, f"{chosen.instead[name]}, or drop it")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from miles.base import strict_json
 from miles.base.secrets import public
@@ -31,6 +31,16 @@ LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in i
 # The same, if a run writes files in it, or under a longer name first.
 LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = 3500, 240
 LONGEST_SHOWN_PATH = 60  # characters of a path that is refused for its length
+T = TypeVar("T")
+FileKind = Literal["file", "model", "folder", "new file", "new folder"]
+# How a flag's value is called; "new" ones are written by the run.
+FILE_KINDS: dict[FileKind, str] = {
+    "file": "FILE",
+    "model": "PATH",
+    "folder": "DIR",
+    "new file": "FILE",
+    "new folder": "DIR",
+}
 PATH_METAVARS = ("DIR", "FILE", "FILE.html", "FOLDER", "OUT", "PATH", "RUN")  # of arguments that name a file or folder
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and what else ends a line
@@ -49,8 +59,18 @@ class FlagError(InputError):
         self.messages = messages
 
 
-def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """Declare a field of a section as a flag, with a default and a help text.
+def flag(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    within: str | None = None,
+    needs: str = "",
+    file: FileKind | None = None,
+    **metadata: Any,
+) -> Any:
+    """Declare a field of a section as a flag: its default, range and condition, and its text in help and docs.
 
     Modules that declare flags must not use ``from __future__ import annotations``: argparse-dataclass reads the types
     as objects.
@@ -58,10 +78,29 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
     Args:
         default: The value when the flag is not given.
         help: The text in ``--help`` and on the docs' page of flags.
+        at_least: The smallest value.
+        above: A bound that the value is larger than.
+        within: The interval of the value, such as ``(0, 1]``.
+        needs: Without which other flags it has no effect (config/needs.py): ``--save``, ``no --colocate``,
+            ``--kl-coef or --use-kl-loss``, ``--opd-type server``, or a condition by name such as ``a critic``;
+            several are separated by commas.
+        file: What the value names: a file or a model that is there, or a file or folder that may be.
         **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them; and
-            ``has_lines`` for a text that may have line breaks and tabs, ``is_written`` for a path that the run writes.
+            ``has_lines`` for a text that may have line breaks and tabs.
     """
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+    metadata |= {"help": help, "at_least": at_least, "above": above, "within": within, "needs": needs, "file": file}
+    if file is not None:
+        metadata.setdefault("metavar", FILE_KINDS[file])
+    return dataclasses.field(default=default, metadata={k: v for k, v in metadata.items() if v not in (None, "")})
+
+
+def flag_rules(field: dataclasses.Field[Any]) -> list[str]:
+    """Return what a flag accepts and needs in a few words, for ``--help`` and the docs."""
+    of = field.metadata
+    ranges = [f"at least {of['at_least']:g}"] if "at_least" in of else []
+    ranges += [f"above {of['above']:g}"] if "above" in of else []
+    ranges += [f"in {of['within']}"] if "within" in of else []
+    return ranges + ([f"needs {of['needs']}"] if "needs" in of else [])
 
 
 def flag_name(field: str) -> str:
@@ -75,9 +114,10 @@ def flag_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 @cache
-def _limited(section: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the fields of a class of flags that are limited to some values, with these."""
-    return tuple((field.name, accepted) for field in fields(section) if (accepted := flag_choices(field)))
+def _interval(text: str) -> tuple[float, float]:
+    """Return the ends of an interval such as ``(0, 1]``."""
+    low, _, high = text[1:-1].partition(",")
+    return float(low), float(high)
 
 
 def count(number: int, noun: str) -> str:
@@ -148,87 +188,81 @@ class Errors:
         shown = "" if value is None or value is True else f" {one_line(words, LONGEST_VALUE)}"
         self.add(f"{flag_name(field)}{shown}: {rule}; {what_to_do}")
 
-    def refuse_ignored(self, section: Any, names: Iterable[str], why: str, what_to_do: str) -> None:
-        """Refuse the named fields if they are set, because they would have no effect."""
-        for name in changed(section, names):
-            self.refuse(
-                name, getattr(section, name), f"would be ignored {why}", f"{what_to_do}, or drop {flag_name(name)}"
-            )
-
     def require(self, field: str, value: Any, meaning: str) -> None:
         """Refuse a missing flag."""
-        if value is None:
+        if value is None and self.none_about(field):
             name = flag_name(field)
             self.add(f"{name} is required: {meaning}; add {name} to the command")
 
-    def choices(self, section: Any) -> None:
-        """Check every field of ``section`` that is limited to some values."""
-        kind: Any = type(section)  # mypy takes no class for hashable
-        for name, accepted in _limited(kind):
-            value = getattr(section, name)
-            if value is not None and value not in accepted:
-                self.refuse(name, value, "no such choice", f"give one of {', '.join(accepted)}")
-
-    def texts(self, section: Any) -> None:
-        """Check that no text of ``section`` is empty or has characters that no file and no message can hold."""
-        for field in fields(section):
+    def words(self, section: T) -> T:
+        """Check choices and texts; return ``section`` with the defaults in place of wrong ones, for other rules."""
+        wrong: dict[str, Any] = {}
+        for field in fields(section):  # type: ignore[arg-type]
             value = getattr(section, field.name)
+            accepted, before = flag_choices(field), len(self.messages)
+            if value is not None and accepted and value not in accepted:
+                self.refuse(field.name, value, "no such choice", f"give one of {', '.join(accepted)}")
             for word in value if isinstance(value, tuple) else (value,):
-                if not isinstance(word, str) or value == field.default:
-                    continue
-                blank_is_empty = field.name != "rollout_stop"  # a response may well end at a line break
-                if not (word.strip() if blank_is_empty else word):
-                    self.add(f"{flag_name(field.name)}: the value is empty; give one, or drop {flag_name(field.name)}")
-                elif (rule := fault_of_text(word, bool(field.metadata.get("has_lines")))) is not None:
-                    self.refuse(field.name, word, rule, "correct the value")
-                elif field.metadata.get("metavar") in PATH_METAVARS:
-                    rule = fault_of_path(word, bool(field.metadata.get("is_written")))
-                    if rule is not None:
-                        self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")
+                if isinstance(word, str) and value != field.default and not accepted:
+                    self._text(field, word)
+            if len(self.messages) > before:
+                wrong[field.name] = field.default
+        return dataclasses.replace(section, **wrong)  # type: ignore[type-var]
 
-    def sizes(self, section: Any) -> None:
-        """Check that no number of ``section`` is larger than anything of its kind: a count, a time limit, a size."""
+    def declared(self, section: Any) -> None:
+        """Check every number and path of ``section`` against its declaration."""
         for field in fields(section):
             value = getattr(section, field.name)
             for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, bool) or not isinstance(number, int | float):
-                    continue
-                if (rule := fault_of_size(field.name, number)) is not None:
-                    self.refuse(field.name, number, rule, "give a number nearer to 0")
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    self._number(field, number)
+            if "file" in field.metadata and value is not None:
+                self._file(field, value)
 
-    def _unrefused(self, section: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of the fields that are set and have no error: one value is out of range once."""
-        for name in names:
-            value = getattr(section, name)
-            if value is not None and self.none_about(name):
-                yield name, value
+    def _text(self, field: dataclasses.Field[Any], word: str) -> None:
+        """Check that a text is not empty, and has no characters that no file and no message can hold."""
+        blank_is_empty = field.name != "rollout_stop"  # a response may well end at a line break
+        if not (word.strip() if blank_is_empty else word):
+            self.add(f"{flag_name(field.name)}: the value is empty; give one, or drop {flag_name(field.name)}")
+        elif (rule := fault_of_text(word, bool(field.metadata.get("has_lines")))) is not None:
+            self.refuse(field.name, word, rule, "correct the value")
+        elif field.metadata.get("metavar") in PATH_METAVARS:
+            rule = fault_of_path(word, field.metadata.get("file", "").startswith("new"))
+            if rule is not None:
+                self.refuse(field.name, one_line(word, LONGEST_SHOWN_PATH), rule, "give a shorter one")
 
-    def finite(self, section: Any, *names: str) -> None:
-        """Check that each named field is None or a finite number."""
-        for name, value in self._unrefused(section, names):
-            if not math.isfinite(value):
-                self.refuse(name, value, "must be a finite number", "give a number")
+    def _number(self, field: dataclasses.Field[Any], number: float) -> None:
+        """Check that a number is in its declared range, and no larger than anything of its kind."""
+        if (rule := fault_of_size(field.name, number)) is not None:
+            self.refuse(field.name, number, rule, "give a number nearer to 0")
+            return
+        low, above, within = (field.metadata.get(name) for name in ("at_least", "above", "within"))
+        if within is not None:
+            lowest, highest = _interval(within)
+            is_above = number > lowest or (number == lowest and within[0] == "[")
+            is_below = number < highest or (number == highest and within[-1] == "]")
+            if not (is_above and is_below):
+                what_to_do = f"give a number from {lowest:g} to {highest:g}"
+                self.refuse(field.name, number, f"must be in {within}", what_to_do)
+        elif low is not None and not (math.isfinite(number) and number >= low):
+            self.refuse(field.name, number, f"must be a finite number of at least {low:g}", f"give {low:g} or more")
+        elif above is not None and not (math.isfinite(number) and number > above):
+            self.refuse(
+                field.name, number, f"must be a finite number above {above:g}", f"give a number above {above:g}"
+            )
+        elif not math.isfinite(number):
+            self.refuse(field.name, number, "must be a finite number", "give a number")
 
-    def at_least(self, section: Any, bound: float, *names: str) -> None:
-        """Check that each named field is None, or finite and at least ``bound``."""
-        for name, value in self._unrefused(section, names):
-            if not (math.isfinite(value) and value >= bound):
-                self.refuse(name, value, f"must be a finite number of at least {bound:g}", f"give {bound:g} or more")
-
-    def above(self, section: Any, bound: float, *names: str) -> None:
-        """Check that each named field is None, or finite and above ``bound``."""
-        for name, value in self._unrefused(section, names):
-            if not (math.isfinite(value) and value > bound):
-                self.refuse(name, value, f"must be a finite number above {bound:g}", f"give a number above {bound:g}")
-
-    def within(self, section: Any, low: float, high: float, *names: str, open_high: bool = False) -> None:
-        """Check that each named field is None or in [low, high]; in [low, high) with ``open_high``."""
-        for name, value in self._unrefused(section, names):
-            if not (low <= value < high or (value == high and not open_high)):
-                end = ")" if open_high else "]"
-                self.refuse(
-                    name, value, f"must be in [{low:g}, {high:g}{end}", f"give a number from {low:g} to {high:g}"
-                )
+    def _file(self, field: dataclasses.Field[Any], path: str) -> None:
+        match field.metadata["file"]:
+            case "file":
+                self.existing_file(field.name, path)
+            case "model":
+                self.existing_folder(field.name, path)
+            case "folder" | "new folder":
+                self.folder_to_write(field.name, path)
+            case "new file" if os.path.isdir(path):
+                self.refuse(field.name, path, "is a folder", "give the path of a file")
 
     def json_object(self, field: str, text: str | None) -> dict[str, Any]:
         """Return the object that a JSON flag holds; an empty one if the flag is not given or holds none."""
@@ -354,10 +388,5 @@ class _FirstError(Errors):
 
 _first_error = _FirstError()
 refuse = _first_error.refuse
-refuse_ignored = _first_error.refuse_ignored
 require = _first_error.require
-finite = _first_error.finite
-at_least = _first_error.at_least
-above = _first_error.above
-within = _first_error.within
 json_object = _first_error.json_object

@@ -16,11 +16,13 @@ from pathlib import Path
 # A private name of a pinned version (argparse-dataclass 2.0), as in config/parser.py.
 from argparse_dataclass import _add_dataclass_options
 
-from miles.base.flags import Errors
+from miles.base.flags import Errors, refuse
 from miles.base.host import memory_limit
 from miles.base.junit import CheckResult, write_junit
 from miles.base.text import InputError, one_line
 from miles.config.command_parser import CommandParser
+from miles.config.needs import without_effect
+from miles.config.settings import Settings
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.cases import check_cases, read_cases
 from miles.tasks.rewards.registry import get_reward_function
@@ -69,8 +71,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(given: argparse.Namespace) -> list[CheckResult]:
     cases = read_cases(given.cases)
-    reward = _reward(given)
-    errors = Errors()
+    settings, notes = without_effect(Settings(reward=_reward(given)))
+    for note in notes:
+        print(f"{note.written}: has no effect ({note.why})")
+    reward, errors = settings.reward, Errors()
+    errors.declared(reward)
     check_reward(reward, True, errors)
     errors.raise_if_any()
     function = get_reward_function(reward, memory_limit(reward.reward_memory))
@@ -93,7 +98,11 @@ def _reward(given: argparse.Namespace) -> RewardArguments:
     words = given.function.split(",")
     if all(word.partition(":")[0] in (*REWARDS, CUSTOM) for word in words):
         values["rm_type"] = given.function
-        if CUSTOM not in reward_weights(given.function):  # the command's own limits are for functions of the user's
+        if CUSTOM not in reward_weights(given.function):
+            if given.custom_rm_path is not None:
+                rule = f"names a second reward, beside {given.function}"
+                refuse("custom_rm_path", given.custom_rm_path, rule, f"weigh both: {given.function},{CUSTOM}:0.5")
+            # the command's own limits are for functions of the user's
             values = {name: value for name, value in values.items() if name not in ("reward_timeout", "reward_memory")}
     else:
         values["custom_rm_path"] = given.function

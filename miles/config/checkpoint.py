@@ -6,18 +6,21 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from miles.base.flags import Errors, flag
 from miles.base.secrets import HIDDEN, public
 from miles.base.storage import fault_of_url, is_url, protocol_of
-from miles.config.cluster import ClusterArguments
 from miles.config.evaluation import EvaluationArguments
 
 # Switches that a run does not need to continue from its own checkpoints: with them it would begin from one of another.
 NOT_OF_ITS_OWN = ("finetune", "no_load_optim", "no_load_rng")
 _CHECKPOINT = re.compile(r"(.+)/(iter_\d{7})/*")  # the URL of one checkpoint
+
+_of_save = partial(flag, needs="--save")
+_of_load = partial(flag, needs="--load")
 
 
 @dataclass(frozen=True)
@@ -27,56 +30,65 @@ class CheckpointArguments:
     save: Optional[str] = flag(
         None,
         "folder of the checkpoints; a URL such as s3://bucket/run names one in remote storage",
-        metavar="DIR",
-        is_written=True,
+        needs="a trainer",
+        file="new folder",
     )
-    save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
-    save_keep_last: Optional[int] = flag(None, "keep only the newest N checkpoints in --save", metavar="N")
-    save_retain_interval: Optional[int] = flag(
+    save_interval: Optional[int] = _of_save(
+        None, "iterations between checkpoints; the last iteration is always saved", at_least=1
+    )
+    save_keep_last: Optional[int] = _of_save(
+        None, "keep only the newest N checkpoints in --save", at_least=1, metavar="N"
+    )
+    save_retain_interval: Optional[int] = _of_save(
         None,
         "keep the checkpoints after every K-th iteration, and the newest; with --save-keep-last both sets are kept",
+        at_least=1,
         metavar="K",
     )
-    save_best: Optional[str] = flag(
+    save_best: Optional[str] = _of_save(
         None,
         "also save a checkpoint after an iteration that is the best so far by this metric, such as "
         "eval/heldout/accuracy or train/kl_loss:min, and keep it until a better one is complete",
         metavar="METRIC[:max|min]",
     )
-    async_save: bool = flag(
+    async_save: bool = _of_save(
         False, "copy a checkpoint into memory and write it during training; needs memory for one more copy"
     )
-    start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
+    start_over: bool = _of_save(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
         None,
         "folder of checkpoints, or its URL, whose newest complete one is resumed; only --save itself may have none",
-        metavar="DIR",
+        needs="a trainer",
+        file="folder",
     )
-    no_load_fallback: bool = flag(False, "stop if the newest checkpoint in --load is damaged, and take no earlier one")
-    no_load_optim: bool = flag(
+    no_load_fallback: bool = _of_load(
+        False, "stop if the newest checkpoint in --load is damaged, and take no earlier one"
+    )
+    no_load_optim: bool = _of_load(
         False, "do not load the optimizer's state; the learning rate's schedule starts again", args=["--no-load-optim"]
     )
-    no_load_rng: bool = flag(False, "do not load the random state", args=["--no-load-rng"])
-    finetune: bool = flag(False, "load only the weights, and start at iteration 0")
+    no_load_rng: bool = _of_load(False, "do not load the random state", args=["--no-load-rng"])
+    finetune: bool = _of_load(False, "load only the weights, and start at iteration 0")
     save_hf: Optional[str] = flag(
         None,
         "folder or URL of a Hugging Face export, written with each checkpoint of --save and at the end of the run; "
         "{iteration} (or {rollout_id}) in the name is replaced by the number of iterations done",
-        metavar="DIR",
-        is_written=True,
+        needs="a trainer",
+        file="new folder",
     )
     storage_options: Optional[str] = flag(
         None,
         "JSON object of arguments of fsspec's file system for the URLs of --save, --load and --save-hf; default: what "
         "its package reads from the environment",
+        needs="remote storage",
         metavar="JSON",
         has_lines=True,
     )
     remote_cache: Optional[str] = flag(
         None,
         "local folder of checkpoints on their way to and from remote storage; default: remote/ in --output-dir",
-        metavar="DIR",
-        is_written=True,
+        needs="remote storage",
+        file="new folder",
     )
 
     @property
@@ -184,22 +196,8 @@ def split_checkpoint(url: str) -> tuple[str, str | None]:
     return (url.rstrip("/"), None) if found is None else (found[1].rstrip("/"), found[2])
 
 
-def check_checkpoint(
-    checkpoint: CheckpointArguments, evaluation: EvaluationArguments, cluster: ClusterArguments, errors: Errors
-) -> None:
-    """Check that flags of saving have a folder to save to, and those of loading one to load from."""
-    errors.at_least(checkpoint, 1, "save_interval", "save_keep_last", "save_retain_interval")
-    for name in ("save", "load", "save_hf", "remote_cache"):
-        errors.folder_to_write(name, getattr(checkpoint, name))
-    if checkpoint.save is None:
-        unused = ["save_interval", "save_keep_last", "save_retain_interval", "save_best", "async_save", "start_over"]
-        errors.refuse_ignored(checkpoint, unused, "without --save", "add --save DIR")
-        if errors.none_about("max_restarts"):
-            why = "without --save: there would be no checkpoint to restart from"
-            errors.refuse_ignored(cluster, ["max_restarts"], why, "add --save DIR and --save-interval")
-    if checkpoint.load is None:
-        unused = ["finetune", "no_load_fallback", "no_load_optim", "no_load_rng"]
-        errors.refuse_ignored(checkpoint, unused, "without --load", "add --load DIR")
+def check_checkpoint(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
+    """Check the metric of ``--save-best``, and the URLs."""
     _check_best(checkpoint, evaluation, errors)
     _check_urls(checkpoint, errors)
 
@@ -216,10 +214,6 @@ def _check_urls(checkpoint: CheckpointArguments, errors: Errors) -> None:
             )
         if fault is not None:
             errors.refuse(name, url, *fault)
-    if not urls:
-        unused = ["storage_options", "remote_cache"]
-        what_to_do = "give a URL to --save, --load or --save-hf"
-        errors.refuse_ignored(checkpoint, unused, "without a folder in remote storage", what_to_do)
     errors.json_object("storage_options", checkpoint.storage_options)
     protocols = sorted({protocol_of(url) for url in urls.values()})
     if checkpoint.storage_options is not None and len(protocols) > 1:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from miles.base.flags import Errors, count, flag, flag_name
-from miles.config.components import ENGINES, names_with
 
 MOST_DEVICES = 100_000  # of trainer or engines: the groups of ranks are listed, to check them
-OFFLOAD_FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
 
 
 @dataclass(frozen=True)
@@ -22,38 +20,52 @@ class ClusterArguments:
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device of the trainer and the engine; auto is cuda if this host, or the joined Ray cluster, has a GPU"
     )
-    actor_num_nodes: int = flag(1, "nodes of the trainer")
+    actor_num_nodes: int = flag(1, "nodes of the trainer", within="[1, 100000]")
     actor_num_gpus_per_node: int = flag(
-        8, "trainer ranks per node: GPUs; on CPU, processes (default there: one for two cores)"
+        8, "trainer ranks per node: GPUs; on CPU, processes (default there: one for two cores)", within="[1, 100000]"
     )
     rollout_num_gpus: Optional[int] = flag(
-        None, "devices of the rollout engines, without --colocate; default: those of one engine"
+        None,
+        "devices of the rollout engines, without --colocate; default: those of one engine",
+        needs="no --colocate, engines on several devices, no --rollout-external",
+        within="[1, 100000]",
     )
     colocate: bool = flag(False, "let the trainer and the engines share their devices")
     offload_train: bool = flag(
-        False, "with --colocate on GPUs: keep the trainer in host memory while engines generate (the default there)"
+        False,
+        "with --colocate on GPUs: keep the trainer in host memory while engines generate (the default there)",
+        needs="shared devices, no --device cpu",
     )
     offload_rollout: bool = flag(
-        False, "with --colocate on GPUs: release the engines' memory while the trainer works (the default there)"
+        False,
+        "with --colocate on GPUs: release the engines' memory while the trainer works (the default there)",
+        needs="shared devices, no --device cpu",
     )
-    no_offload_train: bool = flag(False, "with --colocate: keep the trainer on the GPU")
-    no_offload_rollout: bool = flag(False, "with --colocate: let the engines keep their memory")
-    distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation fails")
+    no_offload_train: bool = flag(False, "with --colocate: keep the trainer on the GPU", needs="shared devices")
+    no_offload_rollout: bool = flag(False, "with --colocate: let the engines keep their memory", needs="shared devices")
+    distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation fails", at_least=1)
     worker_timeout: float = flag(
         300.0,
         "seconds without a response after which a worker process counts as lost; so does an engine without "
         "--use-fault-tolerance",
+        above=0,
     )
     wait_timeout: float = flag(
         21600.0,
         "seconds that one call of a worker may take (an iteration's samples, its training, a checkpoint) before the "
         "stacks of all processes are written and the run ends; 0 is no limit",
+        at_least=0,
     )
     stop_timeout: float = flag(
-        120.0, "seconds after Ctrl-C or another signal that stops the run in which an iteration is finished and saved"
+        120.0,
+        "seconds after Ctrl-C or another signal that stops the run in which an iteration is finished and saved",
+        above=0,
     )
     max_restarts: int = flag(
-        0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"
+        0,
+        "times that a run restarts from its last checkpoint in --save after a worker process has failed",
+        needs="--save",
+        at_least=0,
     )
     train_env_vars: Optional[str] = flag(
         None, "JSON object of environment variables for the trainer processes", has_lines=True
@@ -91,18 +103,10 @@ def is_cluster_address(address: str) -> bool:
 
 def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
     """Check counts, time limits and the environment of the trainer."""
-    errors.at_least(
-        cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
-    )
-    errors.within(cluster, 1, MOST_DEVICES, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node") and cluster.world_size > MOST_DEVICES:
         rule = f"makes {cluster.world_size} trainer ranks with --actor-num-nodes {cluster.actor_num_nodes}"
         what_to_do = f"give sizes of at most {MOST_DEVICES} ranks"
         errors.refuse("actor_num_gpus_per_node", cluster.actor_num_gpus_per_node, rule, what_to_do)
-    errors.at_least(cluster, 0, "max_restarts", "wait_timeout")
-    if cluster.colocate and errors.none_about("rollout_num_gpus"):
-        why = "with --colocate: the engines have the trainer's devices"
-        errors.refuse_ignored(cluster, ["rollout_num_gpus"], why, "drop --colocate")
     if cluster.ray_address is not None and cluster.ray_address.startswith(("http://", "https://")):
         rule = "is the address of Ray's dashboard, which takes jobs (given here, or as RAY_ADDRESS)"
         what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
@@ -118,7 +122,6 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
     elif cluster.ray_address is not None and not is_cluster_address(cluster.ray_address):
         rule = "is no address of a Ray cluster (given here, or as RAY_ADDRESS)"
         errors.refuse("ray_address", cluster.ray_address, rule, "give HOST:PORT, or auto for the one of this host")
-    errors.above(cluster, 0, "worker_timeout", "stop_timeout")
     for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):
             rule = f"the value of {name} is not a string, and environment variables are strings"
@@ -128,22 +131,8 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
             errors.refuse("train_env_vars", cluster.train_env_vars, rule, 'write {"NAME": "value"}')
 
 
-def check_offload(cluster: ClusterArguments, num_engines: int, errors: Errors) -> None:
-    """Check that offload flags have an effect, and do not contradict each other.
-
-    Args:
-        cluster: The section with the flags.
-        num_engines: SGLang servers that the run starts.
-        errors: Collects what is wrong.
-    """
-    if not cluster.colocate:
-        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, "without --colocate", "add that switch")
-        return
-    if num_engines == 0:
-        why = "without SGLang servers that this run starts"
-        what_to_do = f"use --rollout-engine {names_with(ENGINES, 'has_servers')} without --rollout-external"
-        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, why, what_to_do)
-        return
+def check_offload(cluster: ClusterArguments, errors: Errors) -> None:
+    """Check that offload flags do not contradict each other."""
     for side in ("train", "rollout"):
         if getattr(cluster, f"offload_{side}") and getattr(cluster, f"no_offload_{side}"):
             rule = f"contradicts {flag_name(f'no_offload_{side}')}"

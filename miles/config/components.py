@@ -78,7 +78,6 @@ class EngineSpec:
         builder: The coroutine ``start(settings, host) -> Engine``, as ``module:function``.
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
-        own_flags: The flags of the section ``rollout`` that no other engine reads.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
@@ -86,7 +85,6 @@ class EngineSpec:
 
     builder: str
     has_servers: bool = False
-    own_flags: tuple[str, ...] = ()
     reports_experts: bool = False
     shares_servers: bool = False
     stop_text_limits: StopTextLimits | None = None
@@ -116,7 +114,6 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
 ENGINES: Mapping[str, EngineSpec] = {
     "torch": EngineSpec(
         "miles.engine.embedded.torch_engine:start",
-        own_flags=("torch_engine_max_batch_size",),
         reports_experts=True,
     ),
     "sglang": EngineSpec(

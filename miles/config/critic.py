@@ -11,20 +11,24 @@ from miles.config.optimizer import OptimizerArguments, check_warmup
 class CriticArguments:
     """critic: the value model of --advantage-estimator ppo, and how it is trained."""
 
-    critic_lr: Optional[float] = flag(None, "peak learning rate of the critic; default: --lr")
-    critic_lr_warmup_iters: int = flag(0, "optimizer steps of the critic's linear warm-up")
-    num_critic_only_steps: int = flag(0, "iterations at the start of the run in which only the critic learns")
+    critic_lr: Optional[float] = flag(
+        None, "peak learning rate of the critic; default: --lr", above=0, needs="a critic"
+    )
+    critic_lr_warmup_iters: int = flag(
+        0, "optimizer steps of the critic's linear warm-up", at_least=0, needs="a critic"
+    )
+    num_critic_only_steps: int = flag(
+        0,
+        "iterations at the start of the run in which only the critic learns",
+        at_least=0,
+        needs="a critic, a policy that learns",
+    )
 
 
 def critic_optimizer(critic: CriticArguments, optimizer: OptimizerArguments) -> OptimizerArguments:
     """Return the policy's optimizer with the critic's learning rate and warm-up."""
     rate = optimizer.lr if critic.critic_lr is None else critic.critic_lr
     return replace(optimizer, lr=rate, lr_warmup_iters=critic.critic_lr_warmup_iters, lr_warmup_fraction=None)
-
-
-def check_no_critic(critic: CriticArguments, why: str, errors: Errors) -> None:
-    """Refuse the flags of a critic in a run that has none."""
-    errors.refuse_ignored(critic, vars(critic), why, "use --advantage-estimator ppo")
 
 
 def check_critic(
@@ -43,32 +47,18 @@ def check_critic(
         num_iterations: Iterations of the run; None if ``--num-epoch`` determines them.
         errors: Collects what is wrong.
     """
-    errors.above(critic, 0, "critic_lr")
-    errors.at_least(critic, 0, "critic_lr_warmup_iters", "num_critic_only_steps")
     check_warmup("critic_lr_warmup_iters", critic_optimizer(critic, optimizer), errors)
     rate = critic_optimizer(critic, optimizer).lr
     if errors.none_about("lr", "min_lr", "critic_lr") and rate < optimizer.min_lr:
         rule = f"is below --min-lr {optimizer.min_lr:g}, at which its decay ends"
         errors.refuse("critic_lr", f"{rate:g}", rule, "give at least --min-lr")
     if not trains_policy:
-        _check_critic_alone(critic, optimizer, errors)
         return
     alone = critic.num_critic_only_steps
     if num_iterations is not None and errors.none_about("num_rollout") and alone >= num_iterations:
         rule = f"leaves none of the --num-rollout {num_iterations} iterations to the policy"
         what_to_do = "give fewer, or train only the critic with --loss-type value_loss"
         errors.refuse("num_critic_only_steps", alone, rule, what_to_do)
-
-
-def _check_critic_alone(critic: CriticArguments, optimizer: OptimizerArguments, errors: Errors) -> None:
-    why = "by --loss-type value_loss"
-    alone = f"{why}: the critic always learns alone"
-    errors.refuse_ignored(critic, ["num_critic_only_steps"], alone, "drop it")
-    warmup, not_learning = ["lr_warmup_iters", "lr_warmup_fraction"], f"{why}: the policy does not learn"
-    errors.refuse_ignored(optimizer, warmup, not_learning, "use --critic-lr-warmup-iters")
-    if critic.critic_lr is not None:
-        beside = f"beside --critic-lr {critic.critic_lr:g} {not_learning}"
-        errors.refuse_ignored(optimizer, ["lr"], beside, "keep one of the two")
 
 
 def explain_critic(has_critic: bool) -> list[str]:

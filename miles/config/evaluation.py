@@ -1,13 +1,14 @@
 """Choose the held-out sets, and how they are sampled."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Optional
 
 from miles.base.flags import Errors, flag
-from miles.config.rollout import RolloutArguments, check_temperature, check_truncation
+from miles.config.rollout import RolloutArguments, check_temperature, check_top_k
 from miles.tasks.data.settings import DataArguments, check_pairs
 
-OF_SETS = ("eval_prompt_data", "eval_config", "eval_function_path")  # any of them asks for an evaluation
+_of_sets = partial(flag, needs="an evaluation set")
 
 
 @dataclass(frozen=True)
@@ -15,33 +16,47 @@ class EvaluationArguments:
     """evaluation: sets, interval and their sampling parameters."""
 
     eval_prompt_data: Optional[tuple[str, ...]] = flag(
-        None, "evaluation sets: NAME SOURCE pairs", nargs="+", type=str, metavar="NAME SOURCE"
+        None,
+        "evaluation sets: NAME SOURCE pairs",
+        needs="--eval-interval, no --debug-train-only, no --eval-config",
+        nargs="+",
+        type=str,
+        metavar="NAME SOURCE",
     )
     eval_config: Optional[str] = flag(
         None,
         "YAML or JSON file of evaluation sets, each with its own sampling (instead of --eval-prompt-data)",
-        metavar="FILE",
+        needs="--eval-interval, no --debug-train-only",
+        file="file",
     )
     eval_function_path: Optional[str] = flag(
-        None, "your evaluation, in the place of the built-in one (docs/rollout.md), module:function"
+        None,
+        "your evaluation, in the place of the built-in one (docs/rollout.md), module:function",
+        needs="--eval-interval, no --debug-train-only",
     )
     custom_eval_rollout_log_function_path: Optional[str] = flag(
-        None, "your metrics of each evaluation (docs/rollout.md), module:function"
+        None,
+        "your metrics of each evaluation (docs/rollout.md), module:function",
+        needs="an evaluation set, no --eval-function-path",
     )
-    eval_interval: Optional[int] = flag(
-        None, "iterations between evaluations; also before the first and after the last"
+    eval_interval: Optional[int] = _of_sets(
+        None, "iterations between evaluations; also before the first and after the last", at_least=1
     )
-    skip_eval_before_train: bool = flag(False, "do not evaluate before the first iteration")
-    n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt; above 1, pass@k is logged too")
-    eval_temperature: Optional[float] = flag(None, "sampling temperature; default: --rollout-temperature")
-    eval_top_p: Optional[float] = flag(None, "top-p; default: --rollout-top-p")
-    eval_top_k: Optional[int] = flag(None, "top-k; default: --rollout-top-k")
-    eval_min_p: Optional[float] = flag(None, "min-p; default: --rollout-min-p")
-    eval_max_response_len: Optional[int] = flag(
-        None, "maximum tokens of a response; default: --rollout-max-response-len"
+    skip_eval_before_train: bool = _of_sets(False, "do not evaluate before the first iteration")
+    n_samples_per_eval_prompt: int = _of_sets(
+        1, "responses per evaluation prompt; above 1, pass@k is logged too", at_least=1
     )
-    eval_input_key: Optional[str] = flag(None, "prompt column; default: --input-key")
-    eval_label_key: Optional[str] = flag(None, "answer column; default: --label-key")
+    eval_temperature: Optional[float] = _of_sets(
+        None, "sampling temperature; default: --rollout-temperature", at_least=0
+    )
+    eval_top_p: Optional[float] = _of_sets(None, "top-p; default: --rollout-top-p", within="(0, 1]")
+    eval_top_k: Optional[int] = _of_sets(None, "top-k; default: --rollout-top-k")
+    eval_min_p: Optional[float] = _of_sets(None, "min-p; default: --rollout-min-p", within="[0, 1]")
+    eval_max_response_len: Optional[int] = _of_sets(
+        None, "maximum tokens of a response; default: --rollout-max-response-len", at_least=1
+    )
+    eval_input_key: Optional[str] = _of_sets(None, "prompt column; default: --input-key")
+    eval_label_key: Optional[str] = _of_sets(None, "answer column; default: --label-key")
 
     @property
     def has_sets(self) -> bool:
@@ -68,20 +83,8 @@ def fill_evaluation(
 
 
 def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
-    """Check the NAME SOURCE pairs, the interval, and that no flag is given without a set."""
-    if not evaluation.has_sets:
-        unused = [name for name in vars(evaluation) if name not in OF_SETS]
-        errors.refuse_ignored(evaluation, unused, "without an evaluation set", "add --eval-prompt-data NAME SOURCE")
-        return
+    """Check the NAME SOURCE pairs and the sampling."""
     if evaluation.eval_prompt_data is not None:
         check_pairs("eval_prompt_data", evaluation.eval_prompt_data, errors)
-    if evaluation.eval_config is not None:
-        errors.refuse_ignored(evaluation, ["eval_prompt_data"], "beside --eval-config", "list the set in that file")
-        errors.existing_file("eval_config", evaluation.eval_config)
-    if evaluation.eval_function_path is not None:
-        why = "beside --eval-function-path, which returns its own metrics"
-        errors.refuse_ignored(evaluation, ["custom_eval_rollout_log_function_path"], why, "return them there")
-    errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
-    errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
     check_temperature(evaluation, "eval_temperature", errors)
-    check_truncation(evaluation, "eval_top_p", "eval_top_k", "eval_min_p", errors)
+    check_top_k(evaluation, "eval_top_k", errors)

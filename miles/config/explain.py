@@ -16,7 +16,7 @@ from miles.config.lora import explain_lora
 from miles.config.model import explain_reference
 from miles.config.notes import grouped
 from miles.config.parallel import explain_ranks
-from miles.config.profiling import explain_profiling, unused_in_profiling
+from miles.config.profiling import explain_profiling
 from miles.config.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.config.settings import Settings
 from miles.config.sglang.flags import explain_servers
@@ -115,7 +115,6 @@ def without_effect(settings: Settings) -> list[str]:
         *objective_without_effect(settings.loss, settings.step_shape),
         *unused_in_rollout(settings.rollout),
         *unused_in_training(settings.training, settings.dims.replicas),
-        *unused_in_profiling(settings.profiling),
     ]
 
 

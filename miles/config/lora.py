@@ -7,15 +7,15 @@ and B starts at 0; W stays as it is.
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
-from miles.base.flags import Errors, changed, flag
+from miles.base.flags import Errors, flag
 from miles.config.components import TRAIN_BACKENDS, names_with
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments, local_config
 from miles.models.reading import linear_layers
 from miles.models.registry import converted_family
-from miles.objective.settings import LossArguments
 
 ALL_LINEAR = "all-linear"
 
@@ -31,21 +31,25 @@ _NOT_CALLED = ("lm_head", "embed_tokens", "embed_out", "wte")  # the trainer rea
 _IN_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+_of_adapter = partial(flag, needs="--lora-rank")
+
 
 @dataclass(frozen=True)
 class LoraArguments:
     """lora: a low-rank adapter that is trained instead of all weights."""
 
-    lora_rank: int = flag(0, "rank of the adapter; 0 trains all weights")
-    lora_alpha: int = flag(16, "the adapter's product is multiplied by this over --lora-rank")
-    lora_dropout: float = flag(0.0, "part of the adapter's inputs that is dropped while it trains")
-    target_modules: Optional[tuple[str, ...]] = flag(
+    lora_rank: int = flag(0, "rank of the adapter; 0 trains all weights", needs="a policy that learns", at_least=0)
+    lora_alpha: int = _of_adapter(16, "the adapter's product is multiplied by this over --lora-rank", at_least=1)
+    lora_dropout: float = _of_adapter(
+        0.0, "part of the adapter's inputs that is dropped while it trains", within="[0, 1)"
+    )
+    target_modules: Optional[tuple[str, ...]] = _of_adapter(
         None,
         "linear layers that get an adapter, by name (q_proj,v_proj); default: all-linear, those of the decoder",
         nargs="+",
         type=str,
     )
-    exclude_modules: Optional[tuple[str, ...]] = flag(
+    exclude_modules: Optional[tuple[str, ...]] = _of_adapter(
         None, "linear layers of --target-modules that get none, by name", nargs="+", type=str
     )
 
@@ -78,32 +82,23 @@ def _single(words: tuple[str, ...] | None) -> Iterator[str]:
             yield name
 
 
-def check_lora(lora: LoraArguments, backend: str, loss: LossArguments, model: ModelArguments, errors: Errors) -> None:
+def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors: Errors) -> None:
     """Check the adapter, and that the run trains one.
 
     Args:
         lora: The section.
         backend: The value of ``--train-backend``.
-        loss: The flags of the objective.
         model: The model that gets the adapter.
         errors: Collects what is wrong.
     """
-    errors.at_least(lora, 0, "lora_rank")
     if not lora.trains_adapter:
-        others = [name for name in vars(lora) if name != "lora_rank"]
-        errors.refuse_ignored(lora, others, "without --lora-rank", "add --lora-rank 16")
         return
-    errors.at_least(lora, 1, "lora_alpha")
-    errors.within(lora, 0, 1, "lora_dropout", open_high=True)
     _check_names("target_modules", lora.target_modules, errors)
     _check_names("exclude_modules", lora.exclude_modules, errors)
     if not TRAIN_BACKENDS[backend].trains_adapters:
         rule = f"--train-backend {backend} trains all weights, not adapters"
         what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'trains_adapters')}, or drop it"
         errors.refuse("lora_rank", lora.lora_rank, rule, what_to_do)
-    if not loss.type.trains_policy:
-        why = f"by --loss-type {loss.loss_type}: the policy, which would have the adapter, does not learn"
-        errors.refuse_ignored(lora, changed(lora, vars(lora)), why, "use --loss-type policy_loss")
     if errors.none_about("hf_checkpoint", "target_modules"):
         _check_experts(lora, model, errors)
     if errors.none_about("lora_rank", "hf_checkpoint") and not TRAIN_BACKENDS[backend].reads_megatron_flags:

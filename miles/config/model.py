@@ -16,40 +16,40 @@ class ModelArguments:
     """model: initial weights, the reference model and the teacher."""
 
     hf_checkpoint: Optional[str] = flag(
-        None, "Hugging Face folder or name: tokenizer, configuration and initial weights (required)", metavar="PATH"
+        None, "Hugging Face folder or name: tokenizer, configuration and initial weights (required)", file="model"
     )
     ref_load: Optional[str] = flag(
         None,
         "reference model of the KL: a Hugging Face folder, or a checkpoint of the same backend (--save); "
         "default: --hf-checkpoint",
-        metavar="PATH",
+        file="model",
+        needs="a reference",
     )
     ref_update_interval: Optional[int] = flag(
-        None, "update the reference from the policy after every N iterations; default: it is frozen", metavar="N"
+        None,
+        "update the reference from the policy after every N iterations; default: it is frozen",
+        needs="a reference, no --lora-rank",
+        at_least=1,
+        metavar="N",
     )
     ref_mixup_alpha: float = flag(
         1.0,
         "weight A of the policy when --ref-update-interval sets the reference to A policy + (1 - A) reference; 1 "
         "copies the policy (TRL's ref_model_mixup_alpha)",
+        needs="--ref-update-interval",
+        within="(0, 1]",
     )
     opd_teacher_load: Optional[str] = flag(
         None,
         "teacher of --use-opd in the trainer: a Hugging Face folder, or a checkpoint of the same backend",
-        metavar="PATH",
+        file="model",
+        needs="a loaded teacher",
     )
 
 
 def check_model(model: ModelArguments, errors: Errors) -> None:
     """Check that a model is named, and that local folders exist."""
     errors.require("hf_checkpoint", model.hf_checkpoint, "tokenizer, configuration and initial weights")
-    errors.existing_folder("hf_checkpoint", model.hf_checkpoint)
-    errors.existing_folder("ref_load", model.ref_load)
-    errors.at_least(model, 1, "ref_update_interval")
-    errors.above(model, 0, "ref_mixup_alpha")
-    errors.within(model, 0, 1, "ref_mixup_alpha")
-    if model.ref_update_interval is None:
-        errors.refuse_ignored(model, ["ref_mixup_alpha"], "without --ref-update-interval", "add that flag")
-    errors.existing_folder("opd_teacher_load", model.opd_teacher_load)
     for name in ("ref_load", "opd_teacher_load"):
         _check_not_empty(name, getattr(model, name), errors)
     if model.hf_checkpoint is not None and errors.none_about("hf_checkpoint") and os.path.isdir(model.hf_checkpoint):

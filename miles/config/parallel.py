@@ -20,16 +20,20 @@ from miles.types.dims import ParallelDims
 class ParallelArguments:
     """parallel: context parallelism and the layout of sequences."""
 
-    context_parallel_size: int = flag(1, "ranks that share one sequence in the trainer")
+    context_parallel_size: int = flag(
+        1, "ranks that share one sequence in the trainer", needs="layers that share sequences"
+    )
     dynamic_context_parallel: bool = flag(
         False, "share each micro-batch among as few ranks as its longest sequence needs (a power of two)"
     )
     max_seqlen_per_dp_cp_rank: Optional[int] = flag(
-        None, "maximum tokens of a micro-batch on one rank, with --dynamic-context-parallel"
+        None,
+        "maximum tokens of a micro-batch on one rank",
+        needs="--dynamic-context-parallel",
+        at_least=2,
     )
     qkv_format: Literal["thd", "bshd"] = flag(
-        "thd",
-        "samples of a micro-batch in the trainer: packed into one sequence (thd) or padded to equal rows (bshd)",
+        "thd", "samples of a micro-batch in the trainer: packed into one sequence (thd) or padded to equal rows (bshd)"
     )
 
     @property
@@ -60,15 +64,11 @@ def check_parallel(
         max_response_len: Maximum tokens of a response; None if it is not given.
         errors: Collects what is wrong.
     """
-    errors.at_least(parallel, 2, "max_seqlen_per_dp_cp_rank")
     _check_layout(parallel, errors)
     if parallel.dynamic_context_parallel:
         _check_dynamic(parallel, training, errors)
         if dims is not None and max_response_len is not None:
             _check_room(parallel, dims, max_response_len, errors)
-    else:
-        why = "without --dynamic-context-parallel"
-        errors.refuse_ignored(parallel, ["max_seqlen_per_dp_cp_rank"], why, "add that switch")
 
 
 def _check_layout(parallel: ParallelArguments, errors: Errors) -> None:
@@ -89,9 +89,6 @@ def _check_dynamic(parallel: ParallelArguments, training: TrainingArguments, err
     elif not same_budget(parallel, training):
         rule = f"is not the budget of --max-seqlen-per-dp-cp-rank {parallel.max_seqlen_per_dp_cp_rank}"
         errors.refuse("max_tokens_per_gpu", training.max_tokens_per_gpu, rule, "give both the same, or drop it")
-    unused = ["micro_batch_size", "balance_data"]
-    why = "by --dynamic-context-parallel, which packs by --max-seqlen-per-dp-cp-rank"
-    errors.refuse_ignored(training, unused, why, "drop --dynamic-context-parallel")
 
 
 def same_budget(parallel: ParallelArguments, training: TrainingArguments) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from argparse_dataclass import _add_dataclass_options
 
 import miles
-from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
+from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name, flag_rules
 from miles.base.host import busy_cores, has_bf16, has_gpu
 from miles.base.text import one_line
 from miles.config import files
@@ -38,7 +38,7 @@ from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.config.megatron.normalize import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
-from miles.config.no_effect import normalize_idle, normalize_values
+from miles.config.needs import without_effect
 from miles.config.notes import Note, strict_errors, surprises
 from miles.config.rules.model import check_columns
 from miles.config.rules.modes import (
@@ -65,6 +65,7 @@ from miles.config.spelling import (
 from miles.config.suggest import near_choice, suggestion
 from miles.config.training import fill_precision
 from miles.config.validate import Validated, validate
+from miles.config.values import normalize_values
 
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 
@@ -140,15 +141,18 @@ class DefaultsFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=44, width=120)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        default = defaults().get(action.dest)
-        shown = default is not None and default is not False
-        return f"{text} (default: {default})".replace("%", "%%") if shown else text
+        field, text = declared().get(action.dest), action.help or ""
+        if field is None:
+            return text
+        default = [] if field.default is None or field.default is False else [f"default: {field.default}"]
+        rules = "; ".join([*flag_rules(field), *default])
+        return f"{text} ({rules})".replace("%", "%%") if rules else text
 
 
-def defaults() -> dict[str, Any]:
-    """Return the default of every flag, by field name. Names are unique over all sections."""
-    return {field.name: field.default for section in SECTIONS.values() for field in dataclasses.fields(section)}
+@cache
+def declared() -> dict[str, dataclasses.Field[Any]]:
+    """Return the declaration of every flag, by field name. Names are unique over all sections."""
+    return {field.name: field for section in SECTIONS.values() for field in dataclasses.fields(section)}
 
 
 def section_title(section: type) -> tuple[str, str]:
@@ -325,7 +329,7 @@ def _all_flags(with_megatron: bool) -> FlagParser:
     parser = build_parser()
     if with_megatron:
         group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
-        add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
+        add_megatron_flags(group, taken={*declared(), *parser._option_string_actions})
     return parser
 
 
@@ -432,7 +436,7 @@ def _judge(command: Command, starts: bool) -> Validated:
         normalize_converter,
         partial(normalize_megatron, errors=errors),
         normalize_values,
-        normalize_idle,
+        without_effect,
         normalize_server_flags,
     ):
         settings, found = normalize(settings)

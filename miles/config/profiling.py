@@ -18,12 +18,26 @@ class ProfilingArguments:
         False, "record iterations in profile/ of --output-dir: a trace for Perfetto, and a table of the seconds by kind"
     )
     use_pytorch_profiler: bool = flag(False, "the same as --profile")
-    profile_step_start: int = flag(1, "first iteration to record, counted from 0; iteration 0 has the warm-up in it")
+    profile_step_start: int = flag(
+        1,
+        "first iteration to record, counted from 0; iteration 0 has the warm-up in it",
+        needs="--profile or --use-pytorch-profiler",
+        at_least=0,
+    )
     profile_step_end: Optional[int] = flag(
-        None, "first iteration that is not recorded any more; default: one is recorded", metavar="ITERATION"
+        None,
+        "first iteration that is not recorded any more; default: one is recorded",
+        needs="--profile or --use-pytorch-profiler",
+        metavar="ITERATION",
     )
     profile_ranks: Optional[tuple[int, ...]] = flag(
-        None, f"trainer ranks to record; default: the first {MOST_RANKS}", nargs="+", type=int, metavar="RANK"
+        None,
+        f"trainer ranks to record; default: the first {MOST_RANKS}",
+        needs="--profile or --use-pytorch-profiler",
+        at_least=0,
+        nargs="+",
+        type=int,
+        metavar="RANK",
     )
 
     @property
@@ -56,7 +70,6 @@ def check_profiling(profiling: ProfilingArguments, num_iterations: int | None, w
     if not profiling.is_on:
         return
     start, end = profiling.profile_step_start, profiling.profile_step_end
-    errors.at_least(profiling, 0, "profile_step_start")
     if end is not None and end <= start:
         rule = f"must be above --profile-step-start {start}: it is the first iteration that is not recorded"
         errors.refuse("profile_step_end", end, rule, f"give {start + 1} or more")
@@ -70,14 +83,6 @@ def check_profiling(profiling: ProfilingArguments, num_iterations: int | None, w
     if wrong:
         rule = f"the run has {count(world_size, 'trainer rank')}, counted from 0"
         errors.refuse("profile_ranks", wrong[0], rule, f"give ranks from 0 to {world_size - 1}")
-
-
-def unused_in_profiling(profiling: ProfilingArguments) -> Iterator[str]:
-    """Yield the flags that change nothing in this run, each with the reason."""
-    default = ProfilingArguments()
-    names = ("profile_step_start", "profile_step_end", "profile_ranks")
-    if not profiling.is_on and any(getattr(profiling, name) != getattr(default, name) for name in names):
-        yield "--profile-step-start, --profile-step-end, --profile-ranks: nothing is recorded without --profile"
 
 
 def explain_profiling(profiling: ProfilingArguments, output_dir: str, num_iterations: int | None) -> Iterator[str]:

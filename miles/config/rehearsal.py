@@ -2,11 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Optional
 
 from miles.base.flags import Errors, count, flag
 
 DEVICES = ("a100", "h100", "h200", "b200")
+
+_of_rehearsal = partial(flag, needs="--rehearse")
 
 
 @dataclass(frozen=True)
@@ -17,30 +20,30 @@ class RehearsalArguments:
         False,
         "print what this command's run will need (memory, arithmetic, traffic, time), traced at real size, then stop",
     )
-    rehearse_device: str = flag(
+    rehearse_device: str = _of_rehearsal(
         "h100",
         f"the device of every rank and engine: {', '.join(DEVICES)}, or a JSON file with measured figures",
         metavar="DEVICE",
     )
-    gpu_memory: Optional[float] = flag(
-        None, "GiB of memory of one device, that a rank must fit in; default: those of --rehearse-device"
+    gpu_memory: Optional[float] = _of_rehearsal(
+        None, "GiB of memory of one device, that a rank must fit in; default: those of --rehearse-device", above=0
     )
-    rehearse_prompt_len: Optional[int] = flag(
-        None, "assumed tokens of a prompt; default: --rollout-max-prompt-len, at most 512"
+    rehearse_prompt_len: Optional[int] = _of_rehearsal(
+        None, "assumed tokens of a prompt; default: --rollout-max-prompt-len, at most 512", at_least=1
     )
-    rehearse_response_len: Optional[int] = flag(
-        None, "assumed tokens of every response; default: --rollout-max-response-len"
+    rehearse_response_len: Optional[int] = _of_rehearsal(
+        None, "assumed tokens of every response; default: --rollout-max-response-len", at_least=1
     )
-    rehearse_json: Optional[str] = flag(None, "write all figures to this file as well", metavar="FILE", is_written=True)
-    rehearse_page: Optional[str] = flag(
-        None, "write a page with pictures to this file as well", metavar="FILE.html", is_written=True
+    rehearse_json: Optional[str] = _of_rehearsal(None, "write all figures to this file as well", file="new file")
+    rehearse_page: Optional[str] = _of_rehearsal(
+        None, "write a page with pictures to this file as well", file="new file", metavar="FILE.html"
     )
 
 
 def check_rehearsal(
     rehearsal: RehearsalArguments, max_response_len: int | None, max_context_len: int | None, errors: Errors
 ) -> None:
-    """Check ranges, the device, and that the flags have an effect.
+    """Check the device, and that the lengths fit.
 
     Args:
         rehearsal: The section.
@@ -49,18 +52,7 @@ def check_rehearsal(
         errors: Collects what is wrong.
     """
     if not rehearsal.rehearse:
-        names = [
-            "rehearse_device",
-            "gpu_memory",
-            "rehearse_prompt_len",
-            "rehearse_response_len",
-            "rehearse_json",
-            "rehearse_page",
-        ]
-        errors.refuse_ignored(rehearsal, names, "without --rehearse", "add that switch")
         return
-    errors.at_least(rehearsal, 1, "rehearse_prompt_len", "rehearse_response_len")
-    errors.above(rehearsal, 0, "gpu_memory")
     length = rehearsal.rehearse_response_len
     if length is None and max_response_len is None and errors.none_about("rollout_max_response_len"):
         errors.require("rehearse_response_len", None, "the assumed tokens of every response, as no limit is given")
@@ -77,8 +69,6 @@ def check_rehearsal(
         path = getattr(rehearsal, name)
         if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
             errors.refuse(name, path, "its folder does not exist", "create the folder, or give another path")
-        elif path is not None and os.path.isdir(path):
-            errors.refuse(name, path, "is a folder", "give the path of a file")
 
 
 def _check_lengths(rehearsal: RehearsalArguments, max_context_len: int, errors: Errors) -> None:

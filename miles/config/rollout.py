@@ -34,25 +34,34 @@ class RolloutArguments:
         1,
         "processes that send requests, score and filter, for more requests than one process can feed; with 1 the "
         "rollout process does it itself (docs/engine.md)",
+        needs="generation",
+        within="[1, 1000]",
     )
-    num_rollout: Optional[int] = flag(None, "iterations of the run; default: --num-epoch passes over the prompts")
-    num_epoch: Optional[int] = flag(None, "passes over the prompts, instead of --num-rollout")
-    rollout_batch_size: Optional[int] = flag(None, "prompts per iteration (required)")
-    n_samples_per_prompt: int = flag(1, "responses sampled per prompt (group size G)")
-    rollout_max_response_len: Optional[int] = flag(None, "maximum tokens of one response (required)")
+    num_rollout: Optional[int] = flag(
+        None, "iterations of the run; default: --num-epoch passes over the prompts", at_least=1
+    )
+    num_epoch: Optional[int] = flag(
+        None, "passes over the prompts, instead of --num-rollout", at_least=1, needs="no --num-rollout"
+    )
+    rollout_batch_size: Optional[int] = flag(None, "prompts per iteration (required)", at_least=1)
+    n_samples_per_prompt: int = flag(1, "responses sampled per prompt (group size G)", at_least=1)
+    rollout_max_response_len: Optional[int] = flag(None, "maximum tokens of one response (required)", at_least=1)
     rollout_max_context_len: Optional[int] = flag(
-        None, "maximum tokens of prompt and response together; responses end there"
+        None, "maximum tokens of prompt and response together; responses end there", at_least=1
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature; 0 is greedy")
-    rollout_top_p: float = flag(1.0, "sample from the most likely tokens that together have this probability")
+    rollout_temperature: float = flag(1.0, "sampling temperature; 0 is greedy", at_least=0)
+    rollout_top_p: float = flag(
+        1.0, "sample from the most likely tokens that together have this probability", within="(0, 1]"
+    )
     rollout_top_k: int = flag(-1, "sample from the k most likely tokens; -1 is all")
     rollout_min_p: float = flag(
-        0.0, "sample from the tokens at least this times as likely as the most likely one; 0 is all"
+        0.0, "sample from the tokens at least this times as likely as the most likely one; 0 is all", within="[0, 1]"
     )
     no_support_replay: bool = flag(
         False,
         "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these "
         "keep, so the ratio is biased (docs/off-policy.md)",
+        needs="fewer tokens to sample from",
     )
     use_rollout_routing_replay: bool = flag(
         False, "train the experts that the engine chose for each token (docs/off-policy.md)"
@@ -67,37 +76,53 @@ class RolloutArguments:
         256,
         "sequences that the embedded engine decodes at the same time; default on CPU: fewer if their keys and values "
         "would take more than a quarter of the memory (docs/performance.md)",
+        at_least=1,
+        needs="--rollout-engine torch",
     )
     max_prompt_pass_rate: Optional[float] = flag(
         None,
         "do not draw a prompt again once this fraction of a group of its responses, or more, has passed (a reward of 1 "
         "or more; in a sum, its first reward that reads the prompt's row); remembered in checkpoints",
+        within="(0, 1]",
+        needs="generated samples, no --data-source-path",
     )
     over_sampling_batch_size: Optional[int] = flag(
         None,
         "prompts submitted at a time if a filter drops groups, or if an iteration may stop early; "
         "default: --rollout-batch-size",
+        needs="generated samples, no --rollout-function-path, no --fully-async, a use of spare prompts",
     )
     over_sampling_early_stop: bool = flag(
-        False, "stop generating when enough groups are complete, and drop the rest of --over-sampling-batch-size"
+        False,
+        "stop generating when enough groups are complete, and drop the rest of --over-sampling-batch-size",
+        needs="generated samples, no --rollout-function-path, no --fully-async",
     )
     partial_rollout: bool = flag(
         False,
         "stop generating when enough groups are complete, and continue the rest in the next iteration with new weights",
+        needs="generated samples, no --rollout-function-path, no --fully-async",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "with --partial-rollout: set the loss mask of tokens from earlier iterations' weights to 0"
+        False,
+        "set the loss mask of tokens from earlier iterations' weights to 0",
+        needs="--partial-rollout",
     )
     async_steps: int = flag(
-        0, "iterations generated ahead of training: how many weight versions old a sample may be; 0 is synchronous"
+        0,
+        "iterations generated ahead of training: how many weight versions old a sample may be; 0 is synchronous",
+        at_least=0,
+        needs="a trainer, generated samples",
     )
     fully_async: bool = flag(
         False,
         "with --async-steps: never pause generation; weights change during it, and groups are trained on as they "
         "complete",
+        needs="a trainer, generated samples, no --rollout-function-path",
     )
     stale_samples: Literal["drop", "mask"] = flag(
-        "drop", "with --fully-async: drop groups older than --async-steps weight versions, or mask their old tokens"
+        "drop",
+        "drop groups older than --async-steps weight versions, or mask their old tokens",
+        needs="--fully-async",
     )
     custom_generate_function_path: Optional[str] = flag(
         None, "your function that generates a whole trajectory (multi-turn, tools), module:function"
@@ -106,64 +131,89 @@ class RolloutArguments:
         None,
         "interrupt an answer that still thinks after this many tokens: --thinking-interruption is appended, and the "
         "model continues (docs/rollout.md)",
+        needs="generated samples",
+        at_least=1,
     )
     thinking_min_len: Optional[int] = flag(
         None,
-        "with --thinking-max-len: each answer is interrupted after a number of tokens that is drawn from this to "
+        "each answer is interrupted after a number of tokens that is drawn from this to "
         "--thinking-max-len, so that the model learns to answer after reasoning of any length; default: the same",
+        needs="--thinking-max-len",
+        at_least=1,
     )
     thinking_end: str = flag(
-        "</think>", "with --thinking-max-len: the text that ends the reasoning of an answer", has_lines=True
+        "</think>",
+        "the text that ends the reasoning of an answer",
+        needs="--thinking-max-len",
+        has_lines=True,
     )
     thinking_interruption: str = flag(
         "\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n",
-        "with --thinking-max-len: the text that is appended, with loss mask 0; it holds --thinking-end. The default is "
+        "the text that is appended, with loss mask 0; it holds --thinking-end. The default is "
         "that of ScaleRL (arXiv 2510.13786)",
+        needs="--thinking-max-len",
         has_lines=True,
     )
     agent_command: Optional[str] = flag(
         None,
         "program that makes a trajectory by calls of OpenAI's chat API, e.g. 'python agent.py' (docs/agents.md)",
+        needs="generation",
         metavar="COMMAND",
         has_lines=True,
     )
     agent_timeout: float = flag(
         600.0,
-        "with --agent-command or --environment: seconds that a program or an environment may take, without those in "
-        "which the model answers",
+        "seconds that a program or an environment may take, without those in which the model answers",
+        needs="--agent-command or --environment",
+        above=0,
     )
     agent_concurrency: int = flag(
-        16, "with --agent-command: programs that run at the same time (environments are not limited)"
+        16,
+        "programs that run at the same time (environments are not limited)",
+        needs="--agent-command",
+        at_least=1,
     )
     environment: Optional[str] = flag(
         None,
         "what the model talks to, turn by turn: your class, module:class (docs/agents.md), or a built-in one, "
         f"NAME[:key=value,...]. {ENVIRONMENTS.help}",
+        needs="generation",
         type=str,
         metavar="ENVIRONMENT",
         has_lines=True,
     )
     max_turns: Optional[int] = flag(
-        None, "with --environment: limit of the answers per trajectory; default: the environment's"
+        None,
+        "limit of the answers per trajectory; default: the environment's",
+        needs="--environment, turns to bound",
+        at_least=1,
     )
     rollout_function_path: Optional[str] = flag(
-        None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
+        None,
+        "your function that generates a whole iteration, instead of the built-in collector, module:function",
+        needs="generated samples",
     )
     dynamic_sampling_filter_path: Optional[str] = flag(
-        None, "your filter that keeps or drops a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"
+        None,
+        "your filter that keeps or drops a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std",
+        needs="generated samples, no --rollout-function-path",
     )
     buffer_filter_path: Optional[str] = flag(
         None,
         "your function that picks which finished groups an iteration takes, of those that wait (--partial-rollout, "
         "--fully-async), module:function",
+        needs="generated samples, --partial-rollout or --fully-async",
     )
     filter_zero_reward_samples: bool = flag(
-        False, "set the loss mask of samples of reward 0 to 0, after advantages are computed over their whole groups"
+        False,
+        "set the loss mask of samples of reward 0 to 0, after advantages are computed over their whole groups",
+        needs="answers",
     )
     mask_truncated_completions: bool = flag(
         False,
         "set the loss mask of samples that a length limit cut off to 0, after advantages are computed over their whole "
         "groups (DAPO's overlong filtering)",
+        needs="answers",
     )
     rollout_sample_filter_path: Optional[str] = flag(
         None, "your function that marks samples of an iteration that are not trained on (docs/rollout.md)"
@@ -175,12 +225,14 @@ class RolloutArguments:
         None, "your function that adds metrics of an iteration, or logs it by itself (docs/rollout.md)"
     )
     custom_convert_samples_to_train_data_path: Optional[str] = flag(
-        None, "your function that makes what is trained on of the samples of an iteration (docs/rollout.md)"
+        None,
+        "your function that makes what is trained on of the samples of an iteration (docs/rollout.md)",
+        needs="advantages",
     )
     custom_config_path: Optional[str] = flag(
         None,
         "YAML file of settings: those with the name of a flag replace the command's, others are for your functions",
-        metavar="FILE",
+        file="file",
     )
     debug_rollout_only: bool = flag(
         False, "generate, score and evaluate with the weights of --hf-checkpoint; start no trainer"
@@ -191,8 +243,7 @@ class RolloutArguments:
     save_debug_rollout_data: Optional[str] = flag(
         None,
         "save the samples of each iteration to this file; {iteration} (or {rollout_id}) in the name is replaced",
-        metavar="FILE",
-        is_written=True,
+        file="new file",
     )
     load_debug_rollout_data: Optional[str] = flag(
         None,
@@ -248,12 +299,8 @@ def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_res
     _check_length(rollout, errors)
     _check_context(rollout, max_prompt_len, errors)
     _check_thinking(rollout, errors)
-    _check_over_sampling(rollout, errors)
     _check_early_stop(rollout, errors)
-    _check_own_function(rollout, errors)
     _check_debug_files(rollout, errors)
-    if rollout.custom_config_path is not None:
-        errors.existing_file("custom_config_path", rollout.custom_config_path)
     if not has_responses:
         _check_conversations(rollout, errors)
 
@@ -263,38 +310,16 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
     if has_responses:
         longest = "maximum tokens of one response"
         errors.require("rollout_max_response_len", rollout.rollout_max_response_len, longest)
-    errors.at_least(
-        rollout,
-        1,
-        "rollout_batch_size",
-        "n_samples_per_prompt",
-        "rollout_max_response_len",
-        "rollout_max_context_len",
-        "torch_engine_max_batch_size",
-        "num_rollout",
-        "num_epoch",
-    )
-    errors.at_least(rollout, 0, "async_steps")
     _check_trajectories(rollout, errors)
     check_temperature(rollout, "rollout_temperature", errors)
-    errors.above(rollout, 0, "max_prompt_pass_rate")
-    errors.within(rollout, 0, 1, "max_prompt_pass_rate")
     if rollout.max_prompt_pass_rate is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
         rule = "cannot be counted with --max-prompt-pass-rate, which makes later passes shorter"
         errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
-    for name, engine in ENGINES.items():
-        if name != rollout.rollout_engine:
-            why = f"with --rollout-engine {rollout.rollout_engine}"
-            errors.refuse_ignored(rollout, engine.own_flags, why, f"use --rollout-engine {name}")
     if rollout.rollout_stop is not None and rollout.partial_rollout:
         rule = "would miss a text whose beginning --partial-rollout has cut off"
         what_to_do = "give the ids of tokens with --rollout-stop-token-ids"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
-    check_truncation(rollout, "rollout_top_p", "rollout_top_k", "rollout_min_p", errors)
-    draws = has_responses and not rollout.loads_samples and errors.none_about("rollout_top_p", "rollout_top_k")
-    if draws and not rollout.truncates_sampling:
-        why = "without --rollout-top-p, --rollout-top-k or --rollout-min-p"
-        errors.refuse_ignored(rollout, ["no_support_replay"], why, "sample from fewer tokens")
+    check_top_k(rollout, "rollout_top_k", errors)
     for token in rollout.stop_token_ids:
         if token < 0:
             what_to_do = "give ids of the tokenizer's vocabulary"
@@ -314,17 +339,14 @@ def _check_trajectories(rollout: RolloutArguments, errors: Errors) -> None:
 
 def check_temperature(section: Any, name: str, errors: Errors) -> None:
     """Check that the field is 0, which is greedy, or so large that SGLang samples at it."""
-    errors.at_least(section, 0, name)
     temperature = getattr(section, name)
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
         rule = f"SGLang samples greedily below {LEAST_TEMPERATURE:g}, but the other engine and the trainer do not"
         errors.refuse(name, temperature, rule, f"give 0, or {LEAST_TEMPERATURE:g} or more")
 
 
-def check_truncation(section: Any, top_p: str, top_k: str, min_p: str, errors: Errors) -> None:
-    """Check that the field ``top_p`` of ``section`` is in (0, 1], ``top_k`` -1 or at least 1, ``min_p`` in [0, 1]."""
-    errors.above(section, 0, top_p)
-    errors.within(section, 0, 1, top_p, min_p)
+def check_top_k(section: Any, top_k: str, errors: Errors) -> None:
+    """Check that the field ``top_k`` of ``section`` is -1 or at least 1."""
     k = getattr(section, top_k)
     if k is not None and k != -1 and k < 1:
         what_to_do = f"give {flag_name(top_k)} -1 for the whole vocabulary"
@@ -334,9 +356,6 @@ def check_truncation(section: Any, top_p: str, top_k: str, min_p: str, errors: E
 def _check_length(rollout: RolloutArguments, errors: Errors) -> None:
     if rollout.num_rollout is None and rollout.num_epoch is None:
         errors.add("--num-rollout or --num-epoch is required: the length of the run; add one of the two")
-    if rollout.num_rollout is not None and rollout.num_epoch is not None:
-        rule = f"would be ignored beside --num-rollout {rollout.num_rollout}"
-        errors.refuse("num_epoch", rollout.num_epoch, rule, "keep one of the two")
 
 
 def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
@@ -355,10 +374,7 @@ def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors
 def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:
     """Check that a response has room beside its reasoning, and that what interrupts the reasoning ends it."""
     if rollout.thinking_max_len is None:
-        unused = ["thinking_min_len", "thinking_end", "thinking_interruption"]
-        errors.refuse_ignored(rollout, unused, "without --thinking-max-len", "add that flag")
         return
-    errors.at_least(rollout, 1, "thinking_max_len", "thinking_min_len")
     if rollout.thinking_min_len is not None and rollout.thinking_min_len > rollout.thinking_max_len:
         rule = f"is more than --thinking-max-len {rollout.thinking_max_len}"
         errors.refuse("thinking_min_len", rollout.thinking_min_len, rule, "give less")
@@ -374,48 +390,18 @@ def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:
         errors.refuse(name, getattr(rollout, name), rule, "keep one of the two")
 
 
-def _check_over_sampling(rollout: RolloutArguments, errors: Errors) -> None:
-    size, wanted = rollout.over_sampling_batch_size, rollout.rollout_batch_size
-    if size is None or wanted is None:
-        return
-    stops_early = rollout.partial_rollout or rollout.over_sampling_early_stop
-    if size < wanted:
-        rule = f"must be at least --rollout-batch-size {wanted}"
-        errors.refuse("over_sampling_batch_size", size, rule, f"give {wanted} or more")
-    elif rollout.dynamic_sampling_filter_path is None and not stops_early:
-        rule = "would be ignored without --dynamic-sampling-filter-path or an early stop (--partial-rollout)"
-        what_to_do = "name a filter, allow an early stop, or drop --over-sampling-batch-size"
-        errors.refuse("over_sampling_batch_size", size, rule, what_to_do)
-
-
 def _check_early_stop(rollout: RolloutArguments, errors: Errors) -> None:
     batch, over_sampled = rollout.rollout_batch_size, rollout.over_sampling_batch_size
     if rollout.partial_rollout and rollout.over_sampling_early_stop:
         rule = "would drop what --partial-rollout continues"
         errors.refuse("over_sampling_early_stop", True, rule, "keep one of the two")
-    if not rollout.partial_rollout:
-        unused = ["mask_offpolicy_in_partial_rollout"]
-        errors.refuse_ignored(rollout, unused, "without --partial-rollout", "add that switch")
-    if not rollout.partial_rollout and not rollout.fully_async:
-        why = "without --partial-rollout or --fully-async: no group waits for a later iteration"
-        errors.refuse_ignored(rollout, ["buffer_filter_path"], why, "add one of them")
+    if batch is not None and over_sampled is not None and over_sampled < batch:
+        rule = f"must be at least --rollout-batch-size {batch}"
+        errors.refuse("over_sampling_batch_size", over_sampled, rule, f"give {batch} or more")
     if errors.none_about("rollout_batch_size", "over_sampling_batch_size") and over_sampled in (None, batch):
         for name in changed(rollout, ["partial_rollout", "over_sampling_early_stop"]):
             rule = f"has no prompts to spare: all of --rollout-batch-size {batch} are submitted and needed"
             errors.refuse(name, True, rule, f"give --over-sampling-batch-size above {batch}")
-
-
-def _check_own_function(rollout: RolloutArguments, errors: Errors) -> None:
-    if rollout.rollout_function_path is not None:
-        collecting = (
-            "dynamic_sampling_filter_path",
-            "over_sampling_batch_size",
-            "over_sampling_early_stop",
-            "partial_rollout",
-            "fully_async",
-        )
-        why = "with --rollout-function-path, which collects by itself"
-        errors.refuse_ignored(rollout, collecting, why, "choose one")
 
 
 def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
@@ -430,28 +416,10 @@ def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
         errors.refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
     if not names_iteration(load):
         errors.existing_file("load_debug_rollout_data", load)
-    why = "with --load-debug-rollout-data: nothing is generated"
-    errors.refuse_ignored(rollout, _GENERATION, why, "drop --load-debug-rollout-data")
-
-
-_GENERATION = (
-    "thinking_max_len",
-    "max_prompt_pass_rate",
-    "over_sampling_batch_size",
-    "dynamic_sampling_filter_path",
-    "buffer_filter_path",
-    "over_sampling_early_stop",
-    "partial_rollout",
-    "async_steps",
-    "rollout_function_path",
-)
 
 
 def _check_conversations(rollout: RolloutArguments, errors: Errors) -> None:
     """Check a run that trains on conversations: each is drawn once, and nothing is generated."""
-    why = "by a loss that trains on the conversations of --prompt-data: nothing is generated"
-    names = (*_GENERATION, "filter_zero_reward_samples", "mask_truncated_completions")
-    errors.refuse_ignored(rollout, names, why, "use --loss-type policy_loss")
     if rollout.n_samples_per_prompt != 1:
         rule = "a conversation is one sample"
         errors.refuse("n_samples_per_prompt", rollout.n_samples_per_prompt, rule, "give 1, or drop it")
@@ -473,15 +441,9 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
         rule = "generates during training, which --colocate's shared devices do not allow"
         what_to_do = f"drop --colocate, or {'--fully-async' if rollout.fully_async else 'give 0'}"
         errors.refuse("async_steps", rollout.async_steps, rule, what_to_do)
-    if not rollout.fully_async:
-        errors.refuse_ignored(rollout, ["stale_samples"], "without --fully-async", "add that switch")
-        return
-    if rollout.async_steps == 0:
+    if rollout.fully_async and rollout.async_steps == 0:
         rule = "needs a limit on the age of samples: 1 or more weight versions"
         errors.refuse("fully_async", True, rule, "give --async-steps 1")
-    own_flow = ("over_sampling_batch_size", "over_sampling_early_stop", "partial_rollout")
-    why = "with --fully-async, which takes groups as they complete and lets the rest continue"
-    errors.refuse_ignored(rollout, own_flow, why, "choose one")
 
 
 def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator[str]:

@@ -3,36 +3,41 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Optional
 
-from miles.base.flags import Errors, changed, flag, flag_name
+from miles.base.flags import Errors, flag
+
+_of_wandb = partial(flag, needs="--use-wandb")
 
 
 @dataclass(frozen=True)
 class TrackingArguments:
     """tracking: console, files, TensorBoard and Weights & Biases."""
 
-    output_dir: str = flag(
-        "outputs/run", "folder of metrics.jsonl, tensorboard/ and report.html", metavar="DIR", is_written=True
-    )
+    output_dir: str = flag("outputs/run", "folder of metrics.jsonl, tensorboard/ and report.html", file="new folder")
     no_report: bool = flag(False, "do not write report.html", args=["--no-report"])
-    report_samples: int = flag(4, "sampled answers per iteration in report.html")
+    report_samples: int = flag(4, "sampled answers per iteration in report.html", needs="no --no-report", at_least=0)
     report_port: Optional[int] = flag(
-        None, "serve the live report on this port of the loopback address during the run; 0 takes a free one"
+        None,
+        "serve the live report on this port of the loopback address during the run; 0 takes a free one",
+        within="[0, 65535]",
     )
     samples_max_mb: float = flag(
-        1000.0, "bound of samples.jsonl in MB, shared by the iterations; 0 stores no answers", metavar="MB"
+        1000.0, "bound of samples.jsonl in MB, shared by the iterations; 0 stores no answers", at_least=0, metavar="MB"
     )
     metrics_max_mb: float = flag(
         1000.0,
         "bound of metrics.jsonl and of tensorboard/ in MB each; at the bound, metrics.jsonl keeps the newest rows and "
         "fewer and fewer old ones, and tensorboard/ loses its oldest steps",
+        at_least=1,
         metavar="MB",
     )
     samples_token_values: Optional[int] = flag(
         None,
         "answers per iteration that are stored with ratio, advantage, correction and the trainer's log-prob of each "
         "token; default: --report-samples; -1: all",
+        at_least=-1,
         metavar="N",
     )
     log_format: Literal["text", "json"] = flag(
@@ -45,34 +50,37 @@ class TrackingArguments:
         None,
         "serve the newest metrics for Prometheus on this port of the loopback address; 0 takes a free one "
         "(extra prometheus)",
+        within="[0, 65535]",
     )
     use_mlflow: bool = flag(False, "log to MLflow too (extra mlflow)")
     mlflow_tracking_uri: Optional[str] = flag(
-        None, "MLflow server or folder; default: MLFLOW_TRACKING_URI in the environment, or else the folder mlruns"
+        None,
+        "MLflow server or folder; default: MLFLOW_TRACKING_URI in the environment, or else the folder mlruns",
+        needs="--use-mlflow",
     )
-    mlflow_experiment: str = flag("miles", "MLflow experiment")
+    mlflow_experiment: str = flag("miles", "MLflow experiment", needs="--use-mlflow")
     use_wandb: bool = flag(False, "log to Weights & Biases too (extra wandb)")
-    wandb_project: Optional[str] = flag(None, "W&B project")
-    wandb_group: Optional[str] = flag(None, "W&B group")
-    wandb_team: Optional[str] = flag(None, "W&B entity")
-    disable_wandb_random_suffix: bool = flag(
+    wandb_project: Optional[str] = _of_wandb(None, "W&B project")
+    wandb_group: Optional[str] = _of_wandb(None, "W&B group")
+    wandb_team: Optional[str] = _of_wandb(None, "W&B entity")
+    disable_wandb_random_suffix: bool = _of_wandb(
         False, "name the W&B run by the run's title alone, without random letters after it"
     )
-    wandb_run_id: Optional[str] = flag(
+    wandb_run_id: Optional[str] = _of_wandb(
         None,
         "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or that of the "
         "checkpoint in --load, or a new one",
     )
-    wandb_mode: Optional[str] = flag(
+    wandb_mode: Optional[str] = _of_wandb(
         None,
         "send to the W&B server, write files for wandb sync, or do neither; default: WANDB_MODE, or online",
         choices=("online", "offline", "disabled"),
     )
-    wandb_dir: Optional[str] = flag(
+    wandb_dir: Optional[str] = _of_wandb(
         None, "folder of W&B's files, in which wandb/ is made; default: WANDB_DIR, or --output-dir", metavar="DIR"
     )
-    wandb_key: Optional[str] = flag(None, "W&B API key; default: the one in the environment")
-    wandb_host: Optional[str] = flag(None, "W&B server")
+    wandb_key: Optional[str] = _of_wandb(None, "W&B API key; default: the one in the environment")
+    wandb_host: Optional[str] = _of_wandb(None, "W&B server")
 
     @property
     def samples_max_bytes(self) -> int:
@@ -91,32 +99,12 @@ class TrackingArguments:
 
 
 def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
-    """Check bounds, that W&B flags have W&B, and that report flags have a report."""
-    errors.folder_to_write("output_dir", tracking.output_dir)
-    errors.at_least(tracking, 0, "report_samples", "samples_max_mb")
-    errors.at_least(tracking, 1, "metrics_max_mb")
-    errors.at_least(tracking, -1, "samples_token_values")
-    if tracking.report_port is not None and not 0 <= tracking.report_port <= 65535:
-        errors.refuse("report_port", tracking.report_port, "is not a port", "give one from 1024 to 65535, or 0 for any")
-    if tracking.prometheus_port is not None and not 0 <= tracking.prometheus_port <= 65535:
-        errors.refuse(
-            "prometheus_port", tracking.prometheus_port, "is not a port", "give one from 1024 to 65535, or 0 for any"
-        )
+    """Check the address of notifications, and the id of a W&B run."""
     if tracking.notify_url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", tracking.notify_url):
         errors.refuse("notify_url", None, "is not an address of the web", "give one that begins with https://")
-    if not tracking.use_mlflow:
-        names = ["mlflow_tracking_uri", "mlflow_experiment"]
-        errors.refuse_ignored(tracking, names, "without --use-mlflow", "add that switch")
-    if tracking.no_report:
-        errors.refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
     if tracking.wandb_run_id is not None and not re.fullmatch(r"[^/\\#?%:;,'\s]{1,128}", tracking.wandb_run_id):
         rule = "is no id of a W&B run: 1 to 128 characters, none of them a space or one of / \\ # ? % : ; , '"
         errors.refuse("wandb_run_id", tracking.wandb_run_id, rule, "give the last part of the run's address")
-    if not tracking.use_wandb:
-        for name in changed(tracking, [name for name in vars(tracking) if "wandb_" in name]):
-            # The value is not shown: it may be a key.
-            rule, what_to_do = "would be ignored without --use-wandb", f"add that switch, or drop {flag_name(name)}"
-            errors.refuse(name, None, rule, what_to_do)
 
 
 def explain_tracking(tracking: TrackingArguments) -> Iterator[str]:

@@ -19,60 +19,71 @@ class TrainingArguments:
 
     train_backend: str = flag("fsdp", "training backend", choices=tuple(TRAIN_BACKENDS))
     global_batch_size: Optional[int] = flag(
-        None, "trajectories per optimizer step; default: all trajectories of an iteration"
+        None,
+        "trajectories per optimizer step; default: all trajectories of an iteration",
+        at_least=1,
+        needs="no --use-dynamic-global-batch-size",
     )
     use_dynamic_global_batch_size: bool = flag(
         False, "take one optimizer step per iteration, over all of its trajectories, whatever --global-batch-size says"
     )
-    num_steps_per_rollout: Optional[int] = flag(None, "optimizer steps per iteration, instead of --global-batch-size")
+    num_steps_per_rollout: Optional[int] = flag(
+        None, "optimizer steps per iteration, instead of --global-batch-size", at_least=1
+    )
     ppo_epochs: int = flag(
         1,
         "passes over the samples of an iteration, each of all its optimizer steps; verl's name, num_iterations of TRL",
+        at_least=1,
     )
-    micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size")
-    use_dynamic_batch_size: bool = flag(False, "fill each micro-batch with up to --max-tokens-per-gpu tokens")
+    micro_batch_size: int = flag(
+        1,
+        "samples per micro-batch",
+        at_least=1,
+        needs="no --use-dynamic-batch-size, no --dynamic-context-parallel",
+    )
+    use_dynamic_batch_size: bool = flag(
+        False, "fill each micro-batch with up to --max-tokens-per-gpu tokens", needs="a budget of its own"
+    )
     max_tokens_per_gpu: Optional[int] = flag(
-        None, "token budget of a micro-batch, with --use-dynamic-batch-size; a packed shared prompt counts once"
+        None,
+        "token budget of a micro-batch; a packed shared prompt counts once",
+        at_least=1,
+        needs="a budget of its own, --use-dynamic-batch-size",
     )
-    balance_data: bool = flag(False, "distribute samples over ranks by length (Karmarkar-Karp) instead of in order")
+    balance_data: bool = flag(
+        False,
+        "distribute samples over ranks by length (Karmarkar-Karp) instead of in order",
+        needs="no --dynamic-context-parallel",
+    )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
     bf16: bool = flag(
         False, "compute in bfloat16, with fp32 master weights and fp32 reductions: the default of a command"
     )
     fp32: bool = flag(False, "compute in fp32, instead of --bf16")
     fp32_lm_head: bool = flag(
-        False, "compute the logits in fp32, in the trainer and the engine, while the rest of the model is in bf16"
+        False,
+        "compute the logits in fp32, in the trainer and the engine, while the rest of the model is in bf16",
+        needs="--bf16",
     )
     use_routing_replay: bool = flag(
-        False,
-        "train the experts that scored the old log-probs; beside --use-rollout-routing-replay, the engine's",
+        False, "train the experts that scored the old log-probs; beside --use-rollout-routing-replay, the engine's"
     )
     deterministic_mode: bool = flag(
         False, "repeat a run bit for bit on the same machine: deterministic kernels, and answers that repeat"
     )
-    seed: int = flag(1234, "seed of the trainer's random state")
+    seed: int = flag(1234, "seed of the trainer's random state", at_least=0)
 
 
 def check_training(training: TrainingArguments, errors: Errors) -> None:
     """Check sizes, and that one way of cutting micro-batches is chosen."""
-    sizes = ("global_batch_size", "num_steps_per_rollout", "ppo_epochs", "micro_batch_size", "max_tokens_per_gpu")
-    errors.at_least(training, 1, *sizes)
-    errors.at_least(training, 0, "seed")
     if training.use_dynamic_global_batch_size and training.num_steps_per_rollout not in (None, 1):
         rule = "contradicts --use-dynamic-global-batch-size, which takes one step per iteration"
         errors.refuse("num_steps_per_rollout", training.num_steps_per_rollout, rule, "keep one of the two")
     if training.bf16 and training.fp32:
         errors.refuse("fp32", True, "contradicts --bf16", "keep one of the two")
-    if not training.bf16:
-        errors.refuse_ignored(training, ["fp32_lm_head"], "without --bf16: everything is in fp32", "use --bf16")
-    if training.use_dynamic_batch_size:
-        if training.max_tokens_per_gpu is None:
-            what_to_do = "add --max-tokens-per-gpu (at least the longest prompt and response together is useful)"
-            errors.refuse("use_dynamic_batch_size", True, "needs the token budget of a micro-batch", what_to_do)
-        errors.refuse_ignored(training, ["micro_batch_size"], "with --use-dynamic-batch-size", "keep one of the two")
-    else:
-        why = "without --use-dynamic-batch-size"
-        errors.refuse_ignored(training, ["max_tokens_per_gpu"], why, "add that switch")
+    if training.use_dynamic_batch_size and training.max_tokens_per_gpu is None:
+        what_to_do = "add --max-tokens-per-gpu (at least the longest prompt and response together is useful)"
+        errors.refuse("use_dynamic_batch_size", True, "needs the token budget of a micro-batch", what_to_do)
 
 
 def fill_precision(training: TrainingArguments) -> TrainingArguments:
@@ -106,9 +117,6 @@ def fill_global_batch_size(
             errors.refuse(name, value, rule, f"give a divisor of {collected}")
     if not errors.none_about("global_batch_size", "num_steps_per_rollout"):
         return training, []
-    if training.use_dynamic_global_batch_size and size not in (None, collected):
-        rule = "would be ignored with --use-dynamic-global-batch-size: a step has all trajectories of its iteration"
-        errors.refuse("global_batch_size", size, rule, "keep one of the two, or drop --global-batch-size")
     if size is not None and steps is not None and size * steps != collected:
         rule = f"with --num-steps-per-rollout {steps} makes {size * steps} trajectories, but {product}"
         errors.refuse("global_batch_size", size, rule, "keep one of the two flags")

@@ -3,17 +3,18 @@
 The stages build on each other: a rule that needs a value is checked only if that value has no error of its own, so one
 mistake is reported once. The rules are in the files of their sections.
 
-1. Values: each is among the choices of its flag; text is not empty.
-2. Sections: ranges, and flags that need each other, one section at a time.
-3. Ranks and engines: sizes divide the devices and the model.
-4. Steps and loss: the trajectories of an iteration are divided into steps; flags that are alternative names are
+1. Words: each is among the choices of its flag; text is not empty. Rules see the default in place of a wrong one.
+2. Flags without effect are set to their defaults, with a note on each (needs.py).
+3. Sections: ranges, and rules between flags, one section at a time.
+4. Ranks and engines: sizes divide the devices and the model.
+5. Steps and loss: the trajectories of an iteration are divided into steps; flags that are alternative names are
    replaced, and what other flags imply is filled in, so that later code reads one final value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 from miles.base.flags import Errors, fault_of_text
 from miles.config.checkpoint import check_checkpoint, fill_remote_cache
@@ -25,6 +26,7 @@ from miles.config.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.config.megatron.rules import check_megatron
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import check_model
+from miles.config.needs import without_effect
 from miles.config.notes import Note, overruled
 from miles.config.optimizer import check_optimizer, notes_on_warmup
 from miles.config.parallel import check_parallel, pad_recurrent_models
@@ -42,10 +44,9 @@ from miles.config.rules.model import (
     notes_on_model_context,
 )
 from miles.config.rules.modes import check_debug_modes, check_deterministic, check_replay
-from miles.config.settings import Settings
+from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.rules import (
-    can_count_engines,
     check_engine,
     check_rollout_workers,
     fill_pause_mode,
@@ -97,39 +98,37 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
         FlagError: With one message per error, each naming the flag, its value, the rule and what to do.
     """
     errors = Errors()
-    _check_choices(settings, errors)
-    errors.raise_if_any()  # rules branch on choices
+    settings, notes_on_flags = without_effect(_check_words(settings, errors))
+    for section in SECTIONS:
+        errors.declared(getattr(settings, section))
     _check_sections(settings, errors)
     settings = replace(settings, cluster=fill_rollout_num_gpus(settings))
     _check_devices(settings, errors)
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
     reducer = "--custom-pg-loss-reducer-function-path"
     has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
-    accepted = overruled(settings.loss, MODE_FLAGS, given, by=reducer) if has_reducer else []
+    accepted = [*notes_on_flags, *(overruled(settings.loss, MODE_FLAGS, given, by=reducer) if has_reducer else [])]
     settings, notes = _reconcile(replace(settings, parallel=parallel), given, errors)
     errors.raise_if_any()
     readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
     return Validated(settings, readings, tuple(_surprises(settings)), tuple(accepted))
 
 
-def _check_choices(settings: Settings, errors: Errors) -> None:
-    for section in fields(settings):
-        values = getattr(settings, section.name)
-        if isinstance(values, ServerFlags):
-            check_server_texts(values, errors)
-        elif is_dataclass(values):
-            errors.choices(values)
-            errors.texts(values)
-            errors.sizes(values)
+def _check_words(settings: Settings, errors: Errors) -> Settings:
+    """Check choices and texts; return the settings with defaults in place of wrong ones: rules branch on choices."""
+    check_server_texts(settings.server_flags, errors)
+    if errors.messages:
+        settings = replace(settings, server_flags=ServerFlags())
     for name, value in settings.megatron_overrides:
         if isinstance(value, str) and (rule := fault_of_text(value, has_lines=False)) is not None:
             errors.refuse(name, value, rule, "correct the value")
+    return replace(settings, **{name: errors.words(getattr(settings, name)) for name in SECTIONS})
 
 
 def _check_sections(settings: Settings, errors: Errors) -> None:
     rollout, cluster = settings.rollout, settings.cluster
     check_model(settings.model, errors)
-    check_lora(settings.lora, settings.training.train_backend, settings.loss, settings.model, errors)
+    check_lora(settings.lora, settings.training.train_backend, settings.model, errors)
     evaluation = settings.evaluation
     has_eval_sets = evaluation.eval_prompt_data is not None or evaluation.eval_config is not None
     check_data(settings.data, rollout.loads_samples, settings.reads_conversations, has_eval_sets, errors)
@@ -139,9 +138,6 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     if settings.data.data_source_path is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
         rule = "cannot be counted in the rows of --data-source-path, which has no end"
         errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
-    if settings.data.data_source_path is not None:
-        why = "with --data-source-path, which decides by itself what it draws"
-        errors.refuse_ignored(rollout, ["max_prompt_pass_rate"], why, "give --prompt-data")
     check_debug_modes(settings, errors)
     check_function_paths(settings, errors)
     check_cluster(cluster, errors)
@@ -153,7 +149,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)
-    check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
+    check_checkpoint(settings.checkpoint, settings.evaluation, errors)
     check_evaluation(settings.evaluation, errors)
     check_model_context(settings, errors)
     check_stop_token_ids(settings, errors)
@@ -188,8 +184,7 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
     check_rollout_workers(settings, errors)
     check_deterministic(settings, errors)
     check_replay(settings, errors)
-    if can_count_engines(errors):
-        check_offload(settings.cluster, settings.num_engines, errors)
+    check_offload(settings.cluster, errors)
 
 
 def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:

@@ -31,8 +31,11 @@ class AdaptiveKlFlags:
     kl_target: Optional[float] = flag(
         None,
         "adapt --kl-coef or --kl-loss-coef, which start as they are given, so that the KL per token stays near this",
+        above=0,
     )
-    kl_horizon: float = flag(10000.0, "trajectories over which --kl-target changes the weight of the KL")
+    kl_horizon: float = flag(
+        10000.0, "trajectories over which --kl-target changes the weight of the KL", above=0, needs="--kl-target"
+    )
 
 
 def next_kl_weight(weight: float, kl: float, trajectories: int, target: float, horizon: float) -> float:
@@ -76,9 +79,7 @@ class AdaptiveKl:
 
 def check_adaptive_kl(flags: Any, trajectories: int, errors: "Errors") -> None:
     """Check that a KL has a weight to adapt, and that no step of so many ``trajectories`` can make it negative."""
-    errors.above(flags, 0, "kl_target", "kl_horizon")
     if flags.kl_target is None:
-        errors.refuse_ignored(flags, ["kl_horizon"], "without --kl-target", "add --kl-target 0.1")
         return
     if not (flags.kl_coef or flags.kl_loss_coef):
         rule = "adapts the weight of a KL, and no KL is part of the reward or the loss"
@@ -120,11 +121,18 @@ class AdaptiveEntropyFlags:
     """loss: the entropy below which it is rewarded, and by how much."""
 
     entropy_target: Optional[float] = flag(
-        None, "reward entropy up to this, in nats per token, with a weight that starts at --entropy-coef and adapts"
+        None,
+        "reward entropy up to this, in nats per token, with a weight that starts at --entropy-coef and adapts",
+        above=0,
     )
-    entropy_coef_delta: float = flag(0.005, "how much --entropy-target changes the weight after each optimizer step")
-    entropy_coef_min: float = flag(0.0, "smallest weight of --entropy-target")
-    entropy_coef_max: float = flag(1.0, "largest weight of --entropy-target")
+    entropy_coef_delta: float = flag(
+        0.005,
+        "how much --entropy-target changes the weight after each optimizer step",
+        above=0,
+        needs="--entropy-target",
+    )
+    entropy_coef_min: float = flag(0.0, "smallest weight of --entropy-target", at_least=0, needs="--entropy-target")
+    entropy_coef_max: float = flag(1.0, "largest weight of --entropy-target", at_least=0, needs="--entropy-target")
 
 
 class AdaptiveEntropy:
@@ -165,10 +173,7 @@ class AdaptiveEntropy:
 def check_adaptive_entropy(flags: Any, errors: "Errors") -> None:
     """Check the target and the bounds."""
     if flags.entropy_target is None:
-        errors.refuse_ignored(flags, _OF_TARGET, "without --entropy-target", "add --entropy-target 0.2")
         return
-    errors.above(flags, 0, "entropy_target", "entropy_coef_delta")
-    errors.at_least(flags, 0, "entropy_coef_min", "entropy_coef_max")
     low, high = flags.entropy_coef_min, flags.entropy_coef_max
     if errors.none_about("entropy_coef", "entropy_coef_min", "entropy_coef_max") and not (
         low <= flags.entropy_coef <= high

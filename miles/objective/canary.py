@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, assert_never
 from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
-    from miles.base.flags import Errors
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import TrainBatch, TrainShard
 
@@ -23,13 +22,6 @@ TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some mil
 
 class LossMassError(ValueError):
     """The weights of a step's tokens do not add up to what the objective says."""
-
-
-def check_canary(loss: LossArguments, errors: Errors) -> None:
-    """Refuse ``--loss-canary`` under a custom reducer: what its weights add up to is not known beforehand."""
-    if loss.custom_pg_loss_reducer_function_path is not None:
-        why = "with --custom-pg-loss-reducer-function-path, whose weights are not known beforehand"
-        errors.refuse_ignored(loss, ["loss_canary"], why, "leave the default, which checks nothing then")
 
 
 def mass_is_known(loss: LossArguments) -> bool:

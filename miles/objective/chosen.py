@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import collect_errors
+from miles.base.flags import changed
 from miles.objective.adaptive import check_adaptive_entropy
-from miles.objective.canary import check_canary
 from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
@@ -115,21 +114,7 @@ class Objective:
 
 @lru_cache
 def build_objective(loss: LossArguments) -> Objective:
-    """Build the objective of a run.
-
-    Raises:
-        ValueError: A part has a name that no file has, or a flag is set that the chosen parts do not read, such as
-            ``--kl-coef`` with an estimator without a KL: it would change nothing.
-    """
-    objective = find_objective(loss)
-    with collect_errors() as errors:
-        _check_read(objective, errors)
-    return objective
-
-
-@lru_cache
-def find_objective(loss: LossArguments) -> Objective:
-    """Find the parts that ``loss`` names, for checks of flags. Raises ``ValueError`` for a name that no file has."""
+    """Find the parts that ``loss`` names. Raises ``ValueError`` for a name that no file has."""
     estimator = ESTIMATORS[loss.advantage_estimator]
     if loss.custom_advantage_function_path is not None:
         estimator = CustomAdvantages(loss.custom_advantage_function_path, estimator)
@@ -148,39 +133,33 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
         errors: Collects them.
     """
     check_chunk_size(loss, errors)
-    objective = find_objective(loss)
+    objective = build_objective(loss)
     objective.policy_loss.check(loss, shape, errors)
     check_kl(loss, errors)
     check_distillation(loss, errors)
     check_token_weights(loss, errors)
-    check_canary(loss, errors)
-    errors.finite(loss, "entropy_coef")
     check_adaptive_entropy(loss, errors)
     if objective.loss_type.uses_advantages:
         objective.estimator.check(loss, shape, errors)
     objective.loss_type.check(loss, shape, errors)
-    _check_read(objective, errors)
+    _check_contradictions(objective, errors)
 
 
-def _check_read(objective: Objective, errors: Errors) -> None:
-    """Report flags that other parts read, and the chosen ones do not."""
-    flags = objective.flags
-    LOSS_TYPES.check_read(objective.loss_type, flags, errors)
-    objective.loss_type.check_ignored(flags, errors)
-    if objective.loss_type.uses_advantages:
-        ESTIMATORS.check_read(objective.estimator, flags, errors)
-    if objective.loss_type.uses_policy_loss:
-        _check_policy_loss_read(objective, errors)
-
-
-def _check_policy_loss_read(objective: Objective, errors: Errors) -> None:
-    """Report flags that the policy loss does not read. A custom one may read any but the choice of another."""
-    flags = objective.flags
-    if flags.custom_policy_loss_function_path is None:
-        POLICY_LOSSES.check_read(objective.policy_loss, flags, errors)
-        return
-    why = "with --custom-policy-loss-function-path, which takes its place"
-    errors.refuse_ignored(flags, ["policy_loss"], why, "keep one of the two")
+def _check_contradictions(objective: Objective, errors: Errors) -> None:
+    """Report flags that ask for a part of the objective that this one does not have."""
+    flags, loss_type = objective.flags, objective.loss_type
+    for name in changed(flags, [*LOSS_TYPES.reads, *loss_type.lacks]):
+        if name not in loss_type.reads:
+            readers = LOSS_TYPES.readers(name)
+            what_to_do = f"use --loss-type {' or '.join(readers)}" if readers else loss_type.instead_of_lacking
+            errors.refuse(
+                name, getattr(flags, name), f"is no part of --loss-type {loss_type.name}", f"{what_to_do}, or drop it"
+            )
+    if loss_type.uses_advantages:
+        ESTIMATORS.check_instead(objective.estimator, flags, errors)
+    if loss_type.uses_policy_loss and flags.policy_loss is not None and flags.custom_policy_loss_function_path:
+        rule = "names a second policy loss, beside --custom-policy-loss-function-path"
+        errors.refuse("policy_loss", flags.policy_loss, rule, "keep one of the two")
 
 
 def check_chunk_size(loss: LossArguments, errors: Errors) -> None:

@@ -9,13 +9,11 @@ arXiv 2306.13649; the per-token policy gradient is that of Thinking Machines' "O
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
-from miles.base.flags import changed, flag
+from miles.base.flags import flag
 from miles.objective.registry import Needs, Term
 
 if TYPE_CHECKING:
     from miles.base.flags import Errors
-
-TEACHER_FLAGS = ("opd_type", "opd_teacher_urls", "opd_teacher_key")
 
 
 @dataclass(frozen=True)
@@ -23,22 +21,28 @@ class DistillationFlags:
     """loss: the teacher of on-policy distillation."""
 
     use_opd: bool = flag(False, "distil a teacher: subtract the KL to it, token by token, from the advantages")
-    opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher with --use-opd; 0 only measures it")
+    opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher; 0 only measures it", at_least=0, needs="--use-opd")
     opd_type: Optional[str] = flag(
         None,
         "who computes the teacher's log-probs: a frozen model beside the policy (--opd-teacher-load), or SGLang "
         "servers (--opd-teacher-urls); default: as the other two flags say",
+        needs="--use-opd",
         choices=("trainer", "server"),
         type=str,
     )
     opd_teacher_urls: Optional[tuple[str, ...]] = flag(
         None,
         "the teacher's server, as URL; or several teachers, as NAME=URL, chosen for each prompt by --opd-teacher-key",
+        needs="--use-opd, served teachers",
         nargs="+",
         type=str,
         metavar="URL",
     )
-    opd_teacher_key: str = flag("opd_teacher", "metadata key of a prompt that names its teacher, if there are several")
+    opd_teacher_key: str = flag(
+        "opd_teacher",
+        "metadata key of a prompt that names its teacher, if there are several",
+        needs="--use-opd, served teachers, several teachers",
+    )
 
     @property
     def teacher_is_served(self) -> bool:
@@ -81,21 +85,15 @@ def distillation_formula(flags: Any) -> list[Term]:
 def check_distillation(flags: Any, errors: "Errors") -> None:
     """Report servers of a teacher that are missing, or that nothing asks for; arguments/loss.py checks the model."""
     if not flags.use_opd:
-        errors.refuse_ignored(flags, ["opd_kl_coef", *TEACHER_FLAGS], "without --use-opd", "add that switch")
         return
-    errors.at_least(flags, 0, "opd_kl_coef")
     if not (flags.type.uses_advantages and flags.type.trains_policy):
-        rule = f"would be ignored by --loss-type {flags.loss_type}: the policy learns from no advantages"
+        rule = f"contradicts --loss-type {flags.loss_type}: the policy learns from no advantages"
         errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
     if flags.use_opsm:
         rule = "drops sequences of negative advantage, and --use-opd gives each token an advantage of its own"
         errors.refuse("use_opsm", True, rule, "drop one of the two")
     if flags.teacher_is_served:
         _check_servers(flags, errors)
-    else:
-        why = "by --opd-type trainer" if flags.opd_type else "without --opd-teacher-urls"
-        errors.refuse_ignored(flags, ["opd_teacher_urls"], why, "use --opd-type server")
-        errors.refuse_ignored(flags, ["opd_teacher_key"], why, "use --opd-type server")
 
 
 def _check_servers(flags: Any, errors: "Errors") -> None:
@@ -109,6 +107,3 @@ def _check_servers(flags: Any, errors: "Errors") -> None:
     if len(words) > 1 and (len(flags.teachers) < len(words) or "" in flags.teachers):
         rule = "several teachers need a name each"
         errors.refuse("opd_teacher_urls", words, rule, "write NAME=http://HOST:PORT, every NAME once")
-    if len(words) == 1 and changed(flags, ["opd_teacher_key"]):
-        rule = "would be ignored: there is one teacher"
-        errors.refuse("opd_teacher_key", flags.opd_teacher_key, rule, "drop it")

@@ -100,16 +100,10 @@ def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Ten
 
 
 def check_kl(loss: LossArguments, errors: Errors) -> None:
-    """Report coefficients that are negative, that count the KL twice, or that would be ignored."""
-    errors.at_least(loss, 0, "kl_loss_coef", "kl_coef")
+    """Report coefficients that count the KL twice, and corrections that exclude each other."""
     if loss.kl_coef and loss.kl_loss_coef:
         rule = f"beside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
         errors.refuse("kl_coef", loss.kl_coef, rule, "keep one of the two")
-    if not loss.use_kl_loss:
-        errors.refuse_ignored(loss, ["kl_loss_coef"], "without --use-kl-loss", "add that switch")
-    if loss.use_unbiased_kl and not loss.adds_kl:
-        rule = "would be ignored: no KL is part of the loss"
-        errors.refuse("use_unbiased_kl", True, rule, "add --use-kl-loss --kl-loss-coef, or drop it")
     if loss.kl_loss_type in _VALUES and loss.use_unbiased_kl:
         rule = "corrects the gradient of the KL, as --use-unbiased-kl does"
         what_to_do = f"use {_VALUES[loss.kl_loss_type]}, or drop --use-unbiased-kl"

@@ -4,12 +4,13 @@ Flags that one estimator or one policy loss owns are declared in its file; ``Los
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Optional
 
 from miles.base.flags import flag
 from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags
-from miles.objective.chosen import find_objective
+from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import KlEstimator
@@ -18,6 +19,9 @@ from miles.objective.loss_types.base import LossType
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.registry import Term
 from miles.objective.token_weights import ImportanceLevel
+
+_of_tis = partial(flag, needs="--use-tis")
+_of_rs = partial(flag, needs="--use-rs")
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,22 @@ class CommonFlags:
         "grpo", f"how rewards become advantages. {ESTIMATORS.help}", choices=tuple(ESTIMATORS)
     )
     policy_loss: Optional[str] = flag(
-        None,
-        f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}",
-        choices=tuple(POLICY_LOSSES),
+        None, f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}", choices=tuple(POLICY_LOSSES)
     )
-    normalize_advantages: bool = flag(False, "whiten the advantages over the response tokens of the step")
+    normalize_advantages: bool = flag(
+        False, "whiten the advantages over the response tokens of the step", needs="a policy that learns"
+    )
     drop_zero_std_groups: bool = flag(
         False,
         "leave groups whose advantages are all 0, as with equal rewards, out of the step and its denominators, and do "
         "not replace them (ScaleRL's zero-variance filtering)",
+        needs="advantages, compared groups",
     )
-    value_clip: float = flag(0.2, "how far the value loss follows the critic from its values at the iteration's start")
+    value_clip: float = flag(
+        0.2, "how far the value loss follows the critic from its values at the iteration's start", above=0
+    )
     kl_coef: float = flag(
-        0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef"
+        0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef", at_least=0
     )
     custom_advantage_function_path: Optional[str] = flag(
         None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
@@ -72,8 +79,8 @@ class CommonFlags:
     custom_loss_function_path: Optional[str] = flag(
         None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
     )
-    custom_tis_function_path: Optional[str] = flag(
-        None, "your weights of token losses, with --use-tis, module:function or module.function"
+    custom_tis_function_path: Optional[str] = _of_tis(
+        None, "your weights of token losses, module:function or module.function"
     )
     rollout_data_postprocess_path: Optional[str] = flag(
         None,
@@ -82,48 +89,62 @@ class CommonFlags:
     use_rollout_logprobs: bool = flag(
         False,
         "p_old of every ratio is what the engine reported when it sampled; the trainer does not score it",
+        needs="a ratio",
     )
     use_opsm: bool = flag(
         False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
     )
-    opsm_delta: float = flag(1e-4, "mean KL per token above which --use-opsm drops a sequence")
+    opsm_delta: float = flag(
+        1e-4, "mean KL per token above which --use-opsm drops a sequence", at_least=0, needs="--use-opsm"
+    )
     use_tis: bool = flag(False, "weight token losses by the ratio of trainer to engine probability, bounded")
-    tis_clip: float = flag(2.0, "upper bound of the weight of --use-tis")
-    tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis")
-    tis_mode: Literal["truncate", "icepop"] = flag("truncate", "outside its bounds a ratio is cut to them, or set to 0")
-    tis_level: ImportanceLevel = flag("token", "ratio of a token, of a sequence (product), or its geometric mean")
+    tis_clip: float = _of_tis(2.0, "upper bound of the weight of --use-tis", above=0)
+    tis_clip_low: float = _of_tis(0.0, "lower bound of the weight of --use-tis", at_least=0)
+    tis_mode: Literal["truncate", "icepop"] = _of_tis(
+        "truncate", "outside its bounds a ratio is cut to them, or set to 0"
+    )
+    tis_level: ImportanceLevel = _of_tis("token", "ratio of a token, of a sequence (product), or its geometric mean")
     tis_batch_normalize: bool = flag(
-        False, "divide the weights of --use-tis by their mean over the whole step, which is then 1"
+        False,
+        "divide the weights of --use-tis by their mean over the whole step, which is then 1",
+        needs="--use-tis, no --custom-tis-function-path",
     )
     use_rs: bool = flag(
         False, "drop what is outside --rs-lower-bound and --rs-upper-bound (masked importance sampling)"
     )
-    rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
-    rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
-    rs_level: ImportanceLevel = flag("token", "what --use-rs drops: tokens, or sequences")
-    rs_veto_threshold: Optional[float] = flag(
-        None, "--use-rs also drops each sequence that has a token whose ratio is below this, such as 1e-4"
+    rs_lower_bound: float = _of_rs(0.5, "lower bound of the ratio", at_least=0)
+    rs_upper_bound: float = _of_rs(2.0, "upper bound of the ratio", above=0)
+    rs_level: ImportanceLevel = _of_rs("token", "what --use-rs drops: tokens, or sequences")
+    rs_veto_threshold: Optional[float] = _of_rs(
+        None, "--use-rs also drops each sequence that has a token whose ratio is below this, such as 1e-4", above=0
     )
     top_entropy_quantile: float = flag(
-        1.0, "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all"
+        1.0,
+        "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all",
+        within="(0, 1]",
     )
     get_mismatch_metrics: bool = flag(
-        False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)"
+        False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)", needs="a policy loss"
     )
     loss_canary: Literal["first-step", "always", "off"] = flag(
-        "first-step", "check that the weights of all tokens add up to what the objective says, and stop if not"
+        "first-step",
+        "check that the weights of all tokens add up to what the objective says, and stop if not",
+        needs="weights that are known",
     )
     use_kl_loss: bool = flag(
         False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
     )
-    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss; needs --use-kl-loss")
+    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", at_least=0, needs="--use-kl-loss")
     kl_loss_type: KlEstimator = flag(
         "k1",
         "estimator of the KL, in the loss or the reward; low_var_kl is k3 clamped to [-10, 10]; k1+ and k3+ have the "
         "gradient of k2",
+        needs="a KL",
     )
     use_unbiased_kl: bool = flag(
-        False, "weight the KL in the loss by the importance ratio, so that its gradient is that of the KL"
+        False,
+        "weight the KL in the loss by the importance ratio, so that its gradient is that of the KL",
+        needs="a KL in the loss",
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
     log_probs_chunk_size: int = flag(1024, "response tokens whose logits are in memory at a time; -1 is all")
@@ -160,7 +181,7 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
     @property
     def estimates_by_token(self) -> bool:
         """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
-        return self.use_opd or find_objective(self).estimator.estimates_by_token(self)
+        return self.use_opd or build_objective(self).estimator.estimates_by_token(self)
 
     @property
     def normalizes_rewards(self) -> bool:
@@ -168,7 +189,7 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
 
         Its tokens have one with a teacher all the same.
         """
-        return not self.use_opd and find_objective(self).estimator.smallest_group(self) > 1
+        return not self.use_opd and build_objective(self).estimator.smallest_group(self) > 1
 
     @property
     def adds_kl(self) -> bool:

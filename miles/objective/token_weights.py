@@ -83,10 +83,8 @@ class TokenWeight(ABC):
         """Return what the trainer scores for it."""
         return Needs()
 
-    def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Report flags of a weight that is off, and values out of range."""
-        if not self.is_on(loss):
-            errors.refuse_ignored(loss, self.reads, f"without {flag_name(self.switch)}", "add that switch")
+    def check(self, loss: LossArguments, errors: Errors) -> None:  # noqa: B027
+        """Report the rules that ``loss`` breaks."""
 
     @abstractmethod
     def formula(self, loss: LossArguments) -> list[Term]:
@@ -125,15 +123,9 @@ class Truncation(TokenWeight):
         return Needs(old_log_probs=loss.tis_batch_normalize)
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Also check the bounds."""
-        super().check(loss, errors)
-        errors.above(loss, 0, "tis_clip")
-        errors.at_least(loss, 0, "tis_clip_low")
+        """Check the order of the bounds."""
         _check_order(loss, "tis_clip_low", "tis_clip", errors)
         _refuse_engines_old_log_probs(self, loss, errors)
-        if loss.custom_tis_function_path is not None:
-            why = "with --custom-tis-function-path, which makes the weights"
-            errors.refuse_ignored(loss, ["tis_batch_normalize"], why, "normalize them there")
 
     def formula(self, loss: LossArguments) -> list[Term]:
         """Return the bounded ratio, or the user's function."""
@@ -222,12 +214,8 @@ class Rejection(TokenWeight):
     )
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Also check the bounds."""
-        super().check(loss, errors)
-        errors.above(loss, 0, "rs_upper_bound")
-        errors.at_least(loss, 0, "rs_lower_bound")
+        """Check the order of the bounds."""
         _check_order(loss, "rs_lower_bound", "rs_upper_bound", errors)
-        errors.above(loss, 0, "rs_veto_threshold")
         _refuse_engines_old_log_probs(self, loss, errors)
 
     def formula(self, loss: LossArguments) -> list[Term]:
@@ -263,9 +251,7 @@ class OffPolicyMasking(TokenWeight):
     variants = (Variant("OPSM", {"use_opsm": True}, ("2512.02556",)),)
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Also check the bound, and that a sequence has one advantage."""
-        super().check(loss, errors)
-        errors.at_least(loss, 0, "opsm_delta")
+        """Check that a sequence has one advantage."""
         if self.is_on(loss) and ESTIMATORS[loss.advantage_estimator].by_token:
             rule = (
                 "drops sequences of negative advantage, and "
@@ -301,11 +287,6 @@ class TopEntropy(TokenWeight):
     def is_on(self, loss: LossArguments) -> bool:
         """Return whether any token is left out."""
         return loss.top_entropy_quantile != 1
-
-    def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Check the fraction."""
-        errors.above(loss, 0, "top_entropy_quantile")
-        errors.within(loss, 0, 1, "top_entropy_quantile")
 
     def formula(self, loss: LossArguments) -> list[Term]:
         """Name the tokens whose weight is 0."""

@@ -21,7 +21,7 @@ FSDP has neither tensor nor pipeline parallel: all of its ranks are token ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm
 
 from miles.base.flags import Errors, collect_errors, count
@@ -54,15 +54,10 @@ class ParallelDims:
     def __post_init__(self) -> None:
         assert self.world_size >= 1, "--actor-num-nodes and --actor-num-gpus-per-node are checked first"
         with collect_errors() as errors:
-            errors.at_least(
-                self,
-                1,
-                "context_parallel_size",
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "expert_model_parallel_size",
-                "expert_tensor_parallel_size",
-            )
+            for name in (field.name for field in fields(self) if field.name.endswith("_size")):
+                size = getattr(self, name)
+                if size is not None and size < 1:
+                    errors.refuse(name, size, "must be a finite number of at least 1", "give 1 or more")
             if not errors.messages:
                 self._check_weights(errors)
             if not errors.messages:  # both depend on how the weights are divided

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from miles.base.flags import flag_choices, flag_name
+from miles.base.flags import flag_choices, flag_name, flag_rules
 from miles.config.parser import section_title
 from miles.config.settings import SECTIONS
 
@@ -35,6 +35,7 @@ def _lines() -> Iterator[str]:
 def _row(field: dataclasses.Field[Any]) -> str:
     choices = flag_choices(field)
     text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
+    text += "".join(f"; {rule}" for rule in flag_rules(field))
     if field.default is None:
         default = ""
     elif isinstance(field.default, bool):

@@ -23,9 +23,9 @@ from miles.config.megatron.overrides import (
     TRIED,
     refusal_of,
 )
-from miles.config.no_effect import IDLE
+from miles.config.needs import flags_with_needs
 from miles.config.notes import SAME
-from miles.config.parser import defaults
+from miles.config.parser import declared
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import (
     DATA_PARALLEL,
@@ -240,9 +240,11 @@ def _functions() -> Iterator[str]:
 def _idle() -> Iterator[str]:
     yield from ("## Obeyed, unless another setting makes them idle", "")
     yield "These flags are noted if they have no effect."
-    yield from ("", "| flags | no effect |", "|---|---|")
-    for rule in IDLE:
-        yield f"| {', '.join(f'`{flag_name(name)}`' for name in rule.names)} | {rule.why} |"
+    yield from ("", "| flags | no effect if |", "|---|---|")
+    reasons = dict[str, list[str]]()
+    for flag, why in flags_with_needs():
+        reasons.setdefault(why, []).append(f"`{flag}`")
+    yield from (f"| {', '.join(flags)} | {why} |" for why, flags in reasons.items())
     yield ""
 
 
@@ -268,7 +270,7 @@ def _foreign_row(row: Foreign) -> tuple[str, str, str]:
 
 
 def _fields() -> list[MegatronField]:
-    taken = {*defaults()}
+    taken = {*declared()}
     fields = dict[str, MegatronField]()
     for field in (*MODEL_FLAGS, *megatron_fields().values()):
         if field.name not in taken and field.flag not in {flag_name(name) for name in taken}:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
-from miles.base.flags import Errors, collect_errors, count, flag_name, refuse
+from miles.base.flags import Errors, changed, collect_errors, count, flag_name, refuse
 from miles.config.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.config.lora import LoraArguments, check_adapted_layers, check_adapter_flags, check_adapter_with_model
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
@@ -27,6 +26,7 @@ SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "enable_mtp_training")  # of the model's layers
 BALANCED = ("aux_loss", "seq_aux_loss", "none")
 NOT_BALANCED = {
     "global_aux_loss": "its counts accumulate over micro-batches, so the loss depends on their order",
@@ -47,20 +47,14 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     """
     sizes, overrides = settings.megatron, settings.megatron_overrides
     if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
-        names = [field.name for field in fields(MegatronArguments)]
-        why = f"without --train-backend {names_with(TRAIN_BACKENDS, 'reads_megatron_flags')}"
-        errors.refuse_ignored(sizes, names, why, "add that flag")
+        for name in changed(sizes, LOSSES):
+            rule = "asks for a loss of the model's layers, which this backend does not compute"
+            what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'reads_megatron_flags')}, or drop it"
+            errors.refuse(name, getattr(sizes, name), rule, what_to_do)
         return
     if _may_be_bridged(settings.model):
         with errors.catching():
             check_bridge(sizes)
-    if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
-        what_to_do = "add --tensor-model-parallel-size 2 or more, or drop it"
-        errors.refuse("sequence_parallel", True, "would be ignored without tensor parallelism", what_to_do)
-    errors.at_least(sizes, 1, *STAGES, INTERLEAVED)
-    if sizes.pipeline_model_parallel_size == 1:
-        what_to_do = "add --pipeline-model-parallel-size 2 or more"
-        errors.refuse_ignored(sizes, (*STAGES, INTERLEAVED), "without pipeline stages", what_to_do)
     _check_offload(settings, sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
@@ -77,12 +71,6 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
 
 def _check_offload(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:
     """Check the flags of an optimizer in host memory. Megatron updates no fp32 weight that is left on the GPU."""
-    if not sizes.optimizer_cpu_offload:
-        names = ["optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
-        errors.refuse_ignored(sizes, names, "without --optimizer-cpu-offload", "add that flag")
-        return
-    errors.above(sizes, 0, "optimizer_offload_fraction")
-    errors.within(sizes, 0, 1, "optimizer_offload_fraction")
     fraction = sizes.optimizer_offload_fraction
     if fraction == 1 or not errors.none_about("optimizer_offload_fraction"):
         return
@@ -99,23 +87,15 @@ def _check_offload(settings: Settings, sizes: MegatronArguments, errors: Errors)
 
 def _check_auxiliary_losses(sizes: MegatronArguments, errors: Errors) -> None:
     """Check the losses of the routers and of multi-token prediction, as far as they do not depend on the model."""
-    errors.at_least(sizes, 0, "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
-    errors.at_least(sizes, 1, "mtp_num_layers")
     kind = sizes.moe_router_load_balancing_type
     if kind not in BALANCED:
         rule = NOT_BALANCED.get(kind, "there is no such loss")
         errors.refuse("moe_router_load_balancing_type", kind, rule, f"give one of {', '.join(BALANCED)}")
-    elif kind == "none":
-        why = "with --moe-router-load-balancing-type none"
-        errors.refuse_ignored(sizes, ["moe_aux_loss_coeff"], why, "give aux_loss")
-    elif not sizes.moe_aux_loss_coeff:
-        what_to_do = "give --moe-aux-loss-coeff a number above 0"
-        errors.refuse_ignored(sizes, ["moe_router_load_balancing_type"], "with --moe-aux-loss-coeff 0", what_to_do)
+    elif kind == "none" and sizes.moe_aux_loss_coeff:
+        rule = "contradicts --moe-router-load-balancing-type none"
+        errors.refuse("moe_aux_loss_coeff", sizes.moe_aux_loss_coeff, rule, "give aux_loss, or drop it")
     if sizes.enable_mtp_training:
         errors.require("mtp_num_layers", sizes.mtp_num_layers, "--enable-mtp-training trains that many heads")
-    else:
-        names = ["mtp_num_layers", "mtp_loss_scaling_factor"]
-        errors.refuse_ignored(sizes, names, "without --enable-mtp-training", "add that flag")
 
 
 def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any], errors: Errors) -> None:
@@ -196,17 +176,9 @@ def _check_with_model(
     if shape.get("moe_router_score_function") == "sigmoid":
         _check_sigmoid_model(sizes, config, errors)
     if "num_moe_experts" not in shape:
-        names = [
-            "moe_router_load_balancing_type",
-            "moe_aux_loss_coeff",
-            "moe_z_loss_coeff",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ]
-        if sizes.expert_tensor_parallel_size == 1:
-            names.remove("expert_tensor_parallel_size")  # launch scripts give 1 for every model
-        unrefused = [name for name in names if errors.none_about(name)]
-        errors.refuse_ignored(sizes, unrefused, "by a model without experts", "train a model that has them")
+        for name in changed(sizes, ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
+            rule = "asks for a loss of a model without experts"
+            errors.refuse(name, getattr(sizes, name), rule, "train a model that has them, or drop it")
     check_overrides(overrides, {**shape, **vocabulary_shape(config)}, _flags(), errors)
 
 

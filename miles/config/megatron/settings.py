@@ -2,41 +2,65 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Optional
 
 from miles.base.flags import count, flag
 from miles.objective.explain import AddedLoss
+
+_of_megatron = partial(flag, needs="Megatron")
 
 
 @dataclass(frozen=True)
 class MegatronArguments:
     """megatron: layout of --train-backend megatron, which also accepts fields of megatron-core's configuration."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each weight matrix")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages: ranks that each hold some of the layers")
+    tensor_model_parallel_size: int = _of_megatron(1, "ranks that share each weight matrix")
+    pipeline_model_parallel_size: int = _of_megatron(1, "pipeline stages: ranks that each hold some of the layers")
     decoder_first_pipeline_num_layers: Optional[int] = flag(
-        None, "layers of the first pipeline stage; the stages without a number share the rest equally"
+        None,
+        "layers of the first pipeline stage; the stages without a number share the rest equally",
+        needs="Megatron, --pipeline-model-parallel-size",
+        at_least=1,
     )
-    decoder_last_pipeline_num_layers: Optional[int] = flag(None, "layers of the last pipeline stage")
+    decoder_last_pipeline_num_layers: Optional[int] = flag(
+        None, "layers of the last pipeline stage", needs="Megatron, --pipeline-model-parallel-size", at_least=1
+    )
     num_layers_per_virtual_pipeline_stage: Optional[int] = flag(
         None,
         "interleave the pipeline: every rank holds several parts of so many layers, and waits less for the others",
+        needs="Megatron, --pipeline-model-parallel-size",
+        at_least=1,
     )
-    expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts")
+    expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts", needs="Megatron, experts")
     expert_tensor_parallel_size: Optional[int] = flag(
-        None, "ranks that share the matrices of each expert; default: --tensor-model-parallel-size"
+        None,
+        "ranks that share the matrices of each expert; default: --tensor-model-parallel-size",
+        needs="Megatron, experts or --expert-tensor-parallel-size 1",
     )
-    sequence_parallel: bool = flag(False, "divide the activations of the norms over the tensor-parallel ranks as well")
-    use_distributed_optimizer: bool = flag(False, "divide the optimizer's state over the data-parallel ranks")
+    sequence_parallel: bool = flag(
+        False,
+        "divide the activations of the norms over the tensor-parallel ranks as well",
+        needs="Megatron, --tensor-model-parallel-size",
+    )
+    use_distributed_optimizer: bool = _of_megatron(False, "divide the optimizer's state over the data-parallel ranks")
     optimizer_cpu_offload: bool = flag(
         False,
         "on a GPU, keep the optimizer's state in host memory and update there; implies --use-distributed-optimizer",
+        needs="Megatron, no --device cpu",
     )
-    optimizer_offload_fraction: float = flag(1.0, "part of the state that --optimizer-cpu-offload keeps in host memory")
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        "part of the state that --optimizer-cpu-offload keeps in host memory",
+        needs="Megatron, no --device cpu, --optimizer-cpu-offload",
+        within="(0, 1]",
+    )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False, "with --optimizer-cpu-offload, copy gradients and weights while other weights are updated"
+        False,
+        "copy gradients and weights while other weights are updated",
+        needs="Megatron, no --device cpu, --optimizer-cpu-offload",
     )
-    megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
+    megatron_to_hf_mode: Literal["raw", "bridge"] = _of_megatron(
         "raw",
         "what converts weights between Megatron and Hugging Face: miles (raw), or Megatron-Bridge, if it is installed "
         "(bridge)",
@@ -45,14 +69,20 @@ class MegatronArguments:
         "aux_loss",
         "balance the load of the experts over each micro-batch (aux_loss), in each sample (seq_aux_loss), or not at "
         "all (none)",
+        needs="Megatron, --moe-aux-loss-coeff",
     )
-    moe_aux_loss_coeff: float = flag(0.0, "weight of the routers' load-balancing loss")
-    moe_z_loss_coeff: float = flag(0.0, "weight of the routers' z-loss, which keeps their logits small")
+    moe_aux_loss_coeff: float = flag(0.0, "weight of the routers' load-balancing loss", at_least=0)
+    moe_z_loss_coeff: float = flag(0.0, "weight of the routers' z-loss, which keeps their logits small", at_least=0)
     mtp_num_layers: Optional[int] = flag(
-        None, "heads that predict later tokens (multi-token prediction), with --enable-mtp-training"
+        None,
+        "heads that predict later tokens (multi-token prediction)",
+        needs="Megatron, --enable-mtp-training",
+        at_least=1,
     )
     enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
+    mtp_loss_scaling_factor: float = flag(
+        0.2, "weight of the mean loss of the heads", needs="Megatron, --enable-mtp-training", at_least=0
+    )
 
     def chunks(self, layers: int) -> int:
         """Return the parts that every rank has of a model of ``layers``, which the sizes divide: 1 without a flag."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 from miles.base.flags import Errors, flag_name
-from miles.config.rules.modes import NOTHING_IS_GENERATED
 from miles.config.settings import Settings
 from miles.tasks.environments.chosen import read_choice
 from miles.tasks.rewards.settings import ENVIRONMENT
@@ -14,25 +13,13 @@ from miles.tasks.rewards.settings import ENVIRONMENT
 def check_agents(settings: Settings, errors: Errors) -> None:
     """Check that program or environment can be read, and that the calls can be rendered and bounded."""
     rollout = settings.rollout
-    errors.above(rollout, 0, "agent_timeout")
-    errors.at_least(rollout, 1, "agent_concurrency")
-    if rollout.agent_command is None:
-        why = "without --agent-command"
-        errors.refuse_ignored(rollout, ["agent_concurrency"], why, "add the command of a program")
-        if rollout.environment is None:
-            errors.refuse_ignored(rollout, ["agent_timeout"], why, "add the command of a program, or --environment")
     with errors.catching():
         if rollout.environment is None and ENVIRONMENT in settings.reward.weights:
             what_to_do = "add --environment, or name another reward"
             errors.refuse("rm_type", settings.reward.rm_type, "reads the reward of an environment", what_to_do)
     if rollout.agent_command is not None:
         _check_maker(settings, "agent_command", errors)
-        why = "with --agent-command, whose program names the tools of its calls"
-        errors.refuse_ignored(settings.data, ["tool_key"], why, "put them into the metadata column")
-    if rollout.environment is None:
-        errors.refuse_ignored(rollout, ["max_turns"], "without --environment", "add that flag")
-    else:
-        errors.at_least(rollout, 1, "max_turns")
+    if rollout.environment is not None:
         with errors.catching():
             _check_kind(settings, rollout.environment, errors)
         _check_maker(settings, "environment", errors)
@@ -56,22 +43,12 @@ def _check_kind(settings: Settings, name: str, errors: Errors) -> None:
         errors.refuse(
             "rm_type", settings.reward.rm_type, rule, "name another reward, such as math, or --custom-rm-path"
         )
-    if not kind.bounds_turns:
-        why = f"by --environment {kind.name}, whose library bounds the turns"
-        errors.refuse_ignored(settings.rollout, ["max_turns"], why, "set it there")
 
 
 def _check_maker(settings: Settings, name: str, errors: Errors) -> None:
     """Check what makes the trajectories, the flag ``name``, beside the other flags."""
     rollout = settings.rollout
     value = str(getattr(rollout, name))
-    if not settings.generates:
-        why, what_to_do = NOTHING_IS_GENERATED, "drop that switch"
-        if not rollout.debug_train_only:
-            why = "by a run that generates nothing: it reads its samples, and evaluates none"
-            what_to_do = "add --eval-prompt-data NAME SOURCE"
-        errors.refuse_ignored(rollout, [name], why, what_to_do)
-        return
     if name == "agent_command" and not _names_program(value, errors):
         return
     if rollout.custom_generate_function_path is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from miles.base.flags import Errors, changed
-from miles.config.critic import check_critic, check_no_critic
+from miles.base.flags import Errors, changed, flag_name
+from miles.config.critic import check_critic
 from miles.config.settings import Settings
 from miles.objective.adaptive import check_adaptive_kl
-from miles.objective.chosen import check_objective, find_objective
+from miles.objective.chosen import build_objective, check_objective
 from miles.objective.estimators.base import Estimator
 from miles.objective.settings import LossArguments, StepShape
 
@@ -20,34 +20,27 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     check_objective(loss, shape, errors)
     _check_group(settings, errors)
     check_adaptive_kl(loss, shape.num_trajectories, errors)
-    if settings.reward.custom_reward_post_process_path is not None:
-        why = "beside --custom-reward-post-process-path, which makes the advantages"
-        errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, "keep one of the two")
-    if settings.rollout.custom_convert_samples_to_train_data_path is not None:
-        why, what_to_do = "beside --custom-convert-samples-to-train-data-path, which gives them", "keep one of the two"
-        errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, what_to_do)
-        errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
-    if not loss.needs_reference:
-        if errors.none_about("kl_loss_type"):
-            errors.refuse_ignored(loss, ["kl_loss_type"], "without --use-kl-loss or --kl-coef", "add one of them")
-        of_reference = ["ref_load", "ref_update_interval"]
-        errors.refuse_ignored(settings.model, of_reference, "without --use-kl-loss", "add that switch")
-    elif settings.lora.trains_adapter and errors.none_about("lora_rank"):
-        why = "with --lora-rank: the reference is the model without the adapter"
-        errors.refuse_ignored(settings.model, ["ref_update_interval"], why, "train all weights")
+    _check_one_makes_advantages(settings, errors)
     _check_old_log_probs(settings, errors)
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
     _check_removed_samples(settings, errors)
-    _check_dropped_groups(loss, errors)
     if not loss.type.uses_advantages:
         _check_given_samples(settings, errors)
-        check_no_critic(settings.critic, f"by --loss-type {loss.loss_type}", errors)
     elif loss.has_critic:
         check_critic(settings.critic, settings.optimizer, loss.type.trains_policy, settings.rollout.num_rollout, errors)
-    else:
-        why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
-        check_no_critic(settings.critic, why, errors)
+
+
+def _check_one_makes_advantages(settings: Settings, errors: Errors) -> None:
+    """Check that at most one function of the user's makes the advantages."""
+    given = {
+        "custom_convert_samples_to_train_data_path": settings.rollout.custom_convert_samples_to_train_data_path,
+        "custom_reward_post_process_path": settings.reward.custom_reward_post_process_path,
+        "custom_advantage_function_path": settings.loss.custom_advantage_function_path,
+    }
+    first, *others = [name for name, path in given.items() if path is not None] or [""]
+    for name in others:
+        errors.refuse(name, given[name], f"makes the advantages, and so does {flag_name(first)}", "keep one of the two")
 
 
 def _check_group(settings: Settings, errors: Errors) -> None:
@@ -55,7 +48,7 @@ def _check_group(settings: Settings, errors: Errors) -> None:
     loss, samples = settings.loss, settings.rollout.n_samples_per_prompt
     if not (settings.trains and loss.type.uses_advantages and loss.normalizes_rewards):
         return
-    smallest = find_objective(loss).estimator.smallest_group(loss)
+    smallest = build_objective(loss).estimator.smallest_group(loss)
     if settings.given_advantages is None and 1 <= samples < smallest:
         rule = (
             f"with --advantage-estimator {loss.advantage_estimator} every advantage is 0 and nothing is learned: it "
@@ -70,18 +63,10 @@ def _check_old_log_probs(settings: Settings, errors: Errors) -> None:
     loss, rollout = settings.loss, settings.rollout
     if not loss.use_rollout_logprobs or not loss.type.uses_advantages:
         return  # what has no advantages refuses it by itself
-    objective, flag = find_objective(loss), "use_rollout_logprobs"
-    in_reward = loss.kl_coef != 0 or loss.use_opd
+    objective, flag = build_objective(loss), "use_rollout_logprobs"
     if objective.estimator.needs(loss).sum_squared_probs:
         rule = f"--advantage-estimator {loss.advantage_estimator} reads the trainer's probabilities of all tokens"
         errors.refuse(flag, True, rule, "drop it, or use --advantage-estimator rloo")
-    elif not in_reward and not loss.type.trains_policy:
-        errors.refuse_ignored(loss, [flag], f"by --loss-type {loss.loss_type}, which has no ratio", "add --kl-coef")
-    elif loss.type.uses_policy_loss and not (
-        in_reward or objective.policy_loss.reads_ratio or loss.use_opsm or loss.use_unbiased_kl
-    ):
-        why = f"by --policy-loss {objective.policy_loss.name}, which has no ratio"
-        errors.refuse_ignored(loss, [flag], why, "use --policy-loss ppo")
     if rollout.truncates_sampling and rollout.no_support_replay:
         rule = "the engine's log-probs are over the tokens that were kept, and the trainer's over the whole vocabulary"
         errors.refuse(flag, True, f"with --no-support-replay {rule}", "drop one of the two")
@@ -97,7 +82,7 @@ def _trajectories_of_step(settings: Settings) -> int:
 def _check_reward_parts(settings: Settings, errors: Errors) -> None:
     """Check that every sample has the parts of a sum of rewards, if the estimator reads them."""
     loss, reward, rollout = settings.loss, settings.reward, settings.rollout
-    if not loss.type.uses_advantages or not find_objective(loss).estimator.reads_reward_parts:
+    if not loss.type.uses_advantages or not build_objective(loss).estimator.reads_reward_parts:
         return
     if reward.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path:
         return  # advantages are the user's
@@ -113,7 +98,7 @@ def _check_reward_parts(settings: Settings, errors: Errors) -> None:
 def _check_removed_samples(settings: Settings, errors: Errors) -> None:
     """Check that no sample is removed from groups that the trainer compares: it sees unmasked tokens only."""
     loss, rollout = settings.loss, settings.rollout
-    if not loss.type.uses_advantages or not find_objective(loss).estimator.reads_score_norms:
+    if not loss.type.uses_advantages or not build_objective(loss).estimator.reads_score_norms:
         return
     removing = ["filter_zero_reward_samples", "mask_truncated_completions", "rollout_sample_filter_path"]
     for name in changed(rollout, removing):
@@ -124,25 +109,10 @@ def _check_removed_samples(settings: Settings, errors: Errors) -> None:
         errors.refuse(name, getattr(rollout, name), rule, "drop it, or use an estimator by sample such as rloo")
 
 
-def _check_dropped_groups(loss: LossArguments, errors: Errors) -> None:
-    """Check that a group of equal rewards has advantages of 0, if such groups are left out."""
-    if not loss.type.uses_advantages:
-        return  # refused with all flags that fine-tuning does not read
-    if not loss.normalizes_rewards or find_objective(loss).estimator.reads_score_norms:
-        of = "--use-opd" if loss.use_opd else f"--advantage-estimator {loss.advantage_estimator}"
-        why, what_to_do = f"with {of}: equal rewards may have an advantage", "drop it, or use grpo"
-        errors.refuse_ignored(loss, ["drop_zero_std_groups"], why, what_to_do)
-
-
 def _check_teacher(settings: Settings, errors: Errors) -> None:
     """Check that a teacher in the trainer has weights, and that servers can give what the trainer compares."""
     loss, rollout = settings.loss, settings.rollout
-    if not loss.teacher_is_loaded:
-        why, what_to_do = ("by --opd-type server", "use --opd-type trainer")
-        if not loss.use_opd:
-            why, what_to_do = "without --use-opd", "add that switch"
-        errors.refuse_ignored(settings.model, ["opd_teacher_load"], why, what_to_do)
-    elif settings.model.opd_teacher_load is None:
+    if loss.teacher_is_loaded and settings.model.opd_teacher_load is None:
         rule, what_to_do = "needs a teacher", "add --opd-teacher-load PATH, or --opd-teacher-urls URL"
         errors.refuse("use_opd", True, rule, what_to_do)
     if not loss.teacher_is_served:
@@ -171,7 +141,7 @@ def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
     """
     if loss.policy_loss is not None or not loss.type.uses_policy_loss or loss.custom_policy_loss_function_path:
         return loss, []
-    estimator = find_objective(loss).estimator
+    estimator = build_objective(loss).estimator
     name = estimator.default_policy_loss
     notes = []
     if name != Estimator.default_policy_loss:
@@ -180,14 +150,8 @@ def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
 
 
 def _check_given_samples(settings: Settings, errors: Errors) -> None:
-    """Check that nothing is given for answers: a loss without advantages samples and scores nothing."""
-    why, what_to_do = f"by --loss-type {settings.loss.loss_type}", "use --loss-type policy_loss"
-    errors.refuse_ignored(settings.rollout, ["dynamic_sampling_filter_path"], why, what_to_do)
-    errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
-    errors.refuse_ignored(settings.rollout, ["custom_convert_samples_to_train_data_path"], why, what_to_do)
+    """Check that no temperature divides the logits of a loss that samples nothing."""
     temperature = settings.rollout.rollout_temperature
     if temperature != 1 and errors.none_about("rollout_temperature"):
         rule = f"would divide the logits whose likelihood --loss-type {settings.loss.loss_type} maximizes"
         errors.refuse("rollout_temperature", temperature, rule, "give 1; evaluation has --eval-temperature")
-    if not settings.evaluation.has_sets:
-        errors.refuse_ignored(settings.reward, ["rm_type", "custom_rm_path"], f"{why} without evaluation", what_to_do)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from miles.base.flags import Errors
 from miles.config.checkpoint import first_iteration
 from miles.config.components import ENGINES, TRAIN_BACKENDS, engine_spec, names_with, train_backend_spec
-from miles.config.evaluation import OF_SETS
 from miles.config.host_share import is_on_cpu
 from miles.config.model import local_config
 from miles.config.rollout import names_iteration, path_of_iteration
@@ -16,30 +15,6 @@ from miles.config.settings import Settings
 from miles.config.sglang.flags import known_server_flags
 from miles.models.packing import model_type
 from miles.models.reading import READ_AS
-
-# Fields that mean nothing where nothing is trained, by their sections.
-OF_TRAINING = {
-    "checkpoint": (
-        "save",
-        "save_interval",
-        "save_keep_last",
-        "save_retain_interval",
-        "save_hf",
-        "start_over",
-        "load",
-        "no_load_fallback",
-        "no_load_optim",
-        "no_load_rng",
-        "finetune",
-        "storage_options",
-        "remote_cache",
-    ),
-    "cluster": ("max_restarts",),
-    "rollout": ("async_steps", "fully_async", "stale_samples"),
-}
-NOTHING_IS_TRAINED = "with --debug-rollout-only, which trains and saves nothing"
-NOTHING_IS_GENERATED = "with --debug-train-only, which generates nothing"
-OF_GENERATION = OF_SETS
 
 
 def check_saved_samples(settings: Settings, errors: Errors) -> None:
@@ -78,22 +53,18 @@ def check_debug_modes(settings: Settings, errors: Errors) -> None:
     if rollout.debug_rollout_only and rollout.debug_train_only:
         errors.refuse("debug_train_only", True, "contradicts --debug-rollout-only", "keep one of the two")
         return
-    if rollout.debug_train_only:
-        if not settings.is_given_samples:
-            what_to_do = (
-                "name a file of samples with --load-debug-rollout-data, or use --loss-type sft_loss with conversations"
-            )
-            errors.refuse("debug_train_only", True, "needs samples to train on", what_to_do)
-        errors.refuse_ignored(settings.evaluation, OF_GENERATION, NOTHING_IS_GENERATED, "drop that switch")
+    if rollout.debug_train_only and not settings.is_given_samples:
+        what_to_do = (
+            "name a file of samples with --load-debug-rollout-data, or use --loss-type sft_loss with conversations"
+        )
+        errors.refuse("debug_train_only", True, "needs samples to train on", what_to_do)
     if rollout.debug_rollout_only:
         if settings.is_given_samples:
             rule = "would generate nothing: this run reads the samples that it trains on"
             what_to_do = "drop it, or drop --load-debug-rollout-data and --loss-type sft_loss"
             errors.refuse("debug_rollout_only", True, rule, what_to_do)
-        for section, names in OF_TRAINING.items():
-            errors.refuse_ignored(getattr(settings, section), names, NOTHING_IS_TRAINED, "drop that switch")
         if settings.cluster.colocate:
-            rule = f"has no trainer to share devices with, {NOTHING_IS_TRAINED}"
+            rule = "has no trainer to share devices with, with --debug-rollout-only, which trains and saves nothing"
             errors.refuse("colocate", True, rule, "give the engines --rollout-num-gpus instead")
 
 

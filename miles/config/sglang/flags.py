@@ -6,6 +6,7 @@ They are recognized by their prefix, checked by name and value against the insta
 import re
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Optional, assert_never
 
 from miles.base.flags import LONGEST_VALUE, Errors, count, flag
@@ -49,6 +50,8 @@ OTHER_PARALLEL = {
 # SGLang checks no keys under these flags, and a run gives every server keys.
 WITHOUT_KEYS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode")
 ATTENTION_DATA_PARALLEL = "--enable-dp-attention"  # SGLang's older way to say --attn-dp-size, within tensor parallel
+
+_of_servers = partial(flag, needs="servers")
 
 
 @dataclass(frozen=True)
@@ -235,53 +238,62 @@ DEVICES_OF_A_NODE = 8
 class SglangArguments:
     """sglang: generation servers. Further `--sglang-NAME` and `--router-NAME` flags go to them as `--NAME`."""
 
-    rollout_num_gpus_per_engine: int = flag(1, "devices of one engine: its tensor-parallel size")
+    rollout_num_gpus_per_engine: int = _of_servers(1, "devices of one engine: its tensor-parallel size", at_least=1)
     num_gpus_per_node: Optional[int] = flag(
         None,
         "devices of a node, for engines that are larger: they span as many nodes as they need; default: "
         "--actor-num-gpus-per-node with --colocate, else 8",
+        needs="servers, engines larger than a node",
+        at_least=1,
         metavar="N",
     )
-    sglang_server_concurrency: int = flag(512, "maximum requests in flight at one engine; further ones wait here")
-    rollout_external: bool = flag(False, "use engines that are running already instead of starting them")
+    sglang_server_concurrency: int = _of_servers(
+        512, "maximum requests in flight at one engine; further ones wait here", at_least=1
+    )
+    rollout_external: bool = _of_servers(False, "use engines that are running already instead of starting them")
     rollout_external_engine_addrs: Optional[tuple[str, ...]] = flag(
-        None, "their addresses, as HOST:PORT", nargs="+", type=str, metavar="ADDR"
+        None, "their addresses, as HOST:PORT", needs="servers, --rollout-external", nargs="+", type=str, metavar="ADDR"
     )
     update_weight_transfer_mode: Literal["disk", "disk-delta", "broadcast", "ipc"] = flag(
         "broadcast",
         "how new weights reach the engines: files, files of what has changed (also for the torch engine), a broadcast "
         "over gloo, or the shared memory of one host",
+        needs="servers or deltas",
     )
     update_weight_disk_dir: Optional[str] = flag(
         None,
         "folder for --update-weight-transfer-mode disk and disk-delta, which trainer and engines share; default: "
         "weights/ in --output-dir",
-        metavar="DIR",
-        is_written=True,
+        needs="servers or deltas, files of weights",
+        file="new folder",
     )
     update_weight_copy_dir: Optional[str] = flag(
         None,
         "folder of the copy of the weights that each engine's host keeps for disk-delta, such as /dev/shm; default: "
         "that of temporary files",
-        metavar="DIR",
-        is_written=True,
+        needs="servers or deltas, --update-weight-transfer-mode disk-delta",
+        file="new folder",
     )
-    pause_generation_mode: Literal["retract", "in_place", "abort"] = flag(
+    pause_generation_mode: Literal["retract", "in_place", "abort"] = _of_servers(
         "retract",
         "requests in flight when weights change: retract recomputes their cache, in_place continues with the old one, "
         "abort is retract, as it is allowed only without --fully-async, where none are in flight",
     )
-    check_weight_update_equal: bool = flag(
+    check_weight_update_equal: bool = _of_servers(
         False,
         "after each update, compare the checksum of every tensor with that of the same weights loaded from a file",
     )
     use_fault_tolerance: bool = flag(
         False, "restart engines, and the rollout actor, when they fail, instead of stopping the run"
     )
-    rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine")
-    rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
-    engine_log_max_mb: float = flag(
-        100.0, "bound of engines/*.log in --output-dir; a full file becomes *.log.1, in place of the one before"
+    rollout_health_check_interval: float = _of_servers(30.0, "seconds between health checks of an engine", above=0)
+    rollout_health_check_timeout: float = _of_servers(
+        30.0, "seconds after which an engine that does not answer has failed", above=0
+    )
+    engine_log_max_mb: float = _of_servers(
+        100.0,
+        "bound of engines/*.log in --output-dir; a full file becomes *.log.1, in place of the one before",
+        above=0,
     )
 
     def per_node(self, cluster: ClusterArguments) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from miles.base.flags import Errors, changed, count, flag_name
 from miles.config.abilities import has_servers
@@ -171,19 +171,10 @@ def check_engine(settings: Settings, errors: Errors) -> None:
 
 
 def _check_no_servers(settings: Settings, errors: Errors) -> None:
-    name, cluster, sglang = settings.rollout.rollout_engine, settings.cluster, settings.sglang
     passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
-    why, what_to_do = f"by --rollout-engine {name}", f"use --rollout-engine {others}"
-    read = {"use_fault_tolerance"}
-    if sglang.writes_deltas:
-        read |= {"update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir"}
-    own = [field.name for field in fields(SglangArguments) if field.name not in read]
-    errors.refuse_ignored(sglang, own, why, what_to_do)
+    why, what_to_do = f"by --rollout-engine {settings.rollout.rollout_engine}", f"use --rollout-engine {others}"
     for written in (*passed_on.server_as_written, *passed_on.router_as_written):
         errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
-    if cluster.rollout_num_gpus not in (None, 1) and not cluster.colocate and errors.none_about("rollout_num_gpus"):
-        rule = f"the embedded {name} engine runs on one device"
-        errors.refuse("rollout_num_gpus", cluster.rollout_num_gpus, rule, f"give 1, or {what_to_do}")
     if settings.generates and errors.none_about("hf_checkpoint"):
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
@@ -193,8 +184,6 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
 
 def _check_servers(settings: Settings, errors: Errors) -> None:
     sglang, passed_on = settings.sglang, settings.server_flags
-    errors.at_least(sglang, 1, "rollout_num_gpus_per_engine", "num_gpus_per_node", "sglang_server_concurrency")
-    errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     check_server_values(passed_on, errors)
@@ -230,13 +219,7 @@ def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
 
 def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
     mode = sglang.update_weight_transfer_mode
-    why = f"with --update-weight-transfer-mode {mode}"
-    if not sglang.writes_weights:
-        errors.refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
-    if not sglang.writes_deltas:
-        what_to_do = "use --update-weight-transfer-mode disk-delta"
-        errors.refuse_ignored(sglang, ["update_weight_copy_dir"], why, what_to_do)
-    elif sglang.rollout_external:
+    if sglang.writes_deltas and sglang.rollout_external:
         rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
         errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
 
@@ -311,8 +294,6 @@ def can_count_engines(errors: Errors) -> bool:
 
 def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_on: ServerFlags, errors: Errors) -> None:
     if not sglang.rollout_external:
-        unused = ["rollout_external_engine_addrs"]
-        errors.refuse_ignored(sglang, unused, "without --rollout-external", "add that switch")
         return
     if not sglang.external_addresses:
         what_to_do = "add HOST:PORT of each engine"
@@ -322,7 +303,6 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
         if not host or not port.isdigit():
             rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
             errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
-    errors.refuse_ignored(cluster, ["rollout_num_gpus"], "with --rollout-external", "start the engines here")
     keys = [SERVER + flag.removeprefix("--") for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
     for written in (flag for flag in passed_on.server_as_written if flag not in keys):
         errors.add(
@@ -360,17 +340,12 @@ def _check_nodes(cluster: ClusterArguments, sglang: SglangArguments, errors: Err
 def check_rollout_workers(settings: Settings, errors: Errors) -> None:
     """Check ``--num-rollout-workers``: the engine can be shared, and every process gets a share of each limit."""
     name, rollout, sglang = "num_rollout_workers", settings.rollout, settings.sglang
-    errors.at_least(rollout, 1, name)
-    errors.within(rollout, 1, MOST_WORKERS, name)
     workers = rollout.num_rollout_workers
     if workers <= 1:
         return
     if not engine_spec(rollout.rollout_engine).shares_servers:
         rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
         errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
-        return
-    if not settings.generates:
-        errors.refuse_ignored(rollout, [name], "by a run that generates nothing", "generate samples")
         return
     if rollout.agent_command is not None and 1 <= rollout.agent_concurrency < workers:
         rule = f"leaves some of them without a program: --agent-concurrency {rollout.agent_concurrency} is for all"

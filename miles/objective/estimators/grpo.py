@@ -3,19 +3,21 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class GrpoFlags:
     """grpo: how rewards are compared within a prompt group."""
 
-    disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean only, as Dr.GRPO does")
+    disable_grpo_std_normalization: bool = flag(
+        False, "subtract the group's mean only, as Dr.GRPO does", needs="no --disable-rewards-normalization"
+    )
     disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
 
 
@@ -34,12 +36,6 @@ class Grpo(Estimator):
     def smallest_group(self, flags: Any) -> int:
         """Return 2: a group of one has no spread. Rewards as they are need no group."""
         return 1 if flags.disable_rewards_normalization else 2
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Refuse the finer of two switches if the other takes precedence."""
-        if flags.disable_rewards_normalization:
-            why = "with --disable-rewards-normalization"
-            errors.refuse_ignored(flags, ["disable_grpo_std_normalization"], why, "keep one of the two")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A is."""

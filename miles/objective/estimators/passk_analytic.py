@@ -4,19 +4,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class PassKFlags:
     """passk_analytic: the k, and which answers are right."""
 
-    pass_k: int = flag(2, "k of --advantage-estimator passk_analytic; fewer than the trajectories of a group")
+    pass_k: int = flag(
+        2, "k of --advantage-estimator passk_analytic; fewer than the trajectories of a group", at_least=1
+    )
     pass_correct_above: float = flag(0.0, "a reward above this is a right answer for passk_analytic")
 
 
@@ -44,11 +46,6 @@ class PassKAnalytic(Estimator):
         """Return k + 1: k trajectories have one subset, which is its own mean."""
         k: int = flags.pass_k
         return k + 1
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the ranges."""
-        errors.at_least(flags, 1, "pass_k")
-        errors.finite(flags, "pass_correct_above")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A is."""

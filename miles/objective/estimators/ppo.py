@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.estimators.base import Estimator
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
@@ -12,17 +12,19 @@ from miles.objective.registry import Needs, Term
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.objective.settings import StepShape
-
 
 @dataclass(frozen=True)
 class PpoFlags:
     """ppo: discount and lambda of generalized advantage estimation."""
 
-    gamma: float = flag(1.0, "discount per response token; for ppo and reinforce_plus_plus")
-    lambd: float = flag(1.0, "lambda of GAE (ppo): 1 trusts the reward alone, 0 the critic's next value")
+    gamma: float = flag(1.0, "discount per response token; for ppo and reinforce_plus_plus", within="[0, 1]")
+    lambd: float = flag(
+        1.0, "lambda of GAE (ppo): 1 trusts the reward alone, 0 the critic's next value", within="[0, 1]"
+    )
     critic_lambd: Optional[float] = flag(
-        None, "lambda of the returns that the critic learns (ppo, vapo); default: --lambd for ppo, 1 for vapo"
+        None,
+        "lambda of the returns that the critic learns (ppo, vapo); default: --lambd for ppo, 1 for vapo",
+        within="[0, 1]",
     )
 
 
@@ -43,11 +45,6 @@ class Ppo(Estimator):
     def needs(self, flags: Any) -> Needs:
         """Ask for a critic."""
         return super().needs(flags) | Needs(values=True)
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the ranges."""
-        errors.within(flags, 0, 1, "gamma", "lambd", "critic_lambd")
-        errors.above(flags, 0, "value_clip")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A and the token rewards are, and the critic's returns if they are not A + V."""

@@ -25,8 +25,7 @@ class ReinforcePlusPlus(Estimator):
     reward_at_last_token = True
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the discount, and require whitening."""
-        errors.within(flags, 0, 1, "gamma")
+        """Require whitening."""
         if not flags.normalize_advantages:
             rule = "is defined with whitened advantages"
             errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.estimators.ppo import Ppo, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
@@ -12,15 +12,13 @@ from miles.objective.registry import Term
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.objective.settings import StepShape
-
 
 @dataclass(frozen=True)
 class VapoFlags:
     """vapo: how lambda follows the length."""
 
     vapo_alpha: float = flag(
-        0.05, "--advantage-estimator vapo estimates a response of l tokens with lambda 1 - 1 / (alpha l)"
+        0.05, "--advantage-estimator vapo estimates a response of l tokens with lambda 1 - 1 / (alpha l)", above=0
     )
 
 
@@ -41,11 +39,6 @@ class Vapo(Ppo):
     summary = "ppo with a lambda that follows the length, and the critic's own lambda"
     reads = ("normalize_advantages", "gamma", "vapo_alpha", "critic_lambd", "value_clip", "kl_coef")
     own_flags = VapoFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the ranges."""
-        errors.within(flags, 0, 1, "gamma", "critic_lambd")
-        errors.above(flags, 0, "value_clip", "vapo_alpha")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A, lambda, the token rewards and the critic's returns are."""

@@ -13,7 +13,6 @@ from miles.objective.value_loss import value_loss_formula
 if TYPE_CHECKING:
     import torch
 
-    from miles.base.flags import Errors
     from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
     from miles.objective.settings import LossArguments, StepShape
@@ -28,7 +27,9 @@ class LossType(ObjectivePart):
         uses_policy_loss: Whether ``--policy-loss``, corrections, KL and entropy make up the loss.
         trains_policy: Whether the policy learns. If not, only the critic does.
         loss_mass_is_known: Whether the weights of all tokens add up to a number that is known when the batch is built.
-        ignores: The flags that it ignores. They are refused if they are set, with ``instead_of_ignored``.
+        reads_any: Whether it is the user's, and may read any flag.
+        lacks: The flags that ask for a part of the objective that it does not have. They are refused if they are set,
+            with ``instead_of_lacking``.
     """
 
     flag: ClassVar[str] = "loss_type"
@@ -36,12 +37,9 @@ class LossType(ObjectivePart):
     uses_policy_loss: bool = False
     trains_policy: bool = True
     loss_mass_is_known: bool = False
-    ignores: tuple[str, ...] = ()
-    instead_of_ignored: str = "use --loss-type policy_loss"
-
-    def check_ignored(self, flags: LossArguments, errors: Errors) -> None:
-        """Refuse the flags that it ignores."""
-        errors.refuse_ignored(flags, self.ignores, f"by --loss-type {self.name}", self.instead_of_ignored)
+    reads_any: bool = False
+    lacks: tuple[str, ...] = ()
+    instead_of_lacking: str = "use --loss-type policy_loss"
 
     def needs_of(self, objective: Objective) -> Needs:
         """Return what the trainer scores: inputs of the estimator, and the reference for ``--use-kl-loss``."""

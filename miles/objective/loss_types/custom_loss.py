@@ -30,11 +30,12 @@ class CustomLoss(LossType):
     name = "custom_loss"
     summary = "your own"
     reads = ("custom_loss_function_path",)
-    ignores = (
-        *("policy_loss", "custom_policy_loss_function_path", "get_mismatch_metrics", "loss_canary", "entropy_target"),
+    reads_any = True
+    lacks = (
+        *("policy_loss", "custom_policy_loss_function_path", "entropy_target"),
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )
-    instead_of_ignored = "compute it in your function"
+    instead_of_lacking = "compute it in your function"
 
     def needs_of(self, objective: Objective) -> Needs:
         """Add the entropy, which the function is given."""

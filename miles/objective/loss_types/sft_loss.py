@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer
-from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types.base import LossType
 from miles.objective.output import LossOutput
-from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.registry import Needs, Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
 
@@ -27,12 +25,9 @@ class SftLoss(LossType):
     summary = "supervised fine-tuning"
     uses_advantages = False
     loss_mass_is_known = True
-    ignores = (
-        *("advantage_estimator", "policy_loss", "use_kl_loss", "entropy_coef", "get_mismatch_metrics"),
-        *("kl_target", "entropy_target", "use_rollout_logprobs", "drop_zero_std_groups"),
-        *("custom_advantage_function_path", "custom_policy_loss_function_path"),
-        *ESTIMATORS.reads,
-        *POLICY_LOSSES.reads,
+    lacks = (
+        *("advantage_estimator", "policy_loss", "kl_coef", "use_kl_loss", "entropy_coef", "kl_target"),
+        *("entropy_target", "custom_advantage_function_path", "custom_policy_loss_function_path"),
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from miles.objective.aggregation import check_diagnostic_mode
 from miles.objective.loss_types.base import LossType, advantage_terms
-from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.registry import Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
 
@@ -26,11 +25,9 @@ class ValueLoss(LossType):
     name = "value_loss"
     summary = "the critic's value loss alone, the policy stays"
     trains_policy = False
-    ignores = (
-        *("policy_loss", "entropy_coef", "get_mismatch_metrics", "use_kl_loss", "normalize_advantages"),
-        *("custom_pg_loss_reducer_function_path", "pg_loss_divisor", "loss_canary"),
+    lacks = (
+        *("policy_loss", "entropy_coef", "use_kl_loss", "custom_pg_loss_reducer_function_path", "pg_loss_divisor"),
         *("custom_policy_loss_function_path", "kl_target", "entropy_target"),
-        *POLICY_LOSSES.reads,
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )
 

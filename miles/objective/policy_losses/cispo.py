@@ -16,8 +16,10 @@ class CispoFlags:
     """cispo: the bounds of the ratio."""
 
     # TRL recommends 5, after ScaleRL (arXiv 2510.13786): the help of GRPOConfig.epsilon_high.
-    ratio_max: float = flag(5.0, "upper bound of the ratio in --policy-loss cispo; absolute, not 1 + eps")
-    ratio_min: float = flag(0.0, "lower bound of the ratio in --policy-loss cispo; absolute, not 1 - eps; 0 is none")
+    ratio_max: float = flag(5.0, "upper bound of the ratio in --policy-loss cispo; absolute, not 1 + eps", above=0)
+    ratio_min: float = flag(
+        0.0, "lower bound of the ratio in --policy-loss cispo; absolute, not 1 - eps; 0 is none", at_least=0
+    )
 
 
 class Cispo(PolicyLoss):
@@ -34,9 +36,7 @@ class Cispo(PolicyLoss):
     own_flags = CispoFlags
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the bounds."""
-        errors.above(flags, 0, "ratio_max")
-        errors.at_least(flags, 0, "ratio_min")
+        """Check the order of the bounds."""
         if errors.none_about("ratio_min", "ratio_max") and flags.ratio_min > flags.ratio_max:
             rule = f"is above --ratio-max {flags.ratio_max:g}"
             errors.refuse("ratio_min", flags.ratio_min, rule, "give a lower bound that is below the upper")

@@ -16,7 +16,9 @@ _SMALLEST = 1e-8  # of 1 - p: a token of probability 1 has no other outcome
 class DppoKlFlags:
     """dppo_kl: how far a probability may move."""
 
-    dppo_kl_delta: float = flag(0.05, "binary KL(p_old, p) of a token above which --policy-loss dppo_kl drops it")
+    dppo_kl_delta: float = flag(
+        0.05, "binary KL(p_old, p) of a token above which --policy-loss dppo_kl drops it", above=0
+    )
 
 
 class DppoKl(Dppo):

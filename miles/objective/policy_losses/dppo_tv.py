@@ -4,24 +4,23 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.settings import StepShape
-
 
 @dataclass(frozen=True)
 class DppoTvFlags:
     """dppo_tv: how far a probability may move."""
 
-    dppo_tv_delta: float = flag(0.15, "|p - p_old| of a token above which --policy-loss dppo_tv drops it")
+    dppo_tv_delta: float = flag(0.15, "|p - p_old| of a token above which --policy-loss dppo_tv drops it", above=0)
     dppo_ratio_max: float = flag(
         0.0,
         "upper bound of the ratio in dppo_tv and dppo_kl, as in verl (20); absolute; 0 is none, the paper's formula",
+        at_least=0,
     )
 
 
@@ -40,12 +39,6 @@ class Dppo(PolicyLoss):
 
     delta: str
     divergence: str
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the bound."""
-        errors.above(flags, 0, self.delta)
-        errors.at_least(flags, 0, "dppo_ratio_max")
-        errors.finite(flags, "dppo_ratio_max")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_sums
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class DroFlags:
     """dro: the penalty."""
 
-    dro_beta: float = flag(0.05, "weight of the quadratic penalty of --policy-loss dro")
+    dro_beta: float = flag(0.05, "weight of the quadratic penalty of --policy-loss dro", above=0)
     dro_level: Literal["sequence", "token"] = flag(
         "sequence", "log ratio in the penalty of --policy-loss dro: of the sequence, as in the papers, or of each token"
     )
@@ -37,10 +37,6 @@ class Dro(PolicyLoss):
     summary = "the policy gradient with a quadratic penalty on the log ratio"
     reads = ("dro_beta", "dro_level")
     own_flags = DroFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the weight."""
-        errors.above(flags, 0, "dro_beta")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""

@@ -3,20 +3,22 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_means
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class GeoMeanFlags:
     """geo_mean: the range of a token's ratio."""
 
-    geo_mean_log_clip: float = flag(0.4, "bound of |log ratio| of each token in --policy-loss geo_mean, one-sided")
+    geo_mean_log_clip: float = flag(
+        0.4, "bound of |log ratio| of each token in --policy-loss geo_mean, one-sided", above=0
+    )
 
 
 class GeoMean(PolicyLoss):
@@ -33,10 +35,6 @@ class GeoMean(PolicyLoss):
     summary = "the geometric mean of a sequence's clipped ratios (GMPO)"
     reads = ("geo_mean_log_clip",)
     own_flags = GeoMeanFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the bound."""
-        errors.above(flags, 0, "geo_mean_log_clip")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""

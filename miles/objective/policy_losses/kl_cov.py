@@ -3,22 +3,22 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, StepTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.objective.settings import StepShape
-
 
 @dataclass(frozen=True)
 class KlCovFlags:
     """kl_cov: how many tokens, and how strong the penalty is."""
 
-    kl_cov_fraction: float = flag(2e-4, "fraction of the step's loss tokens that --policy-loss kl_cov penalizes")
-    kl_cov_coef: float = flag(1.0, "weight of the penalty of --policy-loss kl_cov")
+    kl_cov_fraction: float = flag(
+        2e-4, "fraction of the step's loss tokens that --policy-loss kl_cov penalizes", within="[0, 1]"
+    )
+    kl_cov_coef: float = flag(1.0, "weight of the penalty of --policy-loss kl_cov", above=0)
     kl_cov_penalty: Literal["abs", "kl"] = flag(
         "abs",
         "penalty of --policy-loss kl_cov: abs, |log ratio|, as in the authors' code; kl, the KL(p_old, p) of the "
@@ -54,11 +54,6 @@ class KlCov(SelectsByCovariance):
     summary = "the ratio, with a penalty on the few tokens of the largest covariance of log-prob and advantage"
     reads = ("kl_cov_fraction", "kl_cov_coef", "kl_cov_penalty")
     own_flags = KlCovFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the ranges."""
-        errors.within(flags, 0, 1, "kl_cov_fraction")
-        errors.above(flags, 0, "kl_cov_coef")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and which tokens are penalized."""

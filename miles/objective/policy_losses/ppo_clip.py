@@ -3,23 +3,21 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.settings import StepShape
-
 
 @dataclass(frozen=True)
 class ClipFlags:
     """ppo and gspo: the range in which ratios are not clipped."""
 
-    eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps")
-    eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip")
-    eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1")
+    eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps", within="(0, 1]")
+    eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip", above=0)
+    eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1", above=1)
 
 
 class PpoClip(PolicyLoss):
@@ -34,12 +32,6 @@ class PpoClip(PolicyLoss):
     reads: tuple[str, ...] = ("eps_clip", "eps_clip_high", "eps_clip_c")
     own_flags: ClassVar[type | None] = ClipFlags
     ratio = "exp(log p - log p_old)"
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the ranges."""
-        errors.above(flags, 0, "eps_clip", "eps_clip_high")
-        errors.within(flags, 0, 1, "eps_clip")
-        errors.above(flags, 1, "eps_clip_c")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, l'_it."""

@@ -3,20 +3,22 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class SapoFlags:
     """sapo: the temperatures of the gate."""
 
-    sapo_tau_pos: float = flag(1.0, "temperature of --policy-loss sapo for positive advantages")
-    sapo_tau_neg: float = flag(1.05, "temperature of --policy-loss sapo for other advantages; higher drops sooner")
+    sapo_tau_pos: float = flag(1.0, "temperature of --policy-loss sapo for positive advantages", above=0)
+    sapo_tau_neg: float = flag(
+        1.05, "temperature of --policy-loss sapo for other advantages; higher drops sooner", above=0
+    )
 
 
 class Sapo(PolicyLoss):
@@ -30,10 +32,6 @@ class Sapo(PolicyLoss):
     summary = "a sigmoid gate on the ratio of each token, in place of a clip"
     reads = ("sapo_tau_pos", "sapo_tau_neg")
     own_flags = SapoFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the temperatures."""
-        errors.above(flags, 0, "sapo_tau_pos", "sapo_tau_neg")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""

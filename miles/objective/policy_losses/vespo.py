@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_sums
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    pass
 
 
 @dataclass(frozen=True)
 class VespoFlags:
     """vespo: the kernel for positive advantages, and for negative ones."""
 
-    vespo_power_pos: float = flag(2.0, "c1 of --policy-loss vespo for advantages of 0 and above")
-    vespo_decay_pos: float = flag(3.0, "c2 of --policy-loss vespo for advantages of 0 and above")
-    vespo_power_neg: float = flag(3.0, "c1 of --policy-loss vespo for negative advantages")
-    vespo_decay_neg: float = flag(2.0, "c2 of --policy-loss vespo for negative advantages")
+    vespo_power_pos: float = flag(2.0, "c1 of --policy-loss vespo for advantages of 0 and above", above=0)
+    vespo_decay_pos: float = flag(3.0, "c2 of --policy-loss vespo for advantages of 0 and above", above=0)
+    vespo_power_neg: float = flag(3.0, "c1 of --policy-loss vespo for negative advantages", above=0)
+    vespo_decay_neg: float = flag(2.0, "c2 of --policy-loss vespo for negative advantages", above=0)
 
 
 class Vespo(PolicyLoss):
@@ -34,10 +34,6 @@ class Vespo(PolicyLoss):
     summary = "the policy gradient, weighted by a smooth kernel of the sequence's ratio"
     reads = ("vespo_power_pos", "vespo_decay_pos", "vespo_power_neg", "vespo_decay_neg")
     own_flags = VespoFlags
-
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check that the kernel is bounded."""
-        errors.above(flags, 0, *self.reads)
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and the kernel in it."""

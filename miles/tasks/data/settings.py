@@ -37,11 +37,13 @@ class DataArguments:
         None,
         "training prompts: FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT] (or a folder saved by datasets), "
         "reasoning_gym:TASK[:key=value,...] or verifiers:TASKSET[:key=value,...] (required)",
+        needs="no --data-source-path, no --prompt-mix",
         metavar="SOURCE",
     )
     prompt_mix: Optional[tuple[str, ...]] = flag(
         None,
         "several training sets instead of --prompt-data: NAME SOURCE pairs",
+        needs="prompts to draw, answers, no --data-source-path",
         nargs="+",
         type=str,
         metavar="NAME SOURCE",
@@ -49,35 +51,45 @@ class DataArguments:
     prompt_mix_weights: Optional[tuple[float, ...]] = flag(
         None,
         "weight of each set of --prompt-mix: how often it is drawn from; default: its number of prompts",
+        needs="--prompt-mix",
         nargs="+",
         type=float,
         metavar="W",
     )
     curriculum_path: Optional[str] = flag(
-        None, "your function that chooses weights or prompts before each iteration (docs/data.md), module:function"
+        None,
+        "your function that chooses weights or prompts before each iteration (docs/data.md), module:function",
+        needs="prompts to draw, answers, no --data-source-path, --prompt-data or --prompt-mix",
     )
     data_source_path: Optional[str] = flag(
-        None, "your source of rows, in the place of --prompt-data (docs/data.md), module:class"
+        None, "your source of rows, in the place of --prompt-data (docs/data.md), module:class", needs="prompts to draw"
     )
     input_key: str = flag("input", "column of the prompt: text, or a list of chat messages")
     label_key: Optional[str] = flag(None, "column of the reference answer, or a part of one: answer.text")
     metadata_key: str = flag("metadata", "column of an object for rewards and filters, if there is one")
-    tool_key: str = flag("tools", "column of the tools that the chat template shows to the model, if there is one")
+    tool_key: str = flag(
+        "tools",
+        "column of the tools that the chat template shows to the model, if there is one",
+        needs="a chat template, no --agent-command",
+    )
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: Optional[str] = flag(
-        None, "JSON object of keyword arguments of the chat template", has_lines=True
+        None, "JSON object of keyword arguments of the chat template", needs="a chat template", has_lines=True
     )
     sft_roles: tuple[str, ...] = flag(
         ("assistant",),
         "with --loss-type sft_loss on conversations: the roles whose messages are trained on",
+        needs="conversations",
         nargs="+",
         type=str,
     )
     rollout_max_prompt_len: Optional[int] = flag(
-        None, "drop prompts that have more tokens than this, and report how many"
+        None, "drop prompts that have more tokens than this, and report how many", at_least=1
     )
-    rollout_shuffle: bool = flag(False, "reshuffle the prompts for every epoch, seeded by --rollout-seed")
-    rollout_seed: int = flag(42, "seed of the prompt order and of the sampling")
+    rollout_shuffle: bool = flag(
+        False, "reshuffle the prompts for every epoch, seeded by --rollout-seed", needs="no --data-source-path"
+    )
+    rollout_seed: int = flag(42, "seed of the prompt order and of the sampling", at_least=0)
 
     @property
     def mixed_sources(self) -> dict[str, str]:
@@ -124,37 +136,21 @@ def check_data(
         has_eval_sets: Whether there are prompts of evaluation sets, which have a template only if it is asked for.
         errors: Collects what is wrong.
     """
-    if data.data_source_path is not None:
-        _check_own_source(data, loads_samples, reads_conversations, errors)
-    elif not loads_samples and data.prompt_mix is None:
+    if data.data_source_path is not None and reads_conversations:
+        rule = "gives prompts, and --loss-type sft_loss trains on conversations"
+        what_to_do = "give the conversations as --prompt-data FILE.jsonl"
+        errors.refuse("data_source_path", data.data_source_path, rule, what_to_do)
+    if data.data_source_path is None and not loads_samples and data.prompt_mix is None:
         errors.require("prompt_data", data.prompt_data, "the training prompts")
-    _check_mix(data, loads_samples, reads_conversations, errors)
+    _check_mix(data, errors)
     if data.prompt_data is not None:
         check_source("prompt_data", data.prompt_data, errors)
-    errors.at_least(data, 1, "rollout_max_prompt_len")
-    errors.at_least(data, 0, "rollout_seed")
     kwargs = errors.json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
     for name in [name for name in _NOT_OF_TEMPLATES if name in kwargs]:
         errors.refuse("apply_chat_template_kwargs", name, "not an argument of the chat template", "remove this key")
-    if not reads_conversations:
-        why = "without --loss-type sft_loss on conversations"
-        errors.refuse_ignored(data, ["sft_roles"], why, "use that loss without --load-debug-rollout-data")
-    if not data.apply_chat_template and (has_eval_sets or not reads_conversations):
-        of_template = ["apply_chat_template_kwargs"] + ([] if reads_conversations else ["tool_key"])
-        unrefused = [name for name in of_template if errors.none_about(name)]
-        errors.refuse_ignored(data, unrefused, "without --apply-chat-template", "add that switch")
-
-
-def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:
-    path = data.data_source_path
-    if loads_samples:
-        why = "with --load-debug-rollout-data: no prompts are drawn"
-        errors.refuse_ignored(data, ["data_source_path"], why, "keep one of the two")
-    elif reads_conversations:
-        rule = "gives prompts, and --loss-type sft_loss trains on conversations"
-        errors.refuse("data_source_path", path, rule, "give the conversations as --prompt-data FILE.jsonl")
-    of_files = ["prompt_data", "prompt_mix", "curriculum_path", "rollout_shuffle"]
-    errors.refuse_ignored(data, of_files, "with --data-source-path", "keep one of the two")
+    if kwargs and has_eval_sets and not data.apply_chat_template:
+        rule = "is read for the conversations, and the prompts of evaluation have no template"
+        errors.refuse("apply_chat_template_kwargs", data.apply_chat_template_kwargs, rule, "add --apply-chat-template")
 
 
 def explain_prompts(data: DataArguments) -> list[str]:
@@ -173,19 +169,9 @@ def explain_prompts(data: DataArguments) -> list[str]:
     return lines
 
 
-def _check_mix(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:
-    if data.curriculum_path is not None and data.prompt_data is None and data.prompt_mix is None:
-        errors.refuse_ignored(data, ["curriculum_path"], "without prompts to choose from", "give --prompt-data")
-    if loads_samples:
-        why = "with --load-debug-rollout-data: no prompts are drawn"
-        errors.refuse_ignored(data, ["prompt_mix", "curriculum_path"], why, "keep one of the two")
-    elif reads_conversations:
-        why = "by --loss-type sft_loss, which trains on the conversations of one source"
-        errors.refuse_ignored(data, ["prompt_mix", "curriculum_path"], why, "give --prompt-data")
+def _check_mix(data: DataArguments, errors: Errors) -> None:
     if data.prompt_mix is None:
-        errors.refuse_ignored(data, ["prompt_mix_weights"], "without --prompt-mix", "add --prompt-mix NAME SOURCE ...")
         return
-    errors.refuse_ignored(data, ["prompt_data"], "beside --prompt-mix", "list the set there")
     check_pairs("prompt_mix", data.prompt_mix, errors)
     weights = data.prompt_mix_weights
     if weights is None or not errors.none_about("prompt_mix"):

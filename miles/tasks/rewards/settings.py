@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Optional
 
-from miles.base.flags import Errors, changed, flag
+from miles.base.flags import Errors, flag
 from miles.base.text import InputError
 from miles.base.user_code import UserCodeError, UserCodeTimeout
 from miles.tasks.rewards.base import NotAReward, RewardFunction, RewardSum, as_reward
@@ -28,12 +28,19 @@ class CommonRewardFlags:
         None,
         "built-in reward, or several with weights, such as math:1,repetition:0.2 (custom is your own, of "
         f"--custom-rm-path). {REWARDS.help}",
+        needs="scored answers, a built-in reward",
         type=str,
     )
-    custom_rm_path: Optional[str] = flag(None, "your reward function, module:function or module.function")
-    reward_key: Optional[str] = flag(None, "key of the reward if your function returns an object")
+    custom_rm_path: Optional[str] = flag(
+        None, "your reward function, module:function or module.function", needs="scored answers"
+    )
+    reward_key: Optional[str] = flag(
+        None, "key of the reward if your function returns an object", needs="a custom reward"
+    )
     custom_reward_post_process_path: Optional[str] = flag(
-        None, "your function that makes advantages of rewards, in the place of the estimator's (docs/rewards.md)"
+        None,
+        "your function that makes advantages of rewards, in the place of the estimator's (docs/rewards.md)",
+        needs="advantages",
     )
     reward_error: Optional[str] = flag(
         None,
@@ -42,16 +49,22 @@ class CommonRewardFlags:
         choices=("stop", "value", "drop"),
         type=str,
     )
-    reward_error_value: Optional[float] = flag(None, "reward of a sample that the reward function fails on")
+    reward_error_value: Optional[float] = flag(
+        None, "reward of a sample that the reward function fails on", needs="no --reward-error stop|drop"
+    )
     reward_timeout: float = flag(
         300.0,
         "seconds that a call of your reward function may take; 0 is no limit (a built-in reward has limits per answer "
         "of its own)",
+        needs="calls of your reward",
+        at_least=0,
     )
     reward_memory: Optional[float] = flag(
         None,
         "GiB that the processes of your reward function may use together; 0 is no limit; default: half of the "
         "machine's memory",
+        needs="calls of your reward",
+        at_least=0,
     )
     log_passrate: bool = flag(
         False,
@@ -186,16 +199,10 @@ def check_reward(reward: RewardArguments, needed: bool, errors: Errors) -> None:
         _check_named(reward, errors)
     if reward.on_error == "value" and reward.reward_error_value is None:
         errors.refuse("reward_error", "value", "needs the value", "add --reward-error-value, such as 0")
-    if reward.on_error != "value":
-        errors.refuse_ignored(
-            reward, ["reward_error_value"], f"with --reward-error {reward.on_error}", "give --reward-error value"
-        )
-    errors.finite(reward, "reward_error_value")
-    errors.at_least(reward, 0, "reward_timeout", "reward_memory")
 
 
 def _check_named(reward: RewardArguments, errors: Errors) -> None:
-    """Check the rewards that are named, and refuse flags that none of them reads.
+    """Check the rewards that are named.
 
     Raises:
         InputError: A name or a weight is wrong.
@@ -204,21 +211,6 @@ def _check_named(reward: RewardArguments, errors: Errors) -> None:
     chosen = [REWARDS[name] for name in names if name != CUSTOM]
     if CUSTOM in names and reward.custom_rm_path is None:
         errors.refuse("rm_type", reward.rm_type, "custom is your own reward", "add --custom-rm-path module:function")
-    if CUSTOM not in names and reward.custom_rm_path is not None:
-        rule = f"names a second reward, beside --custom-rm-path {reward.custom_rm_path}"
-        what_to_do = f"keep one of the two, or weigh both with --rm-type {reward.rm_type},{CUSTOM}:0.5"
-        errors.refuse("rm_type", reward.rm_type, rule, what_to_do)
-    elif CUSTOM not in names and reward.rm_type is not None:
-        why = f"as --rm-type {reward.rm_type} returns plain numbers"
-        errors.refuse_ignored(reward, ["reward_key"], why, "use --custom-rm-path")
-        why = f"as --rm-type {reward.rm_type} bounds its calls by itself"
-        errors.refuse_ignored(reward, ["reward_timeout", "reward_memory"], why, "use --custom-rm-path")
-    read = {name for choice in chosen for name in choice.reads}
-    for name in changed(reward, [name for name in REWARDS.reads if name not in read]):
-        what_to_do = f"use --rm-type {' or '.join(REWARDS.readers(name))}"
-        given = reward.rm_type
-        why = "without --rm-type" if given is None else f"by --rm-type {given}, which does not read it"
-        errors.refuse_ignored(reward, [name], why, what_to_do)
     for choice in chosen:
         choice.check(reward, errors)
 

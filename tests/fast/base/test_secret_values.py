@@ -15,13 +15,13 @@ from miles.base.secrets import (
     split_secret_words,
 )
 from miles.config.megatron.fields import megatron_fields
-from miles.config.parser import defaults
+from miles.config.parser import declared
 from miles.config.sglang.flags import known_router_flags, known_server_flags
 
 
 def test_every_flag_with_a_suspicious_name_is_classified():
     """A new flag with such a name fails here until somebody has decided about it."""
-    own = {name for name in defaults() if is_secret(name)}
+    own = {name for name in declared() if is_secret(name)}
     assert own == {"wandb_key", "notify_url", "judge_api_key"}
     assert not {name for name in megatron_fields() if is_secret(name)}
     of_servers = {"--api-key", "--admin-api-key", "--ssl-keyfile-password"}

@@ -21,8 +21,6 @@ URL = "memory://bucket/run"
         ("--save hf://me/run", "--save hf://me/run: is a repository, which would keep every checkpoint"),
         ("--save simplecache::s3://b/run", "is not a URL that fsspec reads"),
         ("--save s4://b/run", "has a protocol that fsspec does not know"),
-        ("--storage-options {}", "--storage-options {}: would be ignored without a folder in remote storage"),
-        ("--save here --remote-cache x", "--remote-cache x: would be ignored without a folder in remote storage"),
         (
             "--use-kl-loss --kl-loss-coef 0.1 --ref-load s3://bucket/run",
             "--ref-load s3://bucket/run: is a URL; copy",

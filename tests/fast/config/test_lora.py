@@ -14,7 +14,6 @@ ON_MEGATRON = "--train-backend megatron --lora-rank 8"
     ("flags", "messages"),
     [
         ("--lora-rank -1", ["--lora-rank -1: must be a finite number of at least 0; give 0 or more"]),
-        ("--lora-alpha 8", ["--lora-alpha 8: would be ignored without --lora-rank; add --lora-rank 16"]),
         (
             f"{LORA} --lora-alpha 0 --lora-dropout 1 --target-modules q_proj,*.v_proj lm_head",
             [
@@ -28,10 +27,6 @@ ON_MEGATRON = "--train-backend megatron --lora-rank 8"
         (f"{LORA} --target-modules ,", ["names no layer"]),
         (f"{ON_MEGATRON} --mtp-num-layers 1 --enable-mtp-training", ["--lora-rank 8: with --mtp-num-layers"]),
         (f"{ON_MEGATRON} --moe-z-loss-coeff 0.1", ["--lora-rank 8: with a loss of the routers"]),
-        (
-            f"{LORA} --advantage-estimator ppo --loss-type value_loss",
-            ["--lora-rank 8: would be ignored by --loss-type"],
-        ),
     ],
 )
 def test_each_fault_is_reported(refused, flags, messages):

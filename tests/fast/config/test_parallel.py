@@ -33,11 +33,9 @@ ROOMY = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 99"  # for any r
         ("--context-parallel-size 0", "at least 1"),
         ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format bshd: padded lengths are not known"),
         (f"{DYNAMIC} --qkv-format bshd", "--qkv-format bshd: .* under --dynamic-context-parallel"),
-        ("--max-seqlen-per-dp-cp-rank 64", "ignored without --dynamic-context-parallel"),
         ("--dynamic-context-parallel", "add --max-seqlen-per-dp-cp-rank"),
         ("--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 8", "64 tokens fit, .* is 64; give more than 8,"),
         (f"{DYNAMIC} --context-parallel-size 2", "--context-parallel-size 2: fixes what --dynamic-context-parallel"),
-        (f"{DYNAMIC} --micro-batch-size 2", "--micro-batch-size 2: would be ignored by --dynamic-context-parallel"),
     ],
 )
 def test_refused_with_one_error(refused, flags, sentence):
@@ -178,14 +176,13 @@ def test_what_the_torch_engine_does_not_run_is_refused_before_it_starts(validate
     assert validated(f"--hf-checkpoint {folder} --rollout-engine sglang", without="--hf-checkpoint")
 
 
-@pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
 @pytest.mark.parametrize(
     ("kind", "words"), [("nemotron_h", "with recurrent state"), ("glm_moe_dsa", "with sparse attention")]
 )
-def test_ranks_do_not_share_sequences_that_layers_need_whole(refused, tmp_path, flags, kind, words):
+def test_ranks_do_not_share_sequences_that_layers_need_whole(refused, tmp_path, kind, words):
     folder = model_folder(tmp_path / "model", model_type=kind)
-    (message,) = refused(f"--hf-checkpoint {folder} {flags}", without="--hf-checkpoint")
-    assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": cuts sequences")
+    (message,) = refused(f"--hf-checkpoint {folder} {DYNAMIC}", without="--hf-checkpoint")
+    assert message.startswith("--dynamic-context-parallel: cuts sequences")
     assert f"a {kind} {words}" in message
 
 

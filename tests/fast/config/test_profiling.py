@@ -41,5 +41,5 @@ def test_ranks_that_are_recorded(validated):
 
 def test_a_script_may_name_iterations_that_nobody_records(validated):
     text = explain(validated("--profile-step-start 100 --profile-step-end 102"))
-    assert "--profile-step-start, --profile-step-end, --profile-ranks: nothing is recorded without --profile" in text
+    assert "--profile-step-start 100, --profile-step-end 102: without --profile" in text
     assert "outputs/run/profile: a trace and a table of iteration 1" in explain(validated("--profile"))

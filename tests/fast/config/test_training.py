@@ -20,8 +20,6 @@ from miles.config.validate import validate
         ("--num-steps-per-rollout 5", "give a divisor of 32"),
         ("--global-batch-size 8 --num-steps-per-rollout 2", "makes 16 trajectories, but .* = 32"),
         ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
-        ("--max-tokens-per-gpu 100", "without --use-dynamic-batch-size"),
-        ("--use-dynamic-batch-size --max-tokens-per-gpu 100 --micro-batch-size 2", "--micro-batch-size 2: would be"),
     ],
 )
 def test_refused_with_one_error(refused, flags, sentence):

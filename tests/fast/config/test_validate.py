@@ -28,19 +28,16 @@ def leading_flags(messages: tuple[str, ...]) -> list[str]:
 
 def test_errors_of_all_stages_are_found_at_once(refused):
     messages = refused(
-        "--lr 0 --eps-clip 0 --finetune --rollout-top-p 2 --context-parallel-size 3 --global-batch-size 5 "
-        "--wandb-project p --rollout-num-gpus 2",
+        "--lr 0 --eps-clip 0 --rollout-top-p 2 --context-parallel-size 3 --global-batch-size 5 --use-opd",
         without="--prompt-data",
     )
     assert leading_flags(messages) == [
-        "--prompt-data",
         "--rollout-top-p",
-        "--lr",
-        "--finetune",
-        "--wandb-project",
-        "--context-parallel-size",
-        "--rollout-num-gpus",
         "--eps-clip",
+        "--lr",
+        "--prompt-data",
+        "--context-parallel-size",
+        "--use-opd",
         "--global-batch-size",
     ]
 
@@ -78,7 +75,6 @@ def test_an_empty_command_asks_for_all_that_is_required():
             "--tensor-model-parallel-size",
         ),
         ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),  # not read by FSDP: need not divide
-        ("--max-restarts -1", "", "--max-restarts"),
     ],
 )
 def test_a_rule_waits_for_the_values_it_builds_on(refused, flags, without, only):

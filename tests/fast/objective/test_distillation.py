@@ -47,9 +47,7 @@ def test_teachers_are_named_or_single():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"opd_kl_coef": 0.5}, "--opd-kl-coef 0.5: would be ignored without --use-opd"),
-        ({"use_opd": True, "opd_kl_coef": -1.0}, "--opd-kl-coef -1.0: must be"),
-        ({"use_opd": True, "loss_type": "sft_loss"}, "--use-opd: would be ignored by --loss-type sft_loss"),
+        ({"use_opd": True, "loss_type": "sft_loss"}, "--use-opd: contradicts --loss-type sft_loss"),
         ({"use_opd": True, "use_opsm": True}, "--use-opsm: drops sequences of negative advantage"),
         ({"use_opd": True, "opd_type": "server"}, "--opd-type server: needs the teacher's address"),
         (
@@ -57,8 +55,6 @@ def test_teachers_are_named_or_single():
             "urls (hidden)@h:1: address 1 of 1 begins with neither",
         ),
         ({"use_opd": True, "opd_teacher_urls": ("http://a", "http://b")}, "several teachers need a name each"),
-        ({"use_opd": True, "opd_type": "trainer", "opd_teacher_urls": ("http://a",)}, "ignored by --opd-type trainer"),
-        ({"use_opd": True, "opd_teacher_urls": ("http://a",), "opd_teacher_key": "k"}, "there is one teacher"),
     ],
 )
 def test_each_fault_is_reported(flags, words):

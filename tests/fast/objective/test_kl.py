@@ -87,8 +87,6 @@ IN_LOSS = LossArguments(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
     [
         (replace(IN_LOSS, use_unbiased_kl=True), []),
         (replace(IN_LOSS, kl_loss_type="k3+"), []),
-        (replace(IN_LOSS, kl_loss_coef=0.0, use_unbiased_kl=True), ["--use-unbiased-kl"]),
-        (LossArguments(use_unbiased_kl=True), ["--use-unbiased-kl"]),
         (replace(IN_LOSS, kl_loss_type="k3+", use_unbiased_kl=True), ["--kl-loss-type k3+"]),
         (LossArguments(kl_coef=0.1, kl_loss_type="k1+"), ["--kl-loss-type k1+"]),
     ],

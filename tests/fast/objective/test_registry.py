@@ -64,25 +64,6 @@ def test_an_unknown_name_is_an_error_that_names_the_choices(field):
         build_objective(LossArguments(**{field: "nothing"}))
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (dict(kl_coef=0.1), "--kl-coef 0.1: would be ignored by --advantage-estimator grpo; use --use-kl-loss"),
-        (
-            dict(advantage_estimator="rloo", kl_coef=0.1),
-            "--kl-coef 0.1: would be ignored by --advantage-estimator rloo",
-        ),
-        (dict(gamma=0.9), "--gamma 0.9: would be ignored by --advantage-estimator grpo"),
-        (dict(loss_type="sft_loss", kl_coef=0.1), "--kl-coef 0.1: would be ignored by --loss-type sft_loss"),
-    ],
-)
-def test_settings_that_no_part_reads_cannot_be_built(flags, sentence):
-    """Also without the validator, which reports them with all other errors."""
-    with pytest.raises(ValueError, match=sentence):
-        build_objective(LossArguments(**flags))
-    assert build_objective(LossArguments(advantage_estimator="reinforce_plus_plus", kl_coef=0.1)).needs.ref_log_probs
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("policy_loss", [None, *POLICY_LOSSES])
 def test_every_pair_has_a_formula(estimator, policy_loss):

@@ -64,14 +64,16 @@ class JudgeFlags:
         "text file of the judge's prompt, with {prompt}, {response}, {label} and {max_score}; it asks for 'Score: N'",
         metavar="FILE",
     )
-    judge_max_score: float = flag(10.0, "best score of the judge; the reward is its score over this, from 0 to 1")
-    judge_max_tokens: int = flag(512, "length limit of the judge's reply, in tokens")
+    judge_max_score: float = flag(
+        10.0, "best score of the judge; the reward is its score over this, from 0 to 1", above=0
+    )
+    judge_max_tokens: int = flag(512, "length limit of the judge's reply, in tokens", at_least=1)
     judge_cache: Optional[str] = flag(
         None, "SQLite file that keeps replies over runs; default: in memory, for this run", metavar="FILE"
     )
-    judge_concurrency: int = flag(32, "requests to --judge-url at a time; further answers wait")
-    judge_retries: int = flag(4, "further attempts if --judge-url is busy (429, 5xx) or does not answer")
-    judge_timeout: float = flag(120.0, "seconds that an attempt at --judge-url may take")
+    judge_concurrency: int = flag(32, "requests to --judge-url at a time; further answers wait", at_least=1)
+    judge_retries: int = flag(4, "further attempts if --judge-url is busy (429, 5xx) or does not answer", at_least=0)
+    judge_timeout: float = flag(120.0, "seconds that an attempt at --judge-url may take", above=0)
 
 
 class Judge(Reward):
@@ -105,14 +107,9 @@ class Judge(Reward):
     own_flags = JudgeFlags
 
     def check(self, flags: Any, errors: Errors) -> None:
-        """Check the URL, the template and the bounds."""
+        """Check that there is a judge."""
         check_url("judge_url", flags.judge_url, "--rm-type judge asks a model", errors)
         errors.require("judge_model", flags.judge_model, "a server may have several models")
-        if flags.judge_template is not None:
-            errors.existing_file("judge_template", flags.judge_template)
-        errors.above(flags, 0, "judge_max_score", "judge_timeout")
-        errors.at_least(flags, 1, "judge_max_tokens", "judge_concurrency")
-        errors.at_least(flags, 0, "judge_retries")
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Refuse: rewards come from the function of ``build``, which keeps connections and replies."""

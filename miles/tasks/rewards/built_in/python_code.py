@@ -10,7 +10,7 @@ from textwrap import dedent
 from typing import Any
 
 from miles.base import strict_json
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.base.text import InputError
 from miles.tasks.rewards.answer_text import last_code_block, reference_object
 from miles.tasks.rewards.base import Reward, Rewards
@@ -32,9 +32,10 @@ class PythonCodeFlags:
         4,
         "seconds of processor time that the processes of a program may take per test (8 times as many of wall time; N "
         "tests together N + 8 times as many)",
+        at_least=1,
     )
-    code_memory: float = flag(1.0, "GiB that the processes of a program may use together")
-    code_processes: int = flag(16, "processes and threads that a program may have at a time")
+    code_memory: float = flag(1.0, "GiB that the processes of a program may use together", above=0)
+    code_processes: int = flag(16, "processes and threads that a program may have at a time", at_least=1)
     allow_unsandboxed_code: bool = flag(
         False, "run the model's programs without namespaces: with limits, but also with the network and your files"
     )
@@ -66,11 +67,6 @@ class PythonCode(Reward):
     limit = "`--code-seconds` per test"
     reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
     own_flags = PythonCodeFlags
-
-    def check(self, flags: Any, errors: Errors) -> None:
-        """Check the limits."""
-        errors.at_least(flags, 1, "code_seconds", "code_processes")
-        errors.above(flags, 0, "code_memory")
 
     def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
         """Return the scoring function, after a first program has run.

@@ -26,11 +26,13 @@ class RemoteRmFlags:
     )
     rm_url_field: str = flag("reward", "name of the reward in the objects that --rm-url answers with")
     rm_url_batch_size: int = flag(
-        1, "answers in a request to --rm-url; with 2 or more it is sent a list and answers with one of that length"
+        1,
+        "answers in a request to --rm-url; with 2 or more it is sent a list and answers with one of that length",
+        at_least=1,
     )
-    rm_url_concurrency: int = flag(32, "requests to --rm-url at a time; further answers wait")
-    rm_url_retries: int = flag(4, "further attempts if --rm-url is busy (429, 5xx) or does not answer")
-    rm_url_timeout: float = flag(60.0, "seconds that an attempt at --rm-url may take")
+    rm_url_concurrency: int = flag(32, "requests to --rm-url at a time; further answers wait", at_least=1)
+    rm_url_retries: int = flag(4, "further attempts if --rm-url is busy (429, 5xx) or does not answer", at_least=0)
+    rm_url_timeout: float = flag(60.0, "seconds that an attempt at --rm-url may take", above=0)
 
 
 class RemoteRm(Reward):
@@ -57,11 +59,8 @@ class RemoteRm(Reward):
     own_flags = RemoteRmFlags
 
     def check(self, flags: Any, errors: Errors) -> None:
-        """Check the URL and the bounds."""
+        """Check the URL."""
         check_url("rm_url", flags.rm_url, "--rm-type remote_rm asks a server", errors)
-        errors.at_least(flags, 1, "rm_url_batch_size", "rm_url_concurrency")
-        errors.at_least(flags, 0, "rm_url_retries")
-        errors.above(flags, 0, "rm_url_timeout")
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Refuse: rewards come from the function of ``build``, which keeps its connections."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles.config.notes import SAME
-from tests.fast.config.test_no_effect import QWEN3
+from tests.fast.config.test_needs import QWEN3
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 LATENT = dict(
@@ -112,7 +112,7 @@ def test_what_fsdp_would_refuse_as_well_is_not_sent_there(refusals, model):
 
 def test_heads_of_multi_token_prediction_belong_to_megatron(refusals):
     [message] = refusals("--train-backend fsdp --tensor-model-parallel-size 2 --mtp-num-layers 1 --enable-mtp-training")
-    assert message.startswith("--enable-mtp-training: would be ignored without --train-backend megatron")
+    assert message.startswith("--enable-mtp-training: asks for a loss of the model's layers")
 
 
 def test_functions_between_run_and_engines_are_refused(refusals):

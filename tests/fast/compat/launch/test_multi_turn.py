@@ -66,19 +66,10 @@ def test_one_turn_is_what_a_run_does_anyway(read):
             "--generate-execute-tool-function-path examples.retool.tools.run: .*; write async def call",
         ),
         ("--generate-max-turns 4", "--generate-max-turns 4: a setting of .*; drop it, or use --environment tool_calls"),
-        ("--max-turns 4", "--max-turns 4: would be ignored without --environment; add that flag"),
         ("--environment reasoning_gym --apply-chat-template --max-turns 0", "--max-turns 0: must be"),
-        (
-            "--environment verifiers --apply-chat-template --max-turns 4",
-            "--max-turns 4: would be ignored by --environment verifiers, whose library bounds the turns",
-        ),
         (
             "--environment tool_calls:call=mine.call --apply-chat-template --rm-type environment",
             "--rm-type environment: reads the reward of an environment, and tool_calls gives none; name another reward",
-        ),
-        (
-            "--agent-command agent --apply-chat-template --tool-key functions",
-            "--tool-key functions: would be ignored with --agent-command, whose program names the tools",
         ),
     ],
 )

@@ -137,7 +137,13 @@ def test_a_function_that_its_module_lacks_is_refused(refused, field):
     flag, path = flag_name(field), "miles.rollout.filters:check_reward_nonzero_sdt"
     kind = "class" if HOOKS[field].signature.startswith("class") else "function"
     fault = f"{flag} {path}: module miles.rollout.filters has no {kind} check_reward_nonzero_sdt; did you mean "
-    beside = "--partial-rollout" if field == "buffer_filter_path" else ""  # without it, the flag would be ignored
+    of_evaluation = "--eval-interval 5" + " --eval-prompt-data a b" * (field != "eval_function_path")
+    beside = {  # without it, the flag has no effect
+        "buffer_filter_path": "--partial-rollout",
+        "custom_tis_function_path": "--use-tis",
+        "eval_function_path": of_evaluation,
+        "custom_eval_rollout_log_function_path": of_evaluation,
+    }.get(field, "")
     assert any(message.startswith(fault) for message in refused(f"{flag} {path} {beside}"))
 
 

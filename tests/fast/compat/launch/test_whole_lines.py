@@ -57,7 +57,6 @@ REFUSED = [
     ("bert", f"--train-backend megatron {SGLANG}", "mistral, nemotron; choose another model"),
     ("own", f"--train-backend megatron {SGLANG}", "mistral, nemotron; choose another model"),
     ("dense", "--custom-rm-path my_mod", "names no function of a module; write module:function or module.function"),
-    ("dense", "--custom-tis-function-path my/tis.py:weights", "names a file, and a function is imported from a module"),
     ("dense", "--lora-rank 4 --target-modules q_proj foo", "a qwen3 has no linear layer named foo; give some of down"),
     ("dense", "--lora-rank 4 --exclude-modules c_attn", "a qwen3 has no linear layer named c_attn"),
     ("experts", "--lora-rank 4 --target-modules foo --train-backend megatron", "named foo; give some of k_proj, o_pr"),
@@ -123,7 +122,9 @@ def test_a_missing_file_of_a_later_iteration_is_noted(accepted, models):
 
 
 def test_two_broken_objects_and_all_wrong_words_are_reported_together(refusals):
-    unknown, stray, *objects = refusals("x --train-env-vars {a --apply-chat-template-kwargs {b --nosuch 1 --seed 1 2")
+    unknown, stray, *objects = refusals(
+        "x --train-env-vars {a --apply-chat-template --apply-chat-template-kwargs {b --nosuch 1 --seed 1 2"
+    )
     assert unknown.startswith("--nosuch: no such flag;")
     assert stray.startswith("the words 'x' after --rollout-max-response-len, '2' after --seed belong to no flag;")
     assert {message.split()[0] for message in objects} == {"--train-env-vars", "--apply-chat-template-kwargs"}

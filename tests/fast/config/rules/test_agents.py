@@ -40,8 +40,6 @@ def test_an_environment_may_have_rows_without_labels(command):
         (["--environment", "a:C", "--custom-generate-function-path", "a:b"], "--environment a:C: .* keep one of the"),
         (["--environment", "reasoning"], "--environment reasoning: no such environment; did you mean reasoning_gym"),
         (["--environment", "verifiers:size=2"], "verifiers has no option size; it has none"),
-        (["--environment", "a:C", "--agent-concurrency", "3"], "--agent-concurrency 3: would be ignored without"),
-        (["--environment", "a:C", *SAVED], "--environment a:C: would be ignored by a run that"),
         (["--rm-type", "environment"], "--rm-type environment: reads the reward of an environment; add --environment"),
     ],
 )
@@ -64,8 +62,6 @@ def test_a_program_may_evaluate_a_run_that_reads_its_samples(command):
 @pytest.mark.parametrize(
     ("agent", "flags", "fault"),
     [
-        ("", ["--agent-timeout", "5"], "--agent-timeout 5.0: would be ignored without --agent-command"),
-        ("", ["--agent-concurrency", "5"], "--agent-concurrency 5: would be ignored without --agent-command"),
         ("agent", [*NEEDED, "--agent-timeout", "0"], "--agent-timeout 0.0: must be a finite number above 0"),
         ("agent", [*NEEDED, "--agent-concurrency", "0"], "--agent-concurrency 0: .* at least 1"),
         ("'agent", NEEDED, "--agent-command 'agent: cannot be split into words"),
@@ -73,9 +69,6 @@ def test_a_program_may_evaluate_a_run_that_reads_its_samples(command):
         ("''", NEEDED, "names no program"),
         ("agent", NEEDED[1:], "add --apply-chat-template"),
         ("agent", NEEDED[:1], "add --rollout-max-context-len"),
-        ("agent", [*NEEDED, *SAVED], "--agent-command agent: would be ignored by a run that .* --eval-prompt-data"),
-        ("agent", [*NEEDED, "--loss-type", "sft_loss"], "--agent-command agent: would be ignored by a run that"),
-        ("agent", [*NEEDED, *SAVED, *EVALUATED, "--debug-train-only"], "--agent-command agent: .*--debug-train-only"),
     ],
 )
 def test_what_does_not_go_together_is_refused(command, agent, flags, fault):

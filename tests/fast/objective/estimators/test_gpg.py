@@ -68,8 +68,6 @@ def test_its_policy_loss_is_the_policy_gradient(make_micro, gradient_of):
     [
         ("--advantage-estimator gpg --n-samples-per-prompt 1", "with --advantage-estimator gpg every advantage is 0"),
         ("--advantage-estimator gpg --gpg-scale samples", "--gpg-scale samples"),
-        ("--advantage-estimator grpo --gpg-scale rewards", "--gpg-scale rewards: would be ignored by --advantage-es"),
-        ("--policy-loss gpg --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss gpg"),
     ],
 )
 def test_refused(command, flags, message):

@@ -75,11 +75,6 @@ def test_what_is_right_is_a_flag(advantages_of):
         ("passk_analytic --pass-k 4", "it compares 5 or more answers of a prompt"),
         ("passk_analytic --pass-k 0", "--pass-k 0: .*at least 1"),
         ("passk_analytic --pass-correct-above nan", "--pass-correct-above nan"),
-        (
-            "passk_analytic --passk-best-std",
-            "--passk-best-std.*: would be ignored by",
-        ),
-        ("passk_best --pass-k 3", "--pass-k 3: would be ignored by --advantage-estimator passk_best"),
     ],
 )
 def test_refused(command, flags, message):

@@ -114,11 +114,6 @@ def test_a_token_that_became_all_but_impossible_is_dropped(make_micro, gradient_
         ("--policy-loss dppo_kl --dppo-kl-delta nan", "--dppo-kl-delta nan: .*above 0"),
         ("--policy-loss dppo_tv --dppo-ratio-max -1", "--dppo-ratio-max -1.0: .*at least 0"),
         ("--policy-loss dppo_kl --dppo-ratio-max inf", "--dppo-ratio-max inf: .*finite"),
-        ("--policy-loss ppo --dppo-ratio-max 20", "--dppo-ratio-max 20.0: would be ignored by --policy-loss ppo"),
-        (
-            "--policy-loss dppo_kl --dppo-tv-delta 0.1",
-            "--dppo-tv-delta 0.1: .*ignored by --policy-loss dppo_kl; use --policy-loss dppo_tv",
-        ),
     ],
 )
 def test_refused(command, flags, message):

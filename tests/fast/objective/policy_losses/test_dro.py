@@ -48,7 +48,6 @@ def test_a_sample_without_advantage_is_pulled_back_and_is_trained_on(make_micro,
     [
         ("--policy-loss dro --dro-beta 0", "--dro-beta 0.0: .*above 0"),
         ("--policy-loss dro --dro-level group", "--dro-level"),
-        ("--policy-loss dro --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss dro"),
     ],
 )
 def test_refused(command, flags, message):

@@ -50,8 +50,6 @@ def test_the_gate_closes_on_both_sides(make_micro, gradient_of):
     [
         ("--policy-loss sapo --sapo-tau-pos 0", "--sapo-tau-pos 0.0: .*above 0"),
         ("--policy-loss sapo --sapo-tau-neg nan", "--sapo-tau-neg nan: .*above 0"),
-        ("--policy-loss sapo --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss sapo"),
-        ("--sapo-tau-pos 2", "--sapo-tau-pos 2.0: would be ignored by --policy-loss ppo; use --policy-loss sapo"),
     ],
 )
 def test_refused(command, flags, message):

@@ -71,8 +71,9 @@ def test_built_in_rewards_take_their_flags_and_weights(check):
     cases = [{"response": "abc", "label": "abc", "expected": 1.25}, {"response": "ab", "label": "abc", "expected": 0}]
     flags = ("--reward-regex", "c$", "--custom-rm-path", "my_rewards:exact")
     assert check("custom:1,regex:0.25", cases, *flags)[0] == 0
-    status, shown, _ = check("regex", cases, "--repetition-ngram", "2")
-    assert status == 2 and "--repetition-ngram 2: would be ignored" in shown
+    status, shown, _ = check("exact_match", cases[:1], "--repetition-ngram", "2")
+    assert "--repetition-ngram 2: has no effect (read by --rm-type repetition)" in shown
+    assert check("repetition", cases, "--repetition-ngram", "0")[0] == 2
 
 
 def test_a_wrong_reward_fails_and_names_the_case(check):

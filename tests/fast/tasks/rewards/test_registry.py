@@ -84,16 +84,6 @@ def test_what_a_reward_reads_are_flags_of_its_own():
             RewardArguments(rm_type="exactmatch"),
             "no such reward as 'exactmatch'; did you mean exact_match",
         ),
-        (RewardArguments(rm_type="math", custom_rm_path="a:b"), "names a second reward, beside --custom-rm-path"),
-        (RewardArguments(rm_type="math", reward_key="k"), "--reward-key k: would be ignored"),
-        (
-            RewardArguments(custom_rm_path="m:f", rm_url="http://h/"),
-            "--rm-url http://h/: would be ignored without --rm-type; use --rm-type remote_rm, or drop --rm-url",
-        ),
-        (
-            RewardArguments(rm_type="math", rm_url="http://h/"),
-            "would be ignored by --rm-type math, which does not read it; use --rm-type remote_rm",
-        ),
         (RewardArguments(custom_rm_path="no_such_module:f"), "--custom-rm-path no_such_module:f: cannot import"),
     ],
 )

@@ -45,8 +45,6 @@ def test_faults_in_the_weights(rm_type, fault):
     ("reward", "fault"),
     [
         (RewardArguments(rm_type="custom:1,length:1"), "add --custom-rm-path"),
-        (RewardArguments(rm_type="math:1,length:1", custom_rm_path="a:b"), "weigh both with --rm-type .*,custom:0.5"),
-        (RewardArguments(rm_type="math", repetition_ngram=3), "--repetition-ngram 3: would be ignored .* repetition"),
         (RewardArguments(rm_type="overlong:1"), "--overlong-max-len is required"),
         (RewardArguments(rm_type="overlong", overlong_max_len=10), "--overlong-buffer-len 4096: is more than"),
     ],

@@ -17,9 +17,10 @@ class OverlongFlags:
         None,
         "L_max: response tokens at which the penalty of --rm-type overlong is whole, such as those of "
         "--rollout-max-response-len",
+        at_least=1,
     )
     overlong_buffer_len: int = flag(
-        4096, "L_cache: tokens before --overlong-max-len over which the penalty of --rm-type overlong grows"
+        4096, "L_cache: tokens before --overlong-max-len over which the penalty of --rm-type overlong grows", at_least=1
     )
 
 
@@ -39,7 +40,6 @@ class Overlong(Reward):
     def check(self, flags: Any, errors: Errors) -> None:
         """Check that the limit is given and the buffer is within it."""
         errors.require("overlong_max_len", flags.overlong_max_len, "--rm-type overlong needs the length limit")
-        errors.at_least(flags, 1, "overlong_max_len", "overlong_buffer_len")
         limit = flags.overlong_max_len
         if limit is not None and errors.none_about("overlong_buffer_len") and flags.overlong_buffer_len > limit:
             rule = f"is more than --overlong-max-len {limit}"

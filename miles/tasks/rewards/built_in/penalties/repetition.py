@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles.base.flags import Errors, flag
+from miles.base.flags import flag
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.types.sample import Sample
 
@@ -13,7 +13,7 @@ from miles.types.sample import Sample
 class RepetitionFlags:
     """repetition: the flags of ``--rm-type repetition``."""
 
-    repetition_ngram: int = flag(4, "tokens in a row that count as a repetition if they come again")
+    repetition_ngram: int = flag(4, "tokens in a row that count as a repetition if they come again", at_least=1)
 
 
 class Repetition(Reward):
@@ -28,10 +28,6 @@ class Repetition(Reward):
     needs_label = False
     reads = ("repetition_ngram",)
     own_flags = RepetitionFlags
-
-    def check(self, flags: Any, errors: Errors) -> None:
-        """Check that there are n-grams."""
-        errors.at_least(flags, 1, "repetition_ngram")
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Count distinct n-grams."""

@@ -2,13 +2,18 @@
 
 import dataclasses
 import json
+import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
-from miles.base.flags import flag_name
+from miles.base.flags import FlagError, flag_name
+from miles.compat.border import read_command
 from miles.config.megatron import normalize
-from miles.config.no_effect import IDLE
-from miles.config.settings import Settings
+from miles.config.needs import CONDITIONS, read_needs
+from miles.config.parser import judge
+from miles.config.settings import SECTIONS
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.settings import LossArguments
 from miles.tasks.rewards.settings import RewardArguments
@@ -196,13 +201,55 @@ def test_a_reward_is_named_also_in_a_list_that_is_wrong():
     assert not RewardArguments().names("remote_rm")
 
 
-def test_every_rule_is_tried():
-    """Each field that a rule may reset is given in some case above, or in the test of whole sequences."""
-    given = " ".join([*(flags for flags, _ in CASES), WHOLE])
-    sections = {field.name: field.type for field in dataclasses.fields(Settings)}
-    for rule in IDLE:
-        assert any("--" + name.replace("_", "-") in given for name in rule.names), rule
-        assert {field.name for field in dataclasses.fields(sections[rule.section])} >= set(rule.names)
+# The flags that were errors only because they had no effect, by the command that they are added to.
+WITHOUT_EFFECT = yaml.safe_load(Path(__file__).with_name("without_effect.yaml").read_text())
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The folder that the commands of the file start in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "a", "label": "b"}\n')
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "conversations.jsonl").write_text(json.dumps({"input": messages}) + "\n")
+    for name in ("saved.jsonl", "file.yaml"):
+        (tmp_path / name).touch()
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_a_note_and_an_error_if_strict(example, name):
+    command = shlex.split(WITHOUT_EFFECT[name]["command"])
+    plain = judge(read_command(command)).settings
+    for flags in WITHOUT_EFFECT[name]["flags"]:
+        given = [*command, *shlex.split(flags)]
+        validated = judge(read_command(given))
+        noted = {note.written.split()[0] for note in validated.accepted if note.is_refused_if_strict}
+        assert noted, flags
+        if flags.split()[0] in noted:  # else it is the flag in effect, which leaves others without one
+            assert validated.settings == plain, flags
+        with pytest.raises(FlagError, match="has no effect"):
+            judge(read_command([*given, "--strict-flags"]))
+
+
+def test_every_condition_can_be_read_and_is_used():
+    declared = {part for section in SECTIONS.values() for field in dataclasses.fields(section) for part in parts(field)}
+    assert {*CONDITIONS} <= declared
+    assert all(condition.why for part in declared for condition in read_needs(part))
+    with pytest.raises(ValueError, match="neither a flag nor one of a trainer"):
+        read_needs("--no-such-flag")
+
+
+def parts(field: dataclasses.Field) -> list[str]:
+    """The conditions of a flag, and each of their alternatives."""
+    whole = field.metadata.get("needs", "").split(", ") if "needs" in field.metadata else []
+    return [*whole, *(one for part in whole if part not in CONDITIONS for one in part.split(" or "))]
+
+
+def test_a_flag_that_only_another_without_effect_would_make_useless_is_kept(accepted):
+    """``--prompt-mix`` has no effect on conversations, so ``--prompt-data`` has one."""
+    mix = "--loss-type sft_loss --n-samples-per-prompt 1 --prompt-mix a reasoning_gym:products"
+    validated = accepted(mix, without="--rm-type")
+    assert validated.settings.data.prompt_data and not validated.settings.data.prompt_mix
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,309 @@
+"""Set flags without effect to their defaults, each with a note: what ``needs=`` of ``flag()`` declares.
+
+``needs`` is a list of conditions with commas between them. A condition names flags, ``--use-kl-loss``, the values that
+one must have, ``--reward-error stop|drop``, or the flags that must not be set, ``no --colocate``; alternatives are
+separated by ``or``. A flag counts as set if it differs from its default. What flags cannot express has a name in
+``CONDITIONS``, such as ``a critic``. Parts that a flag chooses (estimators, policy losses, rewards) list the flags that
+they read: a flag of the others has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from typing import Any
+
+from miles.base.choices import Registry
+from miles.base.flags import changed, flag_name
+from miles.config.abilities import has_servers, reads_megatron_flags
+from miles.config.lora import counts_experts
+from miles.config.model import readable_config
+from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
+from miles.config.parallel import same_budget
+from miles.config.settings import SECTIONS, Settings
+from miles.models.packing import why_not_shared
+from miles.objective.canary import mass_is_known
+from miles.objective.chosen import build_objective
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.policy_losses import POLICY_LOSSES
+from miles.tasks.environments.chosen import read_choice
+from miles.tasks.rewards.built_in import REWARDS
+from miles.tasks.rewards.settings import CUSTOM
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Say when a flag has an effect.
+
+    Attributes:
+        holds: Whether it has one in this run.
+        why: Why it has none, where the condition does not hold.
+        heading: The heading of the note.
+        comes_last: Whether it holds only without another flag, which may turn out to have no effect itself.
+    """
+
+    holds: Callable[[Settings], bool]
+    why: str
+    heading: str = NO_EFFECT
+    comes_last: bool = False
+
+
+def _shares_sequences(s: Settings) -> bool:
+    """Return whether FSDP's layers of this model can share a sequence; true if its config is not here."""
+    if reads_megatron_flags(s) or s.parallel.context_parallel_size == 1:
+        return True
+    config = readable_config(s.model)
+    return config is None or why_not_shared(config) is None
+
+
+def _may_have_experts(s: Settings) -> bool:
+    """Return whether the model has experts; true if its config is not here."""
+    config = readable_config(s.model)
+    return config is None or counts_experts(config)
+
+
+def _bounds_turns(s: Settings) -> bool:
+    try:
+        choice = read_choice(s.rollout.environment or "")
+    except ValueError:
+        return True  # the validator reports it
+    return choice is None or choice[0].bounds_turns
+
+
+def _compares_groups(s: Settings) -> bool:
+    """Return whether a group of equal rewards has advantages of 0."""
+    return s.loss.normalizes_rewards and not build_objective(s.loss).estimator.reads_score_norms
+
+
+def _has_ratio(s: Settings) -> bool:
+    """Return whether the objective reads old log-probs."""
+    loss = s.loss
+    if not loss.type.uses_advantages:
+        return False
+    if loss.kl_coef != 0 or loss.use_opd:
+        return True
+    if not loss.type.trains_policy:
+        return False
+    reads_ratio = build_objective(loss).policy_loss.reads_ratio or loss.use_opsm or loss.use_unbiased_kl
+    return not loss.type.uses_policy_loss or reads_ratio
+
+
+_GENERATED = "this run reads what it trains on, and generates nothing"
+_SERVERS = "SGLang's, and another engine generates"
+
+# What flags need that no flag says in one word.
+CONDITIONS = {
+    "a trainer": Condition(lambda s: s.trains, "with --debug-rollout-only, which trains and saves nothing"),
+    "generated samples": Condition(lambda s: not s.is_given_samples, _GENERATED),
+    "generation": Condition(lambda s: s.generates, "by a run that generates nothing, for training or evaluation"),
+    "prompts to draw": Condition(
+        lambda s: not s.rollout.loads_samples, "with --load-debug-rollout-data no prompts are drawn"
+    ),
+    "remote storage": Condition(lambda s: bool(s.checkpoint.urls), "no folder is in remote storage"),
+    "answers": Condition(lambda s: not s.reads_conversations, "conversations are trained on as they are"),
+    "conversations": Condition(lambda s: s.reads_conversations, "without --loss-type sft_loss on conversations"),
+    "scored answers": Condition(
+        lambda s: not s.reads_conversations or s.evaluation.has_sets, "conversations are trained on as they are"
+    ),
+    "advantages": Condition(lambda s: s.loss.type.uses_advantages, "with a --loss-type that reads no rewards"),
+    "a policy loss": Condition(lambda s: s.loss.type.uses_policy_loss, "with a --loss-type that has no policy loss"),
+    "a policy that learns": Condition(lambda s: s.loss.type.trains_policy, "with --loss-type value_loss"),
+    "weights that are known": Condition(
+        lambda s: mass_is_known(s.loss), "the sum of the tokens' weights is not known beforehand"
+    ),
+    "a ratio": Condition(_has_ratio, "no ratio is part of the objective"),
+    "compared groups": Condition(_compares_groups, "equal rewards may have an advantage"),
+    "a reference": Condition(
+        lambda s: s.loss.needs_reference,
+        "no reference is read without --use-kl-loss or --kl-coef; initial weights are those of --hf-checkpoint",
+    ),
+    "a KL": Condition(lambda s: s.loss.needs_reference, "without --use-kl-loss or --kl-coef"),
+    "a KL in the loss": Condition(lambda s: s.loss.adds_kl, "no KL is part of the loss"),
+    "a loaded teacher": Condition(
+        lambda s: s.loss.teacher_is_loaded, "without --use-opd, or with the teacher's servers"
+    ),
+    "served teachers": Condition(lambda s: s.loss.teacher_is_served, "without the teacher's servers"),
+    "several teachers": Condition(lambda s: len(s.loss.opd_teacher_urls or ()) > 1, "there is one teacher"),
+    "a critic": Condition(
+        lambda s: s.loss.type.uses_advantages and s.loss.has_critic, "--advantage-estimator has no critic"
+    ),
+    "an evaluation set": Condition(lambda s: s.evaluation.has_sets, "without an evaluation set"),
+    "a chat template": Condition(
+        lambda s: s.data.apply_chat_template or s.reads_conversations, "without --apply-chat-template"
+    ),
+    "a custom reward": Condition(lambda s: s.reward.custom_rm_path is not None, "built-in rewards are plain numbers"),
+    "a built-in reward": Condition(
+        lambda s: s.reward.custom_rm_path is None or s.reward.names(CUSTOM), "--custom-rm-path is the reward"
+    ),
+    "calls of your reward": Condition(
+        lambda s: s.reward.rm_type is None or s.reward.names(CUSTOM), "built-in rewards bound their calls"
+    ),
+    "fewer tokens to sample from": Condition(
+        lambda s: s.is_given_samples or s.rollout.truncates_sampling,
+        "without --rollout-top-p, --rollout-top-k or --rollout-min-p",
+    ),
+    "a use of spare prompts": Condition(
+        lambda s: (
+            s.rollout.dynamic_sampling_filter_path is not None
+            or s.rollout.partial_rollout
+            or s.rollout.over_sampling_early_stop
+        ),
+        "no filter drops groups, so no further prompts are submitted",
+    ),
+    "turns to bound": Condition(_bounds_turns, "the environment's library bounds the turns"),
+    "servers": Condition(has_servers, _SERVERS, OTHER_PART),
+    "servers or deltas": Condition(lambda s: has_servers(s) or s.sends_deltas, _SERVERS, OTHER_PART),
+    "engines on several devices": Condition(has_servers, "the torch engine runs on one device", OTHER_PART),
+    "files of weights": Condition(
+        lambda s: s.sglang.writes_weights, "weights reach the engines without files: see --update-weight-transfer-mode"
+    ),
+    "engines larger than a node": Condition(
+        lambda s: not s.cluster.colocate and s.sglang.rollout_num_gpus_per_engine > s.sglang.per_node(s.cluster),
+        "no engine is larger than a node, or it has the trainer's devices; Ray knows those of each node",
+        SAME,
+    ),
+    "shared devices": Condition(
+        lambda s: s.cluster.colocate and has_servers(s) and not s.sglang.rollout_external and s.generates,
+        "the trainer and the engines have their own devices, or no SGLang server is started",
+        MEMORY,
+    ),
+    "layers that share sequences": Condition(
+        _shares_sequences,
+        "layers with recurrent state or sparse attention need whole sequences, so no ranks share one",
+        MEMORY,
+    ),
+    "a budget of its own": Condition(
+        lambda s: not same_budget(s.parallel, s.training),
+        "--dynamic-context-parallel fills micro-batches by tokens, up to --max-seqlen-per-dp-cp-rank on each rank",
+        SAME,
+    ),
+    "Megatron": Condition(
+        reads_megatron_flags,
+        "Megatron's layout, and --train-backend fsdp divides every weight over all ranks",
+        OTHER_PART,
+    ),
+    "experts": Condition(_may_have_experts, "the model has no experts", OTHER_PART),
+}
+_HEADINGS = {
+    **dict.fromkeys(("--use-wandb", "--use-mlflow", "no --no-report"), REPORTING),
+    "no --device cpu": MEMORY,
+    "--rollout-engine torch": OTHER_PART,
+}
+
+
+@cache
+def section_of() -> dict[str, str]:
+    """Return the section of each field. Names are unique over all sections."""
+    return {field.name: name for name, section in SECTIONS.items() for field in fields(section)}
+
+
+def read_needs(text: str) -> list[Condition]:
+    """Read the ``needs`` of a flag.
+
+    Raises:
+        ValueError: A part is neither a flag nor the name of a condition.
+    """
+    return [_condition(part) for part in text.split(", ")]
+
+
+def _condition(text: str) -> Condition:
+    if text in CONDITIONS:
+        return CONDITIONS[text]
+    if " or " in text:
+        several = [_condition(part) for part in text.split(" or ")]
+        why = " and ".join(one.why for one in several)
+        return Condition(lambda s: any(one.holds(s) for one in several), why)
+    name, _, values = text.removeprefix("no ").partition(" ")
+    field, accepted = name.removeprefix("--").replace("-", "_"), values.split("|")
+    if not name.startswith("--") or field not in section_of():
+        raise ValueError(f"needs={text!r}: neither a flag nor one of {', '.join(CONDITIONS)}")
+
+    def is_set(s: Settings) -> bool:
+        section = getattr(s, section_of()[field])
+        return str(getattr(section, field)) in accepted if values else bool(changed(section, [field]))
+
+    written, heading = " ".join([name, *filter(None, [" or ".join(accepted)])]), _HEADINGS.get(text, NO_EFFECT)
+    if text.startswith("no "):
+        return Condition(lambda s: not is_set(s), f"with {written}", heading, comes_last=True)
+    return Condition(is_set, f"without {written}", heading)
+
+
+@cache
+def conditions() -> tuple[tuple[str, tuple[Condition, ...]], ...]:
+    """Return every flag that has conditions, with these: first what a part does not read, then what it declares."""
+    found = dict[str, list[Condition]]()
+    for name, condition in _of_parts():
+        found.setdefault(name, []).append(condition)
+    for section in SECTIONS.values():
+        for field in fields(section):
+            if "needs" in field.metadata:
+                found.setdefault(field.name, []).extend(read_needs(field.metadata["needs"]))
+    return tuple((name, tuple(of_flag)) for name, of_flag in found.items())
+
+
+def _of_parts() -> Iterator[tuple[str, Condition]]:
+    """Yield the flags that only some estimators, policy losses or rewards read, with the condition that one does."""
+    for name in ESTIMATORS.reads:
+        yield name, Condition(partial(_reads_estimator, name), _read_by(ESTIMATORS, name))
+    for name in POLICY_LOSSES.reads:
+        yield name, Condition(partial(_reads_policy_loss, name), _read_by(POLICY_LOSSES, name))
+    for name in REWARDS.reads:
+        yield name, Condition(partial(_reads_reward, name), _read_by(REWARDS, name))
+
+
+def _read_by(registry: Registry[Any], name: str) -> str:
+    *others, last = registry.readers(name)
+    readers = f"{', '.join(others)} or {last}" if others else last
+    return f"read by {flag_name(registry.flag)} {readers}"
+
+
+def _reads_estimator(name: str, s: Settings) -> bool:
+    """Return whether the estimator reads a flag, or the validator refuses it, since it asks for what is not there."""
+    loss = s.loss
+    estimator = build_objective(loss).estimator
+    return name in ((*estimator.reads, *estimator.instead) if loss.type.uses_advantages else loss.type.lacks)
+
+
+def _reads_policy_loss(name: str, s: Settings) -> bool:
+    """Return whether the policy loss reads a flag. A function of the user's may read any."""
+    loss = s.loss
+    if loss.type.reads_any or (loss.type.uses_policy_loss and loss.custom_policy_loss_function_path is not None):
+        return True
+    return loss.type.uses_policy_loss and name in build_objective(loss).policy_loss.reads
+
+
+def _reads_reward(name: str, s: Settings) -> bool:
+    return any(name in REWARDS[chosen].reads for chosen in REWARDS if s.reward.names(chosen))
+
+
+def without_effect(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Set every flag that has no effect to its default; return the settings, and a note for each.
+
+    A flag whose condition is another flag without effect has none either.
+    """
+    notes = list[Note]()
+    while unmet := list(_unmet(settings)):
+        first = [pair for pair in unmet if not pair[1].comes_last]
+        for name, condition in first or unmet:
+            of = section_of()[name]
+            section = getattr(settings, of)
+            notes.append(note_on(condition.heading, name, getattr(section, name), condition.why))
+            default = getattr(type(section), name)  # a dataclass keeps it as an attribute of the class
+            settings = replace(settings, **{of: replace(section, **{name: default})})
+    return settings, notes
+
+
+def _unmet(settings: Settings) -> Iterator[tuple[str, Condition]]:
+    """Yield each flag that is set and has no effect, with the first condition that does not hold."""
+    for name, of_flag in conditions():
+        if changed(getattr(settings, section_of()[name]), [name]):
+            unmet = next((condition for condition in of_flag if not condition.holds(settings)), None)
+            if unmet is not None:
+                yield name, unmet
+
+
+def flags_with_needs() -> Iterator[tuple[str, str]]:
+    """Yield each flag with conditions, and when it has no effect, for the docs."""
+    for name, of_flag in conditions():
+        yield flag_name(name), "; ".join(dict.fromkeys(condition.why for condition in of_flag))
