@@ -1,0 +1,1 @@
+"""What ``miles init`` copies: the reward of each task, with its test."""
