@@ -64,7 +64,7 @@ TASKS = {
             "rm_type: python_code:1,custom:0.2   # the tests of the row in a sandbox, and the function below",
             _OWN,
         ],
-        128,
+        96,
     ),
     "chat": Task(
         [
@@ -77,7 +77,11 @@ TASKS = {
     "tool": Task(
         [
             {
-                "input": f"What is {a} * {b}? Call the tool, as in {_CALL.format(a=a + 1, b=b - 1)}, and then answer.",
+                "input": [  # the first call shows a small model the form
+                    {"role": "user", "content": f"What is {a - 3} * {b}?"},
+                    {"role": "assistant", "content": _CALL.format(a=a - 3, b=b)},
+                    {"role": "user", "content": f"What is {a} * {b}?"},
+                ],
                 "label": str(a * b),
             }
             for a, b in ((47, 86), (31, 45), (62, 78))

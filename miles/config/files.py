@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
@@ -23,9 +24,10 @@ from typing import Any, NoReturn
 
 import yaml
 
-from miles.base.flags import LONGEST_VALUE, Errors, collect_errors, flag_name, refuse
+from miles.base.flags import LONGEST_VALUE, Errors, FlagError, collect_errors, flag_name, refuse
 from miles.base.secrets import HIDDEN, public, public_words
 from miles.base.text import one_line
+from miles.config.evaluation import EvaluationArguments
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.model import ModelArguments, is_on_hub, local_config
 from miles.config.settings import SECTIONS, Settings
@@ -375,13 +377,27 @@ _PLAIN = re.compile(r"[A-Za-z_./][\w./+-]*(:[\w./+-]+)*")  # text that YAML read
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
-def run_config(settings: Settings, about: Iterable[str] = ()) -> str:
+# What validation fills in from other settings. A file without them follows a change of the others.
+_DERIVED = {
+    "training": ("global_batch_size",),
+    "loss": ("policy_loss",),
+    "cluster": ("rollout_num_gpus",),
+    "rollout": ("over_sampling_batch_size",),
+    "evaluation": tuple(field.name for field in fields(EvaluationArguments) if field.default is None),
+}
+
+
+def run_config(settings: Settings, about: Iterable[str] = (), given: Collection[str] = ()) -> str:
     """Return the text of run.yaml: every setting that has a value, by section, without secrets.
+
+    A value that follows from others is left out, so that overriding one of these is enough.
 
     Args:
         settings: Validated settings.
         about: Lines for the comment at its beginning.
+        given: The fields that the user has set (``Command.given``); they are never left out.
     """
+    settings = _without_derived(settings, given)
     lines = [f"# {line}".rstrip() for line in about]
     for name, section in SECTIONS.items():
         lines += _section(name, list(_entries(getattr(settings, name), section)))
@@ -389,6 +405,26 @@ def run_config(settings: Settings, about: Iterable[str] = ()) -> str:
     lines += _section(SERVER_FLAGS, [entry for prefix, words in passed_on for entry in _server_flags(prefix, words)])
     lines += _section(MEGATRON_CORE, list(_megatron_core(settings.megatron_overrides)))
     return "\n".join(lines) + "\n"
+
+
+def _without_derived(settings: Settings, given: Collection[str]) -> Settings:
+    """Return the settings without values that validation would fill in just so."""
+    from miles.config.validate import validate  # reads files by functions of this module
+
+    whole, short = validate(settings, given).settings, settings
+    for section, names in _DERIVED.items():
+        for name in names:
+            values = getattr(short, section)
+            if name in given or getattr(values, name) is None:
+                continue
+            changes: dict[str, Any] = {name: None}
+            if name == "global_batch_size" and "num_steps_per_rollout" in given:
+                changes["num_steps_per_rollout"] = settings.steps_per_pass
+            shorter = dataclasses.replace(short, **{section: dataclasses.replace(values, **changes)})
+            with suppress(FlagError):  # needed, so it follows from nothing
+                if validate(shorter, given).settings == whole:
+                    short = shorter
+    return short
 
 
 def _section(name: str, entries: list[str]) -> list[str]:

@@ -475,7 +475,7 @@ def _judge(command: Command, starts: bool) -> Validated:
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)
-    return Validated(settings, validated.readings, surprising, tuple(notes), command.choice)
+    return Validated(settings, validated.readings, surprising, tuple(notes), command.choice, command.given)
 
 
 def _with_defaults(command: Command) -> Settings:

@@ -72,6 +72,7 @@ class Validated:
         surprises: Notes on what is allowed and may surprise.
         accepted: Flags that were accepted and have no effect of their own.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
+        given: The fields that the command sets.
     """
 
     settings: Settings
@@ -79,6 +80,7 @@ class Validated:
     surprises: tuple[str, ...] = ()
     accepted: tuple[Note, ...] = ()
     choice: str = ""
+    given: frozenset[str] = frozenset()
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ class RunContext:
         notifier: Tells ``--notify-url`` how it goes.
         restarts: How many restarts are left.
         given: The flags of checkpoints as the user gave them, for run.yaml.
+        flags: The fields that the user has set.
         continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
         uploads: Takes what is saved and exported to URLs; None without one.
@@ -49,6 +50,7 @@ class RunContext:
     notifier: Notifier
     restarts: Restarts
     given: CheckpointArguments
+    flags: frozenset[str]
     continuation: Callable[[Settings], Continuation] | None
     uploads: Uploads | None = None
     before_writing: Callable[[], None] = lambda: None
@@ -204,13 +206,13 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
         found,
     )
     header = replace(header, run=RunIdentity.new().to_state())
-    config = _config(replace(settings, checkpoint=context.given), found)
+    config = _config(replace(settings, checkpoint=context.given), found, context.flags)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
     wandb_run = None if context.branch == settings.checkpoint.load else saved_wandb_run(settings.checkpoint)
     return Tracker(settings.tracking, header, sinks, config, wandb_run)
 
 
-def _config(settings: Settings, found: dict[str, Any]) -> str:
+def _config(settings: Settings, found: dict[str, Any], given: Collection[str]) -> str:
     """Return the text of run.yaml."""
     from miles.observe.tracking.provenance import in_words
 
@@ -221,4 +223,4 @@ def _config(settings: Settings, found: dict[str, Any]) -> str:
         settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
     more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
     repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
-    return run_config(settings, [*in_words(found), repeat])
+    return run_config(settings, [*in_words(found), repeat], given)

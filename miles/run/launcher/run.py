@@ -215,7 +215,8 @@ def _context(
         return Continuation(f"{__name__}:take_over", again, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
-    return RunContext(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
+    again = continuation if can_be_replaced else None
+    return RunContext(stop, files, notifier, restarts, given, validated.given, again)
 
 
 def _indented(accepted: Sequence[Note]) -> list[str]:

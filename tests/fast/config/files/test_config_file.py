@@ -1,6 +1,7 @@
 """``--config``: a YAML file means the flags that it lists, later words win, and run.yaml repeats a run."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,23 @@ def test_the_file_of_a_run_repeats_its_settings(command, tmp_path, flags):
     given = settings_of(*command(flags))
     path.write_text(run_config(given, ["a run", ""]))
     assert settings_of("--config", str(path)) == given
+
+
+def test_a_value_that_follows_from_others_is_not_pinned(command, tmp_path):
+    """One override is enough: what validation has filled in follows it, and what the user gave stays."""
+    path = tmp_path / "run.yaml"
+    flags = "--eval-prompt-data test reasoning_gym:products --eval-interval 2 --advantage-estimator gspo"
+    path.write_text(run_config(settings_of(*command(flags))))
+    assert not re.search("\n  (global_batch_size|policy_loss|eval_max_response_len|eval_top_p):", path.read_text())
+    found = settings_of("--config", str(path), "rollout_batch_size=6", "advantage_estimator=grpo", "rollout_top_p=0.9")
+    assert (found.training.global_batch_size, found.loss.policy_loss, found.evaluation.eval_top_p) == (24, "ppo", 0.9)
+
+    steps = judge(read_command(command("--num-steps-per-rollout 2")))
+    path.write_text(run_config(steps.settings, given=steps.given))
+    assert settings_of("--config", str(path), "rollout_batch_size=6").training.global_batch_size == 12
+    sized = judge(read_command(command("--global-batch-size 32 --policy-loss ppo")))
+    path.write_text(run_config(sized.settings, given=sized.given))
+    assert "global_batch_size: 32" in path.read_text() and "policy_loss: ppo" in path.read_text()
 
 
 def test_every_value_of_a_run_is_in_its_file(command):

@@ -1,0 +1,93 @@
+"""``miles init``: what it writes is tested, explained and trained as it is, by the commands that it prints."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from miles.commands import init
+from miles.config.parser import judge, read_command
+from miles.observe.run_files import RunFiles
+from tests.fast.docs.tutorial_page import MILES, REPO
+
+SHORT = ["--num-rollout", "2", "--n-samples-per-prompt", "2", "--fp32"]
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    """The tiny model with more positions: its tokens are bytes."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return str(folder)
+
+
+def begin(task, model, tmp_path, capsys):
+    """Run ``miles init`` and the test of the reward; return the folder, and the commands that were printed."""
+    assert init.main([str(tmp_path / "mine"), "--task", task, "--model", model]) == 0
+    folder = tmp_path / "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["data.jsonl", "reward.py", "run.yaml"]
+    assert len([json.loads(row) for row in (folder / "data.jsonl").read_text().splitlines()]) == 3
+    return folder, capsys.readouterr().out.splitlines()[-4:]
+
+
+@pytest.mark.parametrize("task", init.TASKS)
+def test_the_reward_has_a_test_that_can_fail(task, model, tmp_path, capsys):
+    folder, _ = begin(task, model, tmp_path, capsys)
+    environ = os.environ | {"PYTHONPATH": str(REPO)}
+    assert subprocess.run([sys.executable, "reward.py"], cwd=folder, env=environ).returncode == 0
+    text = (folder / "reward.py").read_text()
+    wrong = text.replace("float(", "float(not ").replace("share / 2", "share").replace("0.5 * has_called", "has_called")
+    (folder / "reward.py").write_text(wrong)
+    assert subprocess.run([sys.executable, "reward.py"], cwd=folder, env=environ, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("task", init.TASKS)
+def test_the_settings_are_read_without_a_surprise(task, model, tmp_path, capsys, monkeypatch):
+    folder, _ = begin(task, model, tmp_path, capsys)
+    monkeypatch.chdir(folder)
+    validated = judge(read_command(["--config", "run.yaml"]))
+    assert validated.settings.training.use_dynamic_batch_size and not validated.accepted
+    assert 10 <= len([line for line in (folder / "run.yaml").read_text().splitlines() if line[0] != "#"]) <= 16
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=[pytest.mark.slow] if task != "math" else []) for task in init.TASKS]
+)
+@pytest.mark.timeout(600)
+def test_the_printed_commands_train(task, model, tmp_path, capsys):
+    folder, commands = begin(task, model, tmp_path, capsys)
+    assert [line.split()[0:2] for line in commands] == [
+        ["cd", str(folder)],
+        ["miles", "explain"],
+        ["miles", "train"],
+        ["miles", "report"],
+    ]
+    (tmp_path / "miles").write_text(MILES)
+    (tmp_path / "miles").chmod(0o755)
+    environ = os.environ | {
+        "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPO),
+        "TUTORIAL_PYTHON": sys.executable,
+        "TUTORIAL_FLAGS": " ".join(SHORT),
+    }
+    lines = [*commands[:3], f"{commands[3]} --static page.html"]  # a page in a file: it is not served
+    ended = subprocess.run(
+        ["bash", "-euc", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = RunFiles(folder / "outputs" / "run").read_metrics()
+    assert [row["step"] for row in rows] == [1, 2] and (folder / "page.html").is_file()
+
+
+def test_a_folder_with_files_is_left_alone(model, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").touch()
+    with pytest.raises(SystemExit) as ended:
+        init.main([str(mine), "--model", model])
+    assert ended.value.code == 2 and "holds files already; give a new folder" in capsys.readouterr().err
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
