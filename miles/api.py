@@ -20,9 +20,10 @@ from miles.compat.border import read_command
 from miles.config import explain as explanations
 from miles.config import settings as sections
 from miles.config.checkpoint import CheckpointArguments
-from miles.config.files import FLAG, run_config
+from miles.config.files import FLAG
 from miles.config.notes import grouped
 from miles.config.parser import Command, judge, judge_with_hub
+from miles.config.run_file import run_config
 from miles.config.validate import Validated, validate
 from miles.observe import run_files
 from miles.observe.health import MetricsFile, verdicts

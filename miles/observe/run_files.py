@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from miles.base.disk_faults import naming_disk
 from miles.base.secrets import public
-from miles.config import files as run_config
+from miles.config import run_file
 
 # Keep metrics.jsonl within a bound (``--metrics-max-mb``): old rows get sparse, and the newest stay whole.
 
@@ -512,7 +512,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
 REPORT = "report.html"
-CONFIG = run_config.FILE_NAME
+CONFIG = run_file.FILE_NAME
 ENDED_EARLY = "ended-early.json"  # of a run that came to its end before the last of its steps
 _OF_RUN = (METRICS, SAMPLES, CONFIG, ENDED_EARLY, FILE_NAME)  # no command can write them again
 

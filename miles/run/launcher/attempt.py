@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.config.checkpoint import default_remote_cache
-from miles.config.files import FILE_NAME, run_config
+from miles.config.run_file import FILE_NAME, run_config
 
 if TYPE_CHECKING:
     from miles.config.checkpoint import CheckpointArguments

@@ -7,7 +7,7 @@ import pytest
 
 from miles.base.secrets import HIDDEN, public, secrets_in
 from miles.config.checkpoint import CheckpointArguments, explain_checkpoint
-from miles.config.files import run_config
+from miles.config.run_file import run_config
 
 URL = "memory://bucket/run"
 

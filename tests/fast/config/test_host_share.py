@@ -9,8 +9,8 @@ from miles.base import host as machine
 from miles.compat import border
 from miles.config import host_share, parser
 from miles.config.explain import explain
-from miles.config.files import run_config
 from miles.config.host_share import host_line
+from miles.config.run_file import run_config
 from miles.run.launcher import run as launcher
 from miles.run.placement import use_threads
 

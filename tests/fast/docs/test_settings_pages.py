@@ -7,8 +7,8 @@ import pytest
 
 from miles.commands import quickstart, sweep, train
 from miles.compat.border import read_command
-from miles.config.files import run_config
 from miles.config.parser import judge
+from miles.config.run_file import run_config
 from tests.fast.docs.tutorial_page import REPO
 
 

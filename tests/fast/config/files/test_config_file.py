@@ -11,8 +11,9 @@ import pytest
 from miles.base.flags import Errors, FlagError
 from miles.base.secrets import public_words
 from miles.compat.border import read_command
-from miles.config.files import expand_configs, run_config
+from miles.config.files import expand_configs
 from miles.config.parser import build_parser, judge
+from miles.config.run_file import run_config
 from miles.config.settings import Settings
 
 REPO = Path(__file__).parents[4]

@@ -11,7 +11,7 @@ from pathlib import Path
 from miles.compat.border import read_command
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.evaluation import EvaluationArguments
-from miles.config.files import run_config
+from miles.config.run_file import run_config
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
 from miles.observe.run_files import RunHeader
