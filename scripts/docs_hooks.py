@@ -75,6 +75,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": _recipes,
     "reproductions": _reproductions,
     "kill campaign": _kill_campaign,
+    "functions of yours": lambda: _module("scripts.pages.launch_scripts").functions_table(),
     "layouts": lambda: (ROOT / "tests/fast/training/megatron/layouts.md").read_text(encoding="utf-8"),
 }
 

@@ -11,6 +11,7 @@ from miles.config.checkpoint import explain_checkpoint
 from miles.config.cluster import explain_cluster
 from miles.config.components import engine_spec
 from miles.config.critic import explain_critic
+from miles.config.functions import explain_functions
 from miles.config.host_share import host_line
 from miles.config.lora import explain_lora
 from miles.config.model import explain_reference
@@ -49,6 +50,7 @@ def explain(validated: Validated) -> str:
         ("Notes", list(validated.surprises)),
         ("Accepted (--strict-flags refuses what has no effect)", grouped(validated.accepted)),
         ("Without effect in this run", without_effect(settings)),
+        ("Your functions", [*explain_functions(settings)]),
         ("Files", _files(settings)),
         ("Processes", _processes(settings)),
     ]

@@ -11,7 +11,7 @@ import miles
 from miles.base.flags import LONGEST_VALUE, Errors, flag_name
 from miles.base.text import one_line
 from miles.base.user_code import PICKLED, missing_name, module_files
-from miles.config.settings import Settings
+from miles.config.settings import Settings, section_of
 from miles.tasks.environments.chosen import FLAG as ENVIRONMENT
 from miles.tasks.environments.chosen import read_choice
 
@@ -21,86 +21,140 @@ class Hook:
     """Describe the function that a flag names.
 
     Attributes:
-        section: The section of the flag, a field of ``Settings``.
         signature: The function to write.
+        runs: Where it runs, and when.
+        changes: What it may change.
     """
 
-    section: str
     signature: str
+    runs: str
+    changes: str
 
 
 HOOKS = {
-    "custom_rm_path": Hook("reward", "async def reward(samples: Sequence[Sample]) -> list[float] (miles.types.sample)"),
+    "custom_rm_path": Hook(
+        "async def reward(samples: Sequence[Sample]) -> list[float] (miles.types.sample)",
+        "processes of its own, once per group of answers",
+        "the rewards of the answers",
+    ),
     "rollout_function_path": Hook(
-        "rollout",
         "async def rollout(iteration: int, tools: RolloutTools) -> list[PromptGroup] (miles.rollout.hooks)",
+        "the rollout process, once per iteration",
+        "the groups that an iteration trains on",
     ),
     "custom_generate_function_path": Hook(
-        "rollout", "async def generate(trajectory: Trajectory) -> None (miles.rollout.trajectory)"
+        "async def generate(trajectory: Trajectory) -> None (miles.rollout.trajectory)",
+        "the rollout process, once per trajectory",
+        "the trajectory",
     ),
     "dynamic_sampling_filter_path": Hook(
-        "rollout", "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)"
+        "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)",
+        "the rollout process, once per scored group",
+        "whether the group is trained on",
     ),
     "buffer_filter_path": Hook(
-        "rollout",
         "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
         "(miles.rollout.hooks)",
+        "the rollout process, when an iteration takes groups that wait",
+        "which of them it takes",
     ),
     "rollout_sample_filter_path": Hook(
-        "rollout", "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.types.sample)"
+        "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.types.sample)",
+        "the rollout process, once per iteration",
+        "which samples are trained on",
     ),
     "rollout_all_samples_process_path": Hook(
-        "rollout", "def look(args, groups: list[list[Sample]], source) -> None (miles.types.sample)"
+        "def look(args, groups: list[list[Sample]], source) -> None (miles.types.sample)",
+        "the rollout process, once per iteration",
+        "nothing of the run",
     ),
     "custom_rollout_log_function_path": Hook(
-        "rollout",
         "def log(iteration: int, args, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool",
+        "the rollout process, once per iteration",
+        "the metrics of the iteration",
     ),
     "custom_convert_samples_to_train_data_path": Hook(
-        "rollout", "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks)"
+        "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks)",
+        "the rollout process, once per iteration",
+        "all that is trained on",
     ),
     "custom_reward_post_process_path": Hook(
-        "reward", "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.types.sample)"
+        "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.types.sample)",
+        "the rollout process, once per iteration",
+        "rewards, and advantages of samples",
     ),
     "eval_function_path": Hook(
-        "evaluation",
         "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.hooks)",
+        "the rollout process, once per evaluation",
+        "the metrics of the evaluation",
     ),
     "custom_eval_rollout_log_function_path": Hook(
-        "evaluation", "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool"
+        "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool",
+        "the rollout process, once per evaluation",
+        "the metrics of the evaluation",
     ),
     "curriculum_path": Hook(
-        "data",
         "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None "
         "(miles.tasks.data.curriculum)",
+        "the rollout process, before each iteration",
+        "which prompts are drawn",
     ),
     "data_source_path": Hook(
-        "data", "class Source: __init__(args), draw(n), state() and restore(state) (miles.tasks.data.custom_source)"
+        "class Source: __init__(args), draw(n), state() and restore(state) (miles.tasks.data.custom_source)",
+        "the rollout process, whenever prompts are drawn",
+        "the prompts, and their position in checkpoints",
     ),
     "custom_tis_function_path": Hook(
-        "loss", "def weights(inputs: ImportanceInputs) -> torch.Tensor (miles.objective.hooks)"
+        "def weights(inputs: ImportanceInputs) -> torch.Tensor (miles.objective.hooks)",
+        "each trainer rank, once per micro-batch",
+        "the weights of token losses",
     ),
     "custom_loss_function_path": Hook(
-        "loss",
-        "def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict] (miles.objective.hooks), or def loss(args, batch, "
-        "logits, sum_of_sample_mean)",
+        "def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict] (miles.objective.hooks), or "
+        "def loss(args, batch, logits, sum_of_sample_mean)",
+        "each trainer rank, once per micro-batch",
+        "the loss and its metrics",
     ),
     "rollout_data_postprocess_path": Hook(
-        "loss", "def change(args, rollout_id: int, rollout_data: dict[str, list]) -> None (docs/objective-hooks.md)"
+        "def change(args, rollout_id: int, rollout_data: dict[str, list]) -> None (docs/objective-hooks.md)",
+        "each trainer rank, once per iteration",
+        "the scored columns of the iteration",
     ),
-    "custom_pg_loss_reducer_function_path": Hook("loss", "def reducer(inputs: ReducerInputs) (miles.objective.hooks)"),
+    "custom_pg_loss_reducer_function_path": Hook(
+        "def reducer(inputs: ReducerInputs) (miles.objective.hooks)",
+        "each trainer rank, once per micro-batch",
+        "the sum of token losses",
+    ),
     "custom_advantage_function_path": Hook(
-        "loss", "def advantages(samples: AdvantageSamples) -> list[float] (miles.objective.hooks)"
+        "def advantages(samples: AdvantageSamples) -> list[float] (miles.objective.hooks)",
+        "the rollout process for samples, each trainer rank for trajectories",
+        "the advantages",
     ),
     "custom_policy_loss_function_path": Hook(
-        "loss", "def token_losses(inputs: PolicyLossInputs) -> torch.Tensor (miles.objective.hooks)"
+        "def token_losses(inputs: PolicyLossInputs) -> torch.Tensor (miles.objective.hooks)",
+        "each trainer rank, once per micro-batch",
+        "the loss of each token",
     ),
 }
 
 
 def names_functions(settings: Settings) -> bool:
     """Return whether the command names a function of the user's."""
-    return any(getattr(getattr(settings, hook.section), field) is not None for field, hook in HOOKS.items())
+    return any(True for _ in given_functions(settings))
+
+
+def given_functions(settings: Settings) -> Iterator[tuple[str, Hook, str]]:
+    """Yield each field that names a function of the user's, what is known of it, and its import path."""
+    for field, hook in HOOKS.items():
+        path = getattr(getattr(settings, section_of()[field]), field)
+        if path is not None:
+            yield field, hook, path
+
+
+def explain_functions(settings: Settings) -> Iterator[str]:
+    """Yield a line for each function of the user's."""
+    for field, hook, path in given_functions(settings):
+        yield f"{flag_name(field)} {path}: runs in {hook.runs}; it may change {hook.changes}"
 
 
 def check_function_paths(settings: Settings, errors: Errors) -> None:
@@ -121,10 +175,8 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
 
 def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
     """Yield each field that has an import path, the flag as a message shows it, the path, and what it names."""
-    for field, hook in HOOKS.items():
-        path = getattr(getattr(settings, hook.section), field)
-        if path is not None:
-            yield field, flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
+    for field, hook, path in given_functions(settings):
+        yield field, flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
     environment = settings.rollout.environment
     if environment is None:
         return
@@ -153,12 +205,6 @@ def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
     if all(part.isidentifier() for part in (*module.split("."), name)):
         return None
     return f"names no {kind} of a module; write module:{kind} or module.{kind}"
-
-
-def signatures() -> Iterator[tuple[str, str]]:
-    """Yield each flag that names a function, and the function's signature."""
-    for field, hook in HOOKS.items():
-        yield flag_name(field), hook.signature
 
 
 def has_source(path: str) -> bool:

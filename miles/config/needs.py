@@ -21,7 +21,7 @@ from miles.config.lora import counts_experts
 from miles.config.model import readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
 from miles.config.parallel import same_budget
-from miles.config.settings import SECTIONS, Settings
+from miles.config.settings import SECTIONS, Settings, section_of
 from miles.models.packing import why_not_shared
 from miles.objective.canary import mass_is_known
 from miles.objective.chosen import build_objective
@@ -190,12 +190,6 @@ _HEADINGS = {
     "no --device cpu": MEMORY,
     "--rollout-engine torch": OTHER_PART,
 }
-
-
-@cache
-def section_of() -> dict[str, str]:
-    """Return the section of each field. Names are unique over all sections."""
-    return {field.name: name for name, section in SECTIONS.items() for field in fields(section)}
 
 
 def read_needs(text: str) -> list[Condition]:

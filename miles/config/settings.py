@@ -1,6 +1,7 @@
 """Hold all sections of one run, frozen, and derive what depends on several of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -226,3 +227,9 @@ SECTIONS: dict[str, type] = {
     for name, hint in get_type_hints(Settings).items()
     if hasattr(hint, "__dataclass_fields__") and hint is not ServerFlags
 }
+
+
+@cache
+def section_of() -> dict[str, str]:
+    """Return the section of each flag, by field name. Names are unique over all sections."""
+    return {field.name: name for name, section in SECTIONS.items() for field in fields(section)}

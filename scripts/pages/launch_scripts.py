@@ -11,7 +11,7 @@ from miles.compat.custom_config import MISMATCH_FUNCTIONS
 from miles.compat.functions import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, MULTI_TURN
 from miles.compat.spellings import CKPT_STEP, ESTIMATOR, OTHER_VALUES
 from miles.compat.verdicts import FOREIGN_FLAGS, Foreign
-from miles.config.functions import signatures
+from miles.config.functions import HOOKS
 from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
 from miles.config.megatron.normalize import NOT_LATENT, OF_LATENT_ROPE
 from miles.config.megatron.overrides import (
@@ -232,9 +232,16 @@ def _functions() -> Iterator[str]:
             continue
         yield f"| `{flag}` | `{path}` | refused: {instead} |"
     yield from ("", "Any other function of theirs is refused with the signature to write:", "")
-    yield from ("| flag | signature |", "|---|---|")
-    yield from (f"| `{flag}` | `{_cell(signature)}` |" for flag, signature in signatures())
-    yield ""
+    yield from (functions_table(), "")
+
+
+def functions_table() -> str:
+    """Return the table of the functions that users can write: signature, where each runs, and what it may change."""
+    rows = (
+        f"| `{flag_name(field)}` | `{_cell(hook.signature)}` | {hook.runs} | {hook.changes} |"
+        for field, hook in HOOKS.items()
+    )
+    return "\n".join(["| flag | signature | runs in | may change |", "|---|---|---|---|", *rows])
 
 
 def _idle() -> Iterator[str]:

@@ -173,22 +173,21 @@ def check_columns(settings: Settings, errors: Errors) -> None:
 
     Loading reports a line that cannot be read, and a column that a later line lacks.
     """
-    if not errors.none_about("rm_type"):  # the reward decides whether rows need labels
-        return
-    for source, own, field, name in _columns(settings):
+    reads_labels = errors.none_about("rm_type") and not settings.reward.labels_optional  # a wrong one says nothing
+    for source, own, field, name in _columns(settings, reads_labels):
         row = _first_row(source) if errors.none_about(field) else None
         if row is not None and name not in row and find_column(row, name) is None:
             rule = f"the first line of {source} has no such column"
             errors.refuse(field, name, rule, f"{columns_to_choose(row, name)}; choose one with {flag_name(own)}")
 
 
-def _columns(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
+def _columns(settings: Settings, reads_labels: bool) -> Iterator[tuple[str, str, str, str]]:
     """Yield what every row needs: source, the flag that can choose the column, the flag that has chosen it, its name.
 
     The columns of evaluation are those of training if no flag of its own chooses them.
     """
     data, evaluation = settings.data, settings.evaluation
-    keys = ["input_key"] if settings.reward.labels_optional else ["input_key", "label_key"]
+    keys = ["input_key", "label_key"] if reads_labels else ["input_key"]
     if not settings.rollout.loads_samples and data.data_source_path is None:
         for source in (data.prompt_data,) if data.prompt_mix is None else data.prompt_mix[1::2]:
             for key in keys[:1] if settings.reads_conversations else keys:

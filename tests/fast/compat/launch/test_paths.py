@@ -8,8 +8,9 @@ import pytest
 from miles.base.flags import flag_name
 from miles.base.user_code import load_function
 from miles.compat.functions import FLAGS_INSTEAD, KNOWN
+from miles.config.explain import explain
 from miles.config.functions import HOOKS
-from miles.config.settings import SECTIONS, Settings
+from miles.config.settings import SECTIONS
 
 
 def test_every_known_function_of_ours_exists():
@@ -18,9 +19,13 @@ def test_every_known_function_of_ours_exists():
         assert ours is None or load_function(ours, flag)
 
 
-def test_every_hook_is_a_field_of_its_section():
-    settings = Settings()
-    assert all(hasattr(getattr(settings, hook.section), field) for field, hook in HOOKS.items())
+def test_a_run_with_functions_of_the_user_says_where_they_run(accepted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def marked(args, groups): ...\n")
+    text = explain(accepted("--rollout-sample-filter-path mine:marked"))
+    line = "--rollout-sample-filter-path mine:marked: runs in the rollout process, once per iteration; it may change"
+    assert line in " ".join(text.split())
+    assert "Your functions" not in explain(accepted())
 
 
 @pytest.mark.parametrize("package", ["miles", "slime"])

@@ -86,8 +86,8 @@ def test_conversations_have_no_labels(refusals, judged):
     assert judged(given, text=text, without="--rm-type --n-samples-per-prompt")
 
 
-def test_a_wrong_reward_is_reported_alone(refusals):
-    (message,) = refusals("--rm-type math:x --label-key answr")
+def test_a_wrong_reward_says_nothing_on_labels(refusals):
+    (message,) = refusals("--rm-type math:x --input-key question --label-key answr")
     assert message.startswith("--rm-type")
 
 
@@ -102,3 +102,8 @@ def test_empty_lines_before_the_first_are_skipped_and_later_ones_not_read(refusa
     text = f"\n \n{TEXT}not JSON\n"
     label = "--label-key answer.text"
     assert judged(f"--input-key question {label}", text=text) and refusals(label, text=text)
+
+
+def test_a_reward_without_labels_hides_no_missing_column(refusals):
+    found = refusals("--rm-type math", without="--rm-type")
+    assert [message.split(":")[0] for message in found] == ["--rm-type math", "--input-key input"]
