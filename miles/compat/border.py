@@ -32,6 +32,7 @@ from miles.compat.spellings import (
     read_step,
     read_teacher,
     read_values,
+    remarks,
 )
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config import files, parser
@@ -180,6 +181,7 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
         elsewhere=ELSEWHERE,
         megatron=[flag for flag in named if FOREIGN_FLAGS[flag].is_megatron],
         later=partial(notes, rewritten=rewritten),
+        remarks=remarks,
     )
 
 

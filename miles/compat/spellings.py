@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from miles.base.text import one_line
 from miles.compat.functions import ZERO_REWARD, our_function
 from miles.compat.line import Line
 from miles.compat.verdicts import table
+from miles.config.abilities import reads_megatron_flags
 from miles.config.checkpoint import CheckpointArguments, checkpoint_name
 from miles.config.notes import NO_EFFECT, READ_AS, SPEED, Note, written
 from miles.config.settings import Settings
@@ -21,6 +23,8 @@ from miles.tasks.rewards.settings import RewardArguments
 ESTIMATOR = ("--advantage-estimator", "on_policy_distillation")
 CKPT_STEP = "--ckpt-step"
 OF_EVAL_SERVERS = "--eval-sglang-"
+# Defaults of related launchers for FSDP; here both backends have the same.
+ON_FSDP = {"weight_decay": "0", "adam_beta2": "0.95", "lr_decay_style": "constant"}
 CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
 _TABLE = table("values")
@@ -160,3 +164,36 @@ def check_reference(settings: Settings, errors: Errors) -> None:
 
 def _is_ours(folder: Path) -> bool:
     return any(folder.glob("manifest.json")) or any(folder.glob("*/manifest.json")) or (folder / "config.json").exists()
+
+
+def remarks(settings: Settings, given: Collection[str]) -> Iterator[str]:
+    """Yield notes on what has another default or meaning in related launchers.
+
+    Args:
+        settings: The settings of a valid run.
+        given: The fields that the command sets.
+    """
+    yield from _on_initial_weights(settings, given)
+    relied_on = [name for name in ON_FSDP if name not in given]
+    if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
+        here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
+        there = ", ".join(ON_FSDP[name] for name in relied_on)
+        yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
+
+
+def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[str]:
+    """Yield a note on a reference that is another model than the policy's first weights, which it would be elsewhere.
+
+    Related launchers do so with Megatron, their default. With FSDP theirs starts as here.
+    """
+    reference, model, load = settings.model.ref_load, settings.model.hf_checkpoint, settings.checkpoint.load
+    if reference is None or model is None or not settings.loss.needs_reference or Path(reference) == Path(model):
+        return
+    names_fsdp = "train_backend" in given and not reads_megatron_flags(settings)
+    resumes = load is not None and any(Path(load).glob("*/manifest.json"))
+    if not names_fsdp and not resumes:
+        yield (
+            f"--ref-load {reference}: the reference of the KL only; the policy starts from --hf-checkpoint {model}. "
+            "Related launchers start it from --ref-load too if --load has no checkpoint; for that give --hf-checkpoint "
+            f"{reference}"
+        )

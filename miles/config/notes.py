@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from miles.base.flags import changed, flag_name
 from miles.base.secrets import public_words
-from miles.config.abilities import reads_megatron_flags
 from miles.config.megatron.fields import DESTINATION
 from miles.config.settings import Settings
 
@@ -42,9 +40,6 @@ OTHERS = "flags of other launchers"
 
 EXPERT_BIAS = DESTINATION + "moe_router_enable_expert_bias"
 EXPERT_BIAS_RATE = DESTINATION + "moe_router_bias_update_rate"
-
-# Defaults of related launchers for FSDP; here both backends have the same.
-ON_FSDP = {"weight_decay": "0", "adam_beta2": "0.95", "lr_decay_style": "constant"}
 
 
 @dataclass(frozen=True)
@@ -155,32 +150,8 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
         yield "bf16 is emulated: this CPU has no bf16 arithmetic; --fp32 may be faster, and takes more memory"
     if settings.megatron.optimizer_cpu_offload and on_cpu:
         yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
-    yield from _on_initial_weights(settings, given)
     if EXPERT_BIAS in given and EXPERT_BIAS_RATE not in given:
         yield (
             "--moe-router-enable-expert-bias: biases of experts stay those of the checkpoint; Megatron updates them at "
             "--moe-router-bias-update-rate 0.001 if it is not given"
-        )
-    relied_on = [name for name in ON_FSDP if name not in given]
-    if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
-        here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
-        there = ", ".join(ON_FSDP[name] for name in relied_on)
-        yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
-
-
-def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[str]:
-    """Yield a note on a reference that is another model than the policy's first weights, which it would be elsewhere.
-
-    Related launchers do so with Megatron, their default. With FSDP theirs starts as here.
-    """
-    reference, model, load = settings.model.ref_load, settings.model.hf_checkpoint, settings.checkpoint.load
-    if reference is None or model is None or not settings.loss.needs_reference or Path(reference) == Path(model):
-        return
-    names_fsdp = "train_backend" in given and not reads_megatron_flags(settings)
-    resumes = load is not None and any(Path(load).glob("*/manifest.json"))
-    if not names_fsdp and not resumes:
-        yield (
-            f"--ref-load {reference}: the reference of the KL only; the policy starts from --hf-checkpoint {model}. "
-            "Related launchers start it from --ref-load too if --load has no checkpoint; for that give --hf-checkpoint "
-            f"{reference}"
         )

@@ -204,6 +204,7 @@ class Command:
         is_strict: Whether flags without effect are errors.
         words: Its words as they were written, in which no ``@file``, no ``--config`` and no keyword is left.
         later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
+        remarks: Yields notes on a valid run, by its settings and the fields that the command sets.
     """
 
     settings: Settings
@@ -218,6 +219,7 @@ class Command:
     is_strict: bool = False
     words: tuple[str, ...] = ()
     later: Callable[[Settings, Errors], list[Note]] = lambda settings, errors: []
+    remarks: Callable[[Settings, Collection[str]], Iterable[str]] = lambda settings, given: ()
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -269,6 +271,7 @@ def read_words(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     megatron: Sequence[str] = (),
     later: Callable[[Settings, Errors], list[Note]] = Command.later,
+    remarks: Callable[[Settings, Collection[str]], Iterable[str]] = Command.remarks,
 ) -> Command:
     """Read words of our own sections, of Megatron and of SGLang.
 
@@ -280,6 +283,7 @@ def read_words(
         elsewhere: Flags that exist elsewhere, and what to add if one of them is suggested.
         megatron: Further flags of Megatron in the command, which choose its backend too.
         later: Judges, with the settings, what the words do not hold.
+        remarks: Yields notes on the valid run.
 
     Raises:
         FlagError: The words after an error cannot be read.
@@ -300,7 +304,7 @@ def read_words(
     written = flags_in(expanded.words)
     given = sorted([*given, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
     command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), errors)
-    return replace(command, origins=expanded.origins, words=tuple(expanded.words), later=later)
+    return replace(command, origins=expanded.origins, words=tuple(expanded.words), later=later, remarks=remarks)
 
 
 def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[str]:
@@ -471,7 +475,8 @@ def _judge(command: Command, starts: bool) -> Validated:
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
     not_now = (f"a start on this host would be refused: {message}" for message in of_start.messages)
-    further = (*not_now, *notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
+    of_run = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
+    further = (*not_now, *of_run, *command.remarks(settings, command.given))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)

@@ -37,7 +37,7 @@ _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FieldVerdict:
     """Say what becomes of a field that a flag sets.
 
     Attributes:
@@ -71,7 +71,7 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     return replace(settings, megatron_overrides=tuple(kept)), notes
 
 
-def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any]) -> Verdict:
+def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any]) -> FieldVerdict:
     """Judge a field under ``--train-backend megatron``.
 
     Args:
@@ -82,21 +82,21 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[s
     """
     name, shown = field.name, _shown(field, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
-        return Verdict(value)
+        return FieldVerdict(value)
     why = _why_without_effect(name, shape, given)
     if why is not None:
-        return Verdict(note=Note(NO_EFFECT, shown, why))
+        return FieldVerdict(note=Note(NO_EFFECT, shown, why))
     if name in shape:
-        return Verdict(value)
+        return FieldVerdict(value)
     if name in _RECOMPUTE:
         return _judge_recomputation(name, value, shown, given)
     if name in FREE_FIELDS:
         heading, why = FREE_FIELDS[name]
-        return Verdict(note=Note(heading, shown, why))
+        return FieldVerdict(note=Note(heading, shown, why))
     waits_for_shape = name in SHAPE_FIELDS and not shape
     if name not in TRIED and name not in FIXED and not waits_for_shape and _asks_for_nothing(field, value):
-        return Verdict(note=Note(SAME, shown, "the value that asks for nothing"))
-    return Verdict(value)
+        return FieldVerdict(note=Note(SAME, shown, "the value that asks for nothing"))
+    return FieldVerdict(value)
 
 
 def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, Any]) -> str | None:
@@ -117,34 +117,34 @@ def _asks_for_nothing(field: MegatronField, value: Any) -> bool:
     return value == field.default or asks_for_nothing(field.name, value)
 
 
-def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any]) -> Verdict:
+def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any]) -> FieldVerdict:
     """Recomputation changes no result: any kind of it is that of whole layers, one by one."""
     wanted = FIXED[name][0]
     if "recompute_granularity" not in given and name != "recompute_granularity":
-        return Verdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))
+        return FieldVerdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))
     note = None if value == wanted else Note(MEMORY, shown, "recomputation is that of whole layers, one by one")
-    return Verdict(wanted, note)
+    return FieldVerdict(wanted, note)
 
 
 def _judge_without_megatron(
     field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any], errors: Errors
-) -> Verdict:
+) -> FieldVerdict:
     """Drop a field, or refuse it if it says something else than the model's config or changes the result."""
     shown = _shown(field, value)
     unread = _why_without_effect(field.name, shape, given)
     if unread is not None:
-        return Verdict(note=Note(NO_EFFECT, shown, unread))
+        return FieldVerdict(note=Note(NO_EFFECT, shown, unread))
     why = "Megatron's, and --train-backend fsdp trains"
     is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
     says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
     if not repeats(value, shape[field.name]) if field.name in shape else says_more:
         errors.add(contradiction(field.name, value, field.flag, shape))
-        return Verdict()
+        return FieldVerdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
     if not harmless and not _asks_for_nothing(field, value):
         errors.add(f"{shown}: {refusal_of(field.name)}; drop it")
-        return Verdict()
-    return Verdict(note=Note(OTHER_PART, shown, why))
+        return FieldVerdict()
+    return FieldVerdict(note=Note(OTHER_PART, shown, why))
 
 
 def _shape(settings: Settings) -> dict[str, Any] | None:

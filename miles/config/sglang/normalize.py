@@ -1,4 +1,4 @@
-"""Read the flags of SGLang's servers as other launchers do: earlier names, and what the launcher sets itself."""
+"""Read the flags of SGLang's servers: earlier names, and what the run sets itself or does without."""
 
 from __future__ import annotations
 
