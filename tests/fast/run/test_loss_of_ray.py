@@ -15,7 +15,7 @@ import ray.exceptions
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.parser import parse
 from miles.run import stop_requests
-from miles.run.failures import WorkerLost, exit_with_message
+from miles.run.failures import ActorLost, exit_with_message
 from miles.run.launcher import run
 from miles.run.restarts import Restarts, with_restarts
 from miles.run.session import keeping_logs
@@ -143,7 +143,7 @@ def test_a_worker_that_a_signal_has_ended_is_no_failure(capsys):
 
     def attempt(settings):
         attempts.append(settings)
-        raise WorkerLost(None, "trainer rank 0 died")
+        raise ActorLost(None, "trainer rank 0 died")
 
     with stop.listening(), stop.finish_first(), pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
@@ -185,14 +185,14 @@ def test_no_logs_are_kept_and_nothing_restarts_after_a_signal_that_a_worker_has_
 def test_a_worker_that_died_by_itself_leaves_later_signals_to_the_run():
     stop, files = StopRequests(60.0), Files()
     with stop.listening():
-        with pytest.raises(WorkerLost), keeping_logs(files, stop):
-            raise WorkerLost(None, "trainer rank 0 died")
+        with pytest.raises(ActorLost), keeping_logs(files, stop):
+            raise ActorLost(None, "trainer rank 0 died")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert files.kept == ["logs"]
 
 
-@pytest.mark.parametrize("error", [OSError("a failure of its own"), WorkerLost(None, "trainer rank 0 died")], ids=repr)
+@pytest.mark.parametrize("error", [OSError("a failure of its own"), ActorLost(None, "trainer rank 0 died")], ids=repr)
 def test_the_logs_of_a_failure_are_kept(error):
     stop, files = StopRequests(60.0), Files()
     with stop.listening(), pytest.raises(type(error)), keeping_logs(files, stop):

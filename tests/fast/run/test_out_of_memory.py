@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from miles.engine.base import ServerFailed
-from miles.rollout.workers.pool import ActorLost as GenerationWorkerLost
+from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
 from miles.run import engine_actors
 from miles.run.engine_actors import GenerationActor, RayWorker
 from miles.run.failures import in_one_line, is_death

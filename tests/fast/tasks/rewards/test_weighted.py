@@ -33,7 +33,7 @@ def test_names_and_weights_are_read_as_they_are_written(data, chosen):
         ("math:nan,length", "is no weight"),
         ("math:,length", "is no weight"),
         ("math,", "no such reward as ''"),
-        ("custom", "no such reward as 'custom'"),
+        ("custom", "alone names no reward"),
     ],
 )
 def test_faults_in_the_weights(rm_type, fault):
