@@ -34,7 +34,7 @@ def run(tiny_model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"{i} + 1 = ", "label": str(i + 1)}) + "\n" for i in range(3)))
     flags = f"--hf-checkpoint {tiny_model} --prompt-data {prompts} --label-key label --rm-type length --num-rollout 2"
-    flags += f" --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 6"
+    flags += " --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 6"
     flags += f" --fp32 --device cpu --output-dir {tmp_path / 'run'}"
     flags += f" --save {tmp_path / 'run' / 'saved'} --eval-prompt-data own {prompts} --eval-interval 1"
     settings = judge(read_command(flags.split())).settings
