@@ -219,4 +219,5 @@ class Run:
 
         file = MetricsFile(self.folder / METRICS)
         file.refresh()
-        return pandas.DataFrame([verdict.to_json() for verdict in verdicts(file)]).set_index("rule")
+        found = verdicts(file, self.settings)
+        return pandas.DataFrame([verdict.to_json() for verdict in found]).set_index("rule")

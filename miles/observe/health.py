@@ -6,15 +6,16 @@ import json
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from miles.observe import run_files
 from miles.tasks.rewards.passing import deciding_part
 
+Settings = Mapping[str, Mapping[str, Any]]  # section to field to value, as run.json has them
 READ_AT_ONCE = 1 << 24
 _NUMBERS = {int, float}
 
@@ -54,6 +55,10 @@ class MetricsFile:
     def column(self, name: str) -> Sequence[float]:
         """Return one value per step; all NaN if no step has the metric."""
         return self._columns.get(name) or array("d", [math.nan]) * len(self._steps)
+
+    def is_zero(self, name: str, least: float) -> bool:
+        """Return whether every measurement is ``least`` or nearer to zero."""
+        return all(not abs(value) > least for value in self.column(name))
 
     def refresh(self) -> bool:
         """Read the complete lines that were added; return whether anything changed.
@@ -166,46 +171,55 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
-# Choose the curves of the page and the figures at its head.
+# The charts of the page: which metrics it shows, by question, under which name and unit.
 
 
-# Metric, title, what the reader should know. They come first, in this order, if the run has them.
-_LEARNING = (
-    ("rollout/reward", "Reward", "mean of the iteration"),
-    ("rollout/response_length", "Response length", "tokens, mean of the iteration"),
-    ("rollout/truncated_fraction", "Truncated answers", "share of the iteration"),
-    ("rollout/zero_std_groups", "Groups without spread", "share whose answers all have one reward"),
-    ("train/pg_loss", "Policy loss", "aggregated as the objective says"),
-    ("train/value_loss", "Value loss", "of the critic"),
-    ("train/explained_variance", "Explained variance", "of the returns, by the critic"),
-    ("train/entropy_loss", "Entropy", "nats per token"),
-    ("train/pg_clipfrac", "Clip fraction", "share of tokens clipped"),
-    ("train/ppo_kl", "KL of the update", "to the sampling policy"),
-    ("train/kl_loss", "KL to the start", "to the reference model"),
-    ("train/train_rollout_logprob_abs_diff", "Engine-trainer gap", "nats per token, absolute"),
-    ("train/ess_ratio", "Effective sample size", "share of the samples"),
-    ("train/grad_norm", "Gradient norm", "before clipping"),
-    ("train/lr", "Learning rate", ""),
-)
-_ENGINE = (
-    ("perf/tokens_per_second", "Throughput", "tokens per second"),
-    ("perf/engine_busy", "Engine utilization", "share of the time with requests"),
-    ("perf/engine_responses", "Responses in flight", "mean while the engine has requests"),
-    ("perf/trainer_memory_gib", "Memory of the trainer", "GiB, of the fullest rank"),
-    ("perf/trainer_memory_foreseen_gib", "Memory of the trainer, foreseen", "GiB, by a rehearsal"),
-    ("perf/rollout_memory_gib", "Memory of the rollout process", "GiB"),
-    ("rollout/staleness", "Staleness", "weight versions behind, mean over tokens"),
-    ("rollout/staleness_max", "Greatest staleness", "weight versions behind"),
-    ("rollout/mixed_version_samples", "Mixed weight versions", "share of samples"),
+QUESTIONS = {
+    "learning": "Is it learning?",
+    "stability": "Is it stable?",
+    "engine": "What does generation do?",
+    "time": "Where does the time go?",
+}
+SHARE = "share"  # the unit of what lies between 0 and 1
+NOTHING = 1e-6  # a metric that stays below this is zero: a mean of float32 token losses has errors of this size
+# Question, metric, title, unit. Those of a question come first, in this order, if the run has them.
+_CHARTS = (
+    ("learning", "rollout/reward", "Reward", "reward, mean of the iteration"),
+    ("learning", "rollout/response_length", "Response length", "tokens"),
+    ("learning", "train/entropy_loss", "Entropy", "nats per token"),
+    ("learning", "rollout/zero_std_groups", "Groups without spread", SHARE),
+    ("learning", "rollout/truncated_fraction", "Truncated answers", SHARE),
+    ("learning", "rollout/reward_std", "Spread of rewards", "deviation, within a group"),
+    ("stability", "train/grad_norm", "Gradient norm", "norm, before clipping"),
+    ("stability", "train/ppo_kl", "KL of the update", "nats, to the sampling policy"),
+    ("stability", "train/train_rollout_logprob_abs_diff", "Engine-trainer gap", "nats per token"),
+    ("stability", "train/pg_clipfrac", "Clip fraction", SHARE),
+    ("stability", "train/kl_loss", "KL to the start", "nats, to the reference model"),
+    ("stability", "train/pg_loss", "Policy loss", "loss, as the objective says"),
+    ("stability", "train/value_loss", "Value loss", "loss, of the critic"),
+    ("stability", "train/explained_variance", "Explained variance", "share, of the returns by the critic"),
+    ("stability", "train/ess_ratio", "Effective sample size", SHARE),
+    ("stability", "train/is_ratio", "Importance ratio", "trainer / engine"),
+    ("stability", "train/lr", "Learning rate", "per step"),
+    ("stability", "train/loss", "Loss", "loss, of the step"),
+    ("engine", "perf/tokens_per_second", "Throughput", "tokens per second"),
+    ("engine", "perf/engine_busy", "Engine utilization", SHARE),
+    ("engine", "perf/engine_responses", "Responses in flight", "responses, mean while the engine has requests"),
+    ("engine", "rollout/staleness", "Staleness", "versions, behind the trainer, mean over tokens"),
+    ("engine", "perf/trainer_memory_gib", "Memory of the trainer", "GiB, of the fullest rank"),
+    ("engine", "perf/trainer_memory_foreseen_gib", "Memory of the trainer, foreseen", "GiB, by a rehearsal"),
+    ("engine", "perf/rollout_memory_gib", "Memory of the rollout process", "GiB"),
+    ("engine", "rollout/staleness_max", "Greatest staleness", "versions, behind the trainer"),
+    ("engine", "rollout/mixed_version_samples", "Mixed weight versions", SHARE),
 )
 _ENGINE_PREFIXES = ("perf/", "engine/", "memory/", "weight_sync/", "rollout/staleness")
-_MAY_BE_NEGATIVE = ("train/pg_loss", "train/loss")
+_BELOW_ZERO = ("train/pg_loss", "train/loss")
 
 Chart = dict[str, Any]
 
 
 def evaluation_names(names: Iterable[str]) -> list[str]:
-    """Return the metrics of held-out accuracy, one per evaluation set."""
+    """Return the metrics of held-out rewards, one per evaluation set."""
     return sorted(name for name in names if name.startswith("eval/") and name.endswith("/accuracy"))
 
 
@@ -214,32 +228,63 @@ def set_name(accuracy: str) -> str:
     return accuracy.removeprefix("eval/").removesuffix("/accuracy")
 
 
-def _chart(section: str, title: str, note: str, names: Sequence[str], labels: Sequence[str]) -> Chart:
-    series = [{"key": name, "label": label} for name, label in zip(names, labels, strict=True)]
+def _chart(question: str, title: str, unit: str, series: Mapping[str, str]) -> Chart:
+    first = next(iter(series))
     return {
-        "section": section,
+        "question": question,
         "title": title,
-        "note": note,
-        "series": series,
-        "zero": names[0] not in _MAY_BE_NEGATIVE,
+        "unit": unit,
+        "series": [{"key": name, "label": label} for name, label in series.items()],
+        "range": [0, 1] if unit == SHARE else None,
+        "zero": first not in _BELOW_ZERO,
+        "least": 0.0 if first == "train/lr" else NOTHING,
     }
 
 
-def charts(names: Sequence[str]) -> list[Chart]:
-    """Return the charts of the metrics ``names``, the usual ones first; the seconds by phase are apart."""
-    held_out = evaluation_names(names)
-    charts: list[Chart] = []
-    if held_out:
-        sets = list(map(set_name, held_out))
-        charts.append(_chart("learning", "Held-out accuracy", "evaluation sets", held_out, sets))
-    charts += [_chart("learning", title, note, [n], [n]) for n, title, note in _LEARNING if n in names]
-    charts += [_chart("engine", title, note, [n], [n]) for n, title, note in _ENGINE if n in names]
+def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
+    """Return the charts of the metrics ``names`` by question, the usual ones first; the seconds by phase are apart.
+
+    Args:
+        names: The metrics of a run, or of several.
+        main: Metrics whose charts are the large ones at the top, in this order.
+    """
+    sets = {name: set_name(name) for name in evaluation_names(names)}
+    charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
+    charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in _CHARTS if n in names]
     shown = {series["key"] for chart in charts for series in chart["series"]}
     for name in names:
         if name not in shown and not name.startswith("time/"):
-            section = "engine" if name.startswith(_ENGINE_PREFIXES) else "more"
-            charts.append(_chart(section, name, "", [name], [name]))
-    return charts
+            question = "engine" if name.startswith(_ENGINE_PREFIXES) else "learning"
+            unit = SHARE if name.endswith(("_fraction", "_frac", "clipfrac")) else ""
+            charts.append(_chart("stability" if name.startswith("train/") else question, name, unit, {name: name}))
+    large = {name: place for place, name in enumerate(main)}
+    for chart in charts:
+        if (first := chart["series"][0]["key"]) in large:
+            chart |= {"question": "main", "place": large[first]}
+    return sorted(charts, key=lambda chart: chart.get("place", len(large)))
+
+
+def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:
+    """Return the charts of one run; those of metrics that are zero throughout are marked ``"is_zero"``."""
+    found = charts(metrics.names, main_metrics(metrics.names, settings))
+    for chart in found:
+        chart["is_zero"] = all(metrics.is_zero(series["key"], chart["least"]) for series in chart["series"])
+    return found
+
+
+def main_metrics(names: Sequence[str], settings: Settings) -> list[str]:
+    """Return the two metrics that say most about whether a run learns."""
+    held_out = evaluation_names(names)[:1]
+    if given(settings, "loss_type") == "sft_loss":
+        wanted = [*held_out_losses(names)[:1], "train/loss", *held_out, "train/grad_norm"]
+    else:
+        wanted = [*held_out, "rollout/reward", "rollout/response_length", "train/loss"]
+    return [name for name in wanted if name in names][:2]
+
+
+def held_out_losses(names: Iterable[str]) -> list[str]:
+    """Return the metrics of held-out losses, one per evaluation set."""
+    return sorted(name for name in names if name.startswith("eval/") and name.endswith("/loss"))
 
 
 def number(value: float) -> str:
@@ -249,8 +294,7 @@ def number(value: float) -> str:
 
 def tiles(metrics: MetricsFile) -> list[dict[str, str]]:
     """Return the figures that summarize a run: label, value, remark."""
-    done = metrics.steps[-1] if metrics.steps else 0  # rows of a long run may be thinned; that of step 0 is no step
-    tiles = [_tile("steps", str(done), "")]
+    tiles = []
     sets = [(name, f"held-out {set_name(name)}") for name in evaluation_names(metrics.names)]
     for name, label in [("rollout/reward", "reward"), *sets]:
         values = [v for v in metrics.column(name) if math.isfinite(v)]
@@ -274,25 +318,50 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-# Health verdicts: rules over the curves of a run. Each says what it measured, its threshold, and the flag to look at.
+# Health verdicts: rules over the curves of a run. Each says what it measured, its threshold, and the flags to look at.
 #
 # A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
-# says
-# nothing before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may be learning to do
-# better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
+# says nothing before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may be learning to
+# do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
 
 
 WINDOW = 10
+NEAR = 0.7  # of a threshold: the rule may fire soon
 
-State = Literal["ok", "unhealthy", "no data"]
+State = Literal["ok", "may fire", "unhealthy", "no data"]
+
+
+def given(settings: Settings, name: str) -> Any:
+    """Return the value of a setting, whatever its section; None if run.json lacks it."""
+    return next((fields[name] for fields in settings.values() if name in fields), None)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found: whether it fires, and the figure in words."""
+    """What a rule found.
 
-    fires: bool
+    Attributes:
+        level: The figure as a fraction of the threshold; above 1 the rule fires.
+        figure: The figure in words.
+    """
+
+    level: float
     figure: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What usually helps: a flag, and when it can.
+
+    Attributes:
+        flag: The flag to look at.
+        words: What to do with it.
+        helps: Whether it can help a run of these settings.
+    """
+
+    flag: str
+    words: str
+    helps: Callable[[Settings], bool] = lambda settings: True
 
 
 @dataclass(frozen=True)
@@ -303,17 +372,17 @@ class Rule:
         name: The problem that it finds.
         metric: The curve to look at.
         threshold: When it fires, in words.
-        flag: The flag to look at first.
-        advice: What usually helps.
+        advice: What usually helps, the most likely first. One of them always can.
         check: Returns None without enough measurements.
+        judges: Whether it says something about a run of these settings that has its metric.
     """
 
     name: str
     metric: str
     threshold: str
-    flag: str
-    advice: str
+    advice: tuple[Advice, ...]
     check: Callable[[Curves], Finding | None]
+    judges: Callable[[Settings], bool] = lambda settings: given(settings, "loss_type") != "sft_loss"
 
 
 @dataclass(frozen=True)
@@ -363,8 +432,10 @@ class Curves:
         return self.ends("rollout/reward" if part is None else part)
 
     def _success_in(self, accuracy: str) -> list[float]:
-        part = self._deciding_part(accuracy.removesuffix("accuracy"))
-        return self.of(accuracy if part is None else part)
+        return self.of(self._success_metric(accuracy))
+
+    def _success_metric(self, accuracy: str) -> str:
+        return self._deciding_part(accuracy.removesuffix("accuracy")) or accuracy
 
     def _deciding_part(self, prefix: str) -> str | None:
         """Return the metric of the part that decides whether a sample passes; None without parts."""
@@ -372,6 +443,28 @@ class Curves:
         names = [name.removeprefix(start) for name in self._metrics.names if name.startswith(start)]
         part = deciding_part(names)
         return None if part is None else start + part
+
+    def judged(self, settings: Settings) -> tuple[str, int, list[int], list[float]]:
+        """Return what tells whether the run learns: name, 1 if more is better else -1, steps, measurements."""
+        if given(settings, "loss_type") == "sft_loss":
+            held_out = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
+            return (*(("held-out loss", -1) if held_out else ("loss", -1)), *self._mean(held_out or ["train/loss"]))
+        sets = [self._success_metric(name) for name in evaluation_names(self._metrics.names)]
+        sets = [name for name in sets if len(self.of(name)) > 1]
+        if sets:
+            several = f" of {len(sets)} sets" if len(sets) > 1 else ""
+            return (f"held-out reward{several}", 1, *self._mean(sets))
+        reward = self._deciding_part("rollout/") or "rollout/reward"
+        if reward in self._metrics.names:
+            return ("reward", 1, *self._mean([reward]))
+        return ("loss", -1, *self._mean(["train/loss"]))
+
+    def _mean(self, names: Sequence[str]) -> tuple[list[int], list[float]]:
+        """Return the steps that have all of the metrics, and the mean of these there."""
+        rows = zip(*(self._metrics.column(name) for name in names), strict=True)
+        found = [(step, fmean(row)) for step, row in zip(self._metrics.steps, rows, strict=True)]
+        finite = [(step, value) for step, value in found if math.isfinite(value)]
+        return [step for step, _ in finite], [value for _, value in finite]
 
     def has_gained(self) -> bool | None:
         """Return whether success has grown by more than 0.02 (or 2 % of a larger scale); None if not measured."""
@@ -387,18 +480,21 @@ def _entropy(curves: Curves) -> Finding | None:
     if ends is None or gained is None:
         return None
     early, now = ends
-    fires = now < 0.1 * early and not gained
-    return Finding(fires, f"{now:.3g} nats per token, {_times(now, early)} the start's {early:.3g}")
+    level = 0.0 if gained or early <= 0 else 0.1 * early / max(now, 1e-12)
+    return Finding(level, f"{now:.3g} nats per token, {_times(now, early)} the start's {early:.3g}")
 
 
 def _clip_fraction(curves: Curves) -> Finding | None:
     ends = curves.ends("train/pg_clipfrac")
-    return ends and Finding(ends[1] > 0.3, f"{ends[1]:.1%} of the tokens clipped")
+    return ends and Finding(ends[1] / 0.3, f"{ends[1]:.1%} of the tokens clipped")
 
 
 def _importance_ratio(curves: Curves) -> Finding | None:
     ends = curves.ends("train/is_ratio")
-    return ends and Finding(not 0.8 <= ends[1] <= 1.25, f"a mean ratio trainer / engine of {ends[1]:.3f}")
+    if ends is None:
+        return None
+    level = abs(math.log(max(ends[1], 1e-12))) / math.log(1.25)
+    return Finding(level, f"a mean ratio trainer / engine of {ends[1]:.3f}")
 
 
 def _length(curves: Curves) -> Finding | None:
@@ -406,7 +502,8 @@ def _length(curves: Curves) -> Finding | None:
     if ends is None or gained is None:
         return None
     early, now = ends
-    return Finding(now > 1.5 * early and not gained, f"{now:.0f} tokens, {_times(now, early)} the start's {early:.0f}")
+    level = 0.0 if gained else (now - early) / (0.5 * early or math.inf)
+    return Finding(level, f"{now:.0f} tokens, {_times(now, early)} the start's {early:.0f}")
 
 
 def _zero_variance(curves: Curves) -> Finding | None:
@@ -414,7 +511,7 @@ def _zero_variance(curves: Curves) -> Finding | None:
     if ends is None or gained is None:
         return None
     # After a gain, groups lack spread because all of their answers are right.
-    return Finding(ends[1] > 0.8 and not gained, f"{ends[1]:.1%} of the groups teach nothing")
+    return Finding(0.0 if gained else ends[1] / 0.8, f"{ends[1]:.1%} of the groups teach nothing")
 
 
 def _truncated(curves: Curves) -> Finding | None:
@@ -422,12 +519,12 @@ def _truncated(curves: Curves) -> Finding | None:
     if ends is None:
         return None
     early, now = ends  # a tenth is beyond the noise of 10 steps of 64 answers: 0.03 in the difference
-    return Finding(now > 0.5 and now > 0.9 * early, f"{now:.1%} of the answers cut at the length limit")
+    return Finding(now / 0.5 if now > 0.9 * early else 0.0, f"{now:.1%} of the answers cut at the length limit")
 
 
 def _log_prob_gap(curves: Curves) -> Finding | None:
     ends = curves.ends("train/train_rollout_logprob_abs_diff")
-    return ends and Finding(ends[1] > 0.1, f"{ends[1]:.3g} nats per token")
+    return ends and Finding(ends[1] / 0.1, f"{ends[1]:.3g} nats per token")
 
 
 def _gradient_spikes(curves: Curves) -> Finding | None:
@@ -435,86 +532,119 @@ def _gradient_spikes(curves: Curves) -> Finding | None:
     if len(norms) < 2 * WINDOW:
         return None
     newest, usual = max(norms[-WINDOW:]), median(norms)
-    fires = math.isinf(newest) or newest > 10 * max(usual, 1e-12)
-    return Finding(fires, f"a norm of {newest:.3g} among the last {WINDOW}, {_times(newest, usual)} the median")
+    level = newest / (10 * max(usual, 1e-12))
+    return Finding(level, f"a norm of {newest:.3g} among the last {WINDOW}, {_times(newest, usual)} the median")
 
 
 def _times(value: float, of: float) -> str:
     return f"{value / of:.2g} times" if of else "more than 0 times"
 
 
+def _compares_answers(settings: Settings) -> bool:
+    """Return whether a group whose answers have one reward teaches nothing."""
+    return given(settings, "loss_type") != "sft_loss" and (
+        given(settings, "n_samples_per_prompt") != 1
+        and not given(settings, "use_opd")
+        and given(settings, "advantage_estimator") not in ("ppo", "vapo", "remax", "reinforce_plus_plus")
+    )
+
+
+_LOWER_RATE = Advice("--lr", "lower --lr")
+_TIS = Advice("--use-tis", "correct with --use-tis", lambda settings: not given(settings, "use_tis"))
+_PRECISION = Advice("--bf16", "compare precision and sampling flags of engine and trainer")
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "Entropy collapse",
         "train/entropy_loss",
-        "below a tenth of the start, and neither held-out accuracy nor reward has grown",
-        "--entropy-coef",
-        "raise --entropy-coef or --rollout-temperature, or lower --lr",
+        "below a tenth of the start, and neither held-out reward nor reward has grown",
+        (
+            Advice("--entropy-coef", "raise --entropy-coef", lambda settings: not given(settings, "entropy_target")),
+            Advice("--rollout-temperature", "raise --rollout-temperature"),
+            _LOWER_RATE,
+        ),
         _entropy,
     ),
     Rule(
         "Clip fraction",
         "train/pg_clipfrac",
         "above 30 % of the tokens",
-        "--num-steps-per-rollout",
-        "take fewer optimizer steps per iteration, or lower --lr",
+        (
+            Advice(
+                "--num-steps-per-rollout",
+                "take fewer optimizer steps per iteration",
+                lambda settings: given(settings, "num_steps_per_rollout") != 1,
+            ),
+            _LOWER_RATE,
+        ),
         _clip_fraction,
     ),
     Rule(
         "Importance ratio",
         "train/is_ratio",
         "outside 0.8 to 1.25",
-        "--use-tis",
-        "correct with --use-tis, or lower --async-steps",
+        (
+            _TIS,
+            Advice("--async-steps", "lower --async-steps", lambda settings: given(settings, "async_steps") != 0),
+            _PRECISION,
+        ),
         _importance_ratio,
     ),
     Rule(
         "Length without accuracy",
         "rollout/response_length",
-        "1.5 times the start, and neither held-out accuracy nor reward has grown",
-        "--loss-aggregation",
-        "read the longest answers; see --loss-aggregation and the reward function",
+        "1.5 times the start, and neither held-out reward nor reward has grown",
+        (Advice("--loss-aggregation", "read the longest answers; see --loss-aggregation and the reward function"),),
         _length,
     ),
     Rule(
         "Groups without spread",
         "rollout/zero_std_groups",
-        "above 80 % of the groups, and neither held-out accuracy nor reward has grown",
-        "--dynamic-sampling-filter-path",
-        "choose easier prompts, more samples per prompt, or filter groups without spread",
+        "above 80 % of the groups, and neither held-out reward nor reward has grown",
+        (
+            Advice(
+                "--dynamic-sampling-filter-path",
+                "filter groups without spread (--dynamic-sampling-filter-path)",
+                lambda settings: given(settings, "dynamic_sampling_filter_path") is None,
+            ),
+            Advice("--n-samples-per-prompt", "choose easier or harder prompts, or more samples per prompt"),
+        ),
         _zero_variance,
+        _compares_answers,
     ),
     Rule(
         "Truncated answers",
         "rollout/truncated_fraction",
         "above half of the answers, and not a tenth below the start",
-        "--rollout-max-response-len",
-        "raise --rollout-max-response-len, or reward short answers",
+        (Advice("--rollout-max-response-len", "raise --rollout-max-response-len, or reward short answers"),),
         _truncated,
     ),
     Rule(
         "Engine-trainer gap",
         "train/train_rollout_logprob_abs_diff",
         "above 0.1 nats per token",
-        "--use-tis",
-        "compare precision and sampling flags of engine and trainer; correct with --use-tis",
+        (_TIS, _PRECISION),
         _log_prob_gap,
     ),
     Rule(
         "Gradient spikes",
         "train/grad_norm",
         f"one of the last {WINDOW} above 10 times the median of the run",
-        "--clip-grad",
-        "lower --lr or --clip-grad, and read the answers of that step",
+        (
+            Advice("--clip-grad", "lower --clip-grad", lambda settings: given(settings, "clip_grad") != 0),
+            Advice("--lr", "lower --lr, and read the answers of that step"),
+        ),
         _gradient_spikes,
+        lambda settings: True,
     ),
 )
 
 
-def verdicts(metrics: MetricsFile) -> list[Verdict]:
-    """Return the verdict of every rule, in the order of ``RULES``."""
+def verdicts(metrics: MetricsFile, settings: Settings) -> list[Verdict]:
+    """Return the verdicts of the rules that can judge a run of these settings, in the order of ``RULES``."""
     curves = Curves(metrics)
-    return [_verdict(rule, rule.check(curves)) for rule in RULES]
+    judging = [rule for rule in RULES if rule.metric in metrics.names and rule.judges(settings)]
+    return [_verdict(rule, rule.check(curves), settings) for rule in judging]
 
 
 def unhealthy(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -522,7 +652,94 @@ def unhealthy(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return [verdict for verdict in verdicts if verdict.state == "unhealthy"]
 
 
-def _verdict(rule: Rule, finding: Finding | None) -> Verdict:
-    figure = f"fewer than {2 * WINDOW} measurements" if finding is None else finding.figure
-    state: State = "no data" if finding is None else "unhealthy" if finding.fires else "ok"
-    return Verdict(rule.name, state, figure, rule.threshold, rule.metric, rule.flag, rule.advice)
+def _verdict(rule: Rule, finding: Finding | None, settings: Settings) -> Verdict:
+    figure, state = f"fewer than {2 * WINDOW} measurements", "no data"
+    if finding is not None:
+        level = finding.level
+        figure, state = finding.figure, "unhealthy" if level > 1 else "may fire" if level > NEAR else "ok"
+    advice = [each for each in rule.advice if each.helps(settings)]
+    words = "; or ".join(each.words for each in advice)
+    return Verdict(rule.name, cast(State, state), figure, rule.threshold, rule.metric, advice[0].flag, words)
+
+
+# Is it learning? One sentence from the curve that says most.
+
+
+ENOUGH = 8  # measurements of a curve that has noise; two of a held-out set are enough
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a curve went, better being larger: means of its beginning, of its end, and of its best stretch.
+
+    ``noise`` is the standard error of the difference of two such means, from second differences, which a steady trend
+    does not change: their variance is 6 times that of independent noise.
+    """
+
+    early: float
+    now: float
+    best: float
+    best_at: int
+    noise: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Trend:
+        """Return the trend of measurements without gaps."""
+        n = max(1, min(WINDOW, len(values) // 4))
+        means = [fmean(values[i : i + n]) for i in range(len(values) - n + 1)]
+        bends = [(a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+        best = max(range(len(means)), key=means.__getitem__)
+        noise = math.sqrt(fmean(bends) / 6 * 2 / n) if bends else 0.0
+        return cls(means[0], means[-1], means[best], best + n - 1, noise)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a run learns: ``is_learning`` is None if that cannot be said, and the sentence says why."""
+
+    is_learning: bool | None
+    sentence: str
+
+
+def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int) -> Judgement:
+    """Return whether the run learns, in one sentence.
+
+    Supervised fine-tuning is judged by its loss, held-out if that is measured, and other runs by success: the held-out
+    sets if they were measured twice, else the reward.
+
+    Args:
+        metrics: Its metrics.
+        settings: Its settings.
+        runs: Whether it still runs.
+        total_steps: The optimizer steps that it is to have.
+    """
+    done = metrics.steps[-1] if metrics.steps else 0
+    if not done:
+        return Judgement(None, "No step has finished yet." if runs else "No step has finished.")
+    curves = Curves(metrics)
+    name, sign, steps, values = curves.judged(settings)
+    if given(settings, "debug_rollout_only"):
+        last = f" Its {name} is {number(fmean(values))} on average." if values else ""
+        return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{last}")
+    if not values:
+        return Judgement(None, "It measures no reward and no loss that tells whether it learns.")
+    if len(values) < (2 if name.startswith("held-out") else ENOUGH):
+        return Judgement(None, f"Too early to tell: {done} of {total_steps} steps are done.")
+    trend = Trend.of([sign * value for value in values])
+    scale = max(abs(trend.early), abs(trend.now), 1.0 if sign > 0 else 0.0)
+    # Of flat curves with noise fewer than 1 % pass this from ENOUGH measurements on, by simulation.
+    least = (0.02 if len(values) > 3 else 0.1) * scale + 4 * trend.noise
+    early, now, best = (f"{sign * value:.3g}" for value in (trend.early, trend.now, trend.best))
+    up, down = ("rose", "fell") if sign > 0 else ("fell", "rose")
+    if trend.best - trend.now > max(least, 0.3 * (trend.best - trend.early)):
+        verb = "is getting worse" if runs else "got worse"
+        return Judgement(False, f"It {verb}: {name} {down} from {best} at step {steps[trend.best_at]} to {now}.")
+    if trend.now - trend.early > least:
+        return Judgement(True, f"It {'is learning' if runs else 'learned'}: {name} {up} from {early} to {now}.")
+    if len(set(values)) == 1:
+        figures = f"{name} has been {now} in every measurement"
+    else:
+        figures = f"{name} is {now}, and was {early} at the start"
+    if sign > 0 and trend.early >= 0.95 and max(values) <= 1:
+        return Judgement(None, f"Little is left to learn: {figures}.")
+    return Judgement(False, f"It {'is not learning' if runs else 'did not learn'}: {figures}.")

@@ -7,19 +7,34 @@ import hashlib
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from miles.base.disk_faults import naming_disk
-from miles.observe.health import MetricsFile, charts, tiles, to_json, verdicts
+from miles.base.locks import is_held
+from miles.base.secrets import public
+from miles.observe.health import QUESTIONS, MetricsFile, judge, run_charts, tiles, to_json, verdicts
 from miles.observe.report.ledger import is_recorded, ledger, share, token_columns
-from miles.observe.run_files import METRICS, REPORT, SAMPLES, Iteration, Row, RunHeader, SampleFile, spread_order
+from miles.observe.run_files import (
+    METRICS,
+    REPORT,
+    SAMPLES,
+    Iteration,
+    Row,
+    RunFiles,
+    RunHeader,
+    SampleFile,
+    spread_order,
+)
 
 STATIC = Path(__file__).with_name("static")
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "source.js", "charts.js", "tokens.js", "samples.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", "source.js", "formula.js", "charts.js", "tokens.js", "samples.js", "page.js")
 
 
 def asset(name: str) -> str:
@@ -168,7 +183,8 @@ class RunView:
     def revision(self) -> str:
         """A text that changes whenever the files have grown."""
         samples = self.samples_file.path
-        return f"{self.metrics_file.revision}-{samples.stat().st_size if samples.is_file() else 0}"
+        size = samples.stat().st_size if samples.is_file() else 0
+        return f"{self.metrics_file.revision}-{size}-{self._state()[0]}"
 
     def overview(self, since: str = "") -> Json:
         """Return what the page shows at once; only ``{"revision": …}`` if nothing has changed ``since``."""
@@ -179,19 +195,36 @@ class RunView:
                 return {"revision": revision}
             self.header = RunHeader.load(self.folder)  # a new run in the same folder has another one
             header, metrics = self.header, self.metrics_file
+            state, why = self._state()
             return {
                 "revision": revision,
                 "title": header.title,
                 "folder": self.folder.resolve().name,
+                "state": state,
+                "why": why,
+                "answer": asdict(judge(metrics, header.settings, state == "running", header.total_steps)),
                 "words": header.objective_words,
                 "formula": header.objective_formula,
                 "total_steps": header.total_steps,
                 "steps": [metrics.steps[0], metrics.steps[-1]] if metrics.steps else None,
                 "tiles": tiles(metrics),
-                "charts": charts(metrics.names),
-                "verdicts": [verdict.to_json() for verdict in verdicts(metrics)],
+                "charts": run_charts(metrics, header.settings),
+                "questions": QUESTIONS,
+                "verdicts": [verdict.to_json() for verdict in verdicts(metrics, header.settings)],
                 "settings": settings_table(header),
             }
+
+    def _state(self) -> tuple[str, str]:
+        """Return "running", "finished", "stopped" or "failed", and why."""
+        files, done = RunFiles(self.folder), self.metrics_file.steps
+        last = files.ended_early_after
+        if (end := files.end) is not None:
+            return end
+        if is_held(self.folder):
+            return "running", ""
+        if done and done[-1] >= (self.header.total_steps if last is None else last):
+            return "finished", ""
+        return "failed", "no launcher is alive, and the run has left no reason: it was killed, or the machine stopped"
 
     def metrics(self, names: Sequence[str], first: float | None, last: float | None, limit: int = MOST_POINTS) -> Json:
         """Return the points of some metrics in a range of steps."""
@@ -250,13 +283,24 @@ class RunView:
         return {"hits": hits, "cursor": page.cursor, "searched": page.searched}
 
 
-def grouped(rows: Sequence[Row]) -> list[Json]:
-    """Return the groups of an iteration's rows, in order; rows of earlier versions are grouped by their prompt."""
+def grouped(rows: Sequence[Row], whole: Sequence[Row] = ()) -> list[Json]:
+    """Return the groups of an iteration's rows, in order.
+
+    Args:
+        rows: The answers.
+        whole: All answers of the iteration, if ``rows`` are different ones among them: how often each was given, the
+            mean reward and the size of each group are then counted there.
+    """
     groups: dict[Any, Json] = {}
+    counts = Counter((_group(row), _answer(row)) for row in whole)
     for index, row in enumerate(rows):
-        key = row["prompt"] if row.get("group") is None else row["group"]
         empty = {"group": row.get("group"), "prompt": row["prompt"], "label": _text(row.get("label")), "samples": []}
-        groups.setdefault(key, empty)["samples"].append(_card(row, index))
+        count = {"count": counts[_group(row), _answer(row)]} if whole else {}
+        groups.setdefault(_group(row), empty)["samples"].append(_card(row, index) | count)
+    for key, group in groups.items() if whole else ():
+        every = [row for row in whole if _group(row) == key]
+        rewards = [row["reward"] for row in every if row.get("reward") is not None]
+        group |= {"size": len(every), "mean": _short(fmean(rewards)) if rewards else None}
     return list(groups.values())
 
 
@@ -277,11 +321,15 @@ def _card(row: Row, index: int) -> Json:
 
 
 def settings_table(header: RunHeader) -> list[Json]:
-    """Return the settings by section: name, value, and whether it differs from the default."""
+    """Return the settings by section: name, value, and the default if that differs, else None."""
+    defaults = public("settings", header.defaults)
     return [
         {
             "section": section,
-            "rows": [[name, _shown(value), not header.is_default(section, name)] for name, value in fields.items()],
+            "rows": [
+                [name, _shown(value), None if header.is_default(section, name) else _shown(defaults[section][name])]
+                for name, value in fields.items()
+            ],
         }
         for section, fields in header.public_settings().items()
     ]
@@ -392,7 +440,7 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
                 if whole["tokens"]:
                     tokens.append((key, {name: whole[name] for name in ("tokens", "columns")}))
         if kept:
-            iterations[str(iteration.step)] = {"step": iteration.step, "groups": grouped(kept)}
+            iterations[str(iteration.step)] = {"step": iteration.step, "groups": grouped(kept, iteration.rows)}
     for position in spread_order(len(tokens)):
         key, columns = tokens[position]
         left -= len(json_in_html(columns))
@@ -403,19 +451,31 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
 
 
 def _chosen(rows: Sequence[Row], count: int) -> list[int]:
-    """Return the positions of ``count`` rows, spread evenly so that they show different prompts.
+    """Return the positions of ``count`` different answers, those of a group together, so that they can be compared.
 
-    Rows with the trainer's values of their tokens come before the others.
+    Groups and answers with the trainer's values of their tokens come first, then the best and the worst of each group.
     """
-    recorded = [index for index, row in enumerate(rows) if is_recorded(row)]
-    others = [index for index, row in enumerate(rows) if not is_recorded(row)]
-    first = _evenly(recorded, count)
-    return sorted([*first, *_evenly(others, count - len(first))])
+    groups: dict[Any, dict[Any, int]] = {}
+    for index in sorted(range(len(rows)), key=lambda index: not is_recorded(rows[index])):
+        row = rows[index]
+        groups.setdefault(_group(row), {}).setdefault(_answer(row), index)
+    chosen: list[int] = []
+    for positions in groups.values():
+        by_reward = sorted(positions.values(), key=lambda index: -(rows[index].get("reward") or 0.0))
+        ends = sorted(range(len(by_reward)), key=lambda place: min(place, len(by_reward) - 1 - place))
+        different = [by_reward[place] for place in ends]
+        chosen += sorted(different, key=lambda index: not is_recorded(rows[index]))
+    return sorted(chosen[:count])
 
 
-def _evenly(positions: Sequence[int], count: int) -> list[int]:
-    count = min(count, len(positions))
-    return [positions[number * len(positions) // count] for number in range(count)]
+def _group(row: Row) -> Any:
+    """Return what tells the groups of an iteration apart; rows of earlier versions have their prompt alone."""
+    return row["prompt"] if row.get("group") is None else row["group"]
+
+
+def _answer(row: Row) -> tuple[Any, ...]:
+    """Return what equal answers of a group have in common."""
+    return row["response"], row.get("reward"), row.get("status")
 
 
 def _iterations(view: RunView, most: int) -> list[Iteration]:

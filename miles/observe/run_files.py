@@ -514,7 +514,8 @@ TENSORBOARD = "tensorboard"
 REPORT = "report.html"
 CONFIG = run_file.FILE_NAME
 ENDED_EARLY = "ended-early.json"  # of a run that came to its end before the last of its steps
-_OF_RUN = (METRICS, SAMPLES, CONFIG, ENDED_EARLY, FILE_NAME)  # no command can write them again
+END = "end.json"  # how the run ended; none while it runs, and after a kill
+_OF_RUN = (METRICS, SAMPLES, CONFIG, ENDED_EARLY, END, FILE_NAME)  # no command can write them again
 
 
 @dataclass(frozen=True)
@@ -645,9 +646,25 @@ class RunFiles:
             new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
             new.replace(path)
 
-    def forget_early_end(self) -> None:
-        """Remove that note: the run continues."""
-        (self.output_dir / ENDED_EARLY).unlink(missing_ok=True)
+    def mark_end(self, state: str, why: str) -> None:
+        """Note how the run ended: "finished", "stopped" or "failed", and why in one line."""
+        path = self.output_dir / END
+        with naming_disk(path):
+            path.write_text(dump_line({"state": state, "why": why}), encoding="utf-8", errors=_ERRORS)
+
+    @property
+    def end(self) -> tuple[str, str] | None:
+        """The state and the reason of that note; None without one, or if it is damaged."""
+        try:
+            found = json.loads((self.output_dir / END).read_text(encoding="utf-8"))
+            return str(found["state"]), str(found["why"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def forget_end(self) -> None:
+        """Remove both notes: the run continues."""
+        for name in (ENDED_EARLY, END):
+            (self.output_dir / name).unlink(missing_ok=True)
 
     @property
     def ended_early_after(self) -> int | None:

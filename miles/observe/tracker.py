@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from miles.base.disk_faults import disk_fault, naming_disk
+from miles.base.disk_faults import WriteFailed, disk_fault, naming_disk
+from miles.base.text import one_line
 from miles.config.tracking import TrackingArguments
 from miles.observe.console import ConsoleSink, Details, JsonSink, RunOutput
 from miles.observe.run_files import CONFIG, TENSORBOARD, RunFiles, RunHeader, RunIdentity, SampleRecord
@@ -26,6 +27,8 @@ from miles.observe.sinks import (
     log_in,
 )
 from miles.types.metrics import Metric
+
+_STATES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
 
 
 def check_services(tracking: TrackingArguments) -> None:
@@ -106,7 +109,7 @@ class Tracker:
                 f"--output-dir {self._output_dir}: its metrics end at step {last}, and this run continues after step "
                 f"{step - 1}; the rows in between are missing"
             )
-        self._files.forget_early_end()
+        self._files.forget_end()
         self._begin(resume_step=step)
         if self._wandb is not None:
             self._wandb.resume(step)
@@ -201,11 +204,12 @@ class Tracker:
                 print(failure_note("--use-wandb", error), file=sys.stderr)
             self._noted = True
 
-    def close(self, status: Status = "FINISHED") -> None:
-        """Close all sinks. Closing twice is harmless.
+    def close(self, status: Status = "FINISHED", why: str = "") -> None:
+        """Note how the run ended, and close all sinks. Closing twice is harmless.
 
         Args:
-            status: How the run ended, for W&B and MLflow.
+            status: How the run ended.
+            why: The reason in one line, of a run that has not finished.
 
         Raises:
             Exception: The first of the run's own sinks, when all are closed, in a run that has not failed. Other
@@ -214,6 +218,11 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
+        if self._begun:
+            try:
+                self._files.mark_end(_STATES[status], why)
+            except WriteFailed as error:
+                print(f"note: {error}", file=sys.stderr)
         services = [each for each in (self._wandb, self._mlflow) if each is not None]
         for service in services:
             service.status = status
@@ -239,5 +248,10 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_stop = kind is not None and not issubclass(kind, Exception)
-        self.close("FINISHED" if kind is None else "KILLED" if is_stop else "FAILED")
+        if error is None:
+            self.close()
+        elif not isinstance(error, Exception):
+            self.close("KILLED", "a signal or Ctrl-C asked it to")
+        else:
+            cause = getattr(error, "cause", error)  # of an error in another process
+            self.close("FAILED", one_line(f"{type(cause).__name__}: {cause}".splitlines()[0], 300))

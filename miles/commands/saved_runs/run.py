@@ -48,7 +48,8 @@ class RunState(StrEnum):
 
     RUNNING = "running"  # a launcher that is alive holds the lock of the folder
     FINISHED = "finished"  # its last step is logged and, with --save, the last checkpoint is complete
-    FAILED = "failed"  # it ended before that: by an error, a signal or a kill
+    STOPPED = "stopped"  # a signal, such as Ctrl-C, ended it before that
+    FAILED = "failed"  # it ended before that: by an error or a kill
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,11 @@ class SavedRun:
         """
         if is_held(self.folder):
             return RunState.RUNNING
-        early = RunFiles(self.folder).ended_early_after
+        files = RunFiles(self.folder)
+        early = files.ended_early_after
         last_step = self.header.total_steps if early is None else early
         if self.steps < last_step:
-            return RunState.FAILED
+            return RunState.STOPPED if files.end is not None and files.end[0] == "stopped" else RunState.FAILED
         if self.settings.checkpoint.save is not None and last_step:
             last = self.newest_complete()
             if last is None or last.steps < last_step:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from miles.base.flags import count
 from miles.commands.sweeps.definition import PAGE, TABLE_CSV, TABLE_JSON, Definition
 from miles.commands.sweeps.swept_run import RunStart, SweptRun
-from miles.observe.health import MetricsFile, charts, evaluation_names, number
+from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
 from miles.observe.page import single_file
 from miles.observe.report.comparison import differing_settings
 from miles.observe.run_files import METRICS, RunHeader
@@ -325,7 +325,7 @@ def page_data(results: Results) -> dict[str, Any]:
     names = results.names
     steps, columns = _curves(results, names)
     specs = []
-    for chart in charts(names):
+    for chart in charts(names, main_metrics(names, {})):
         labelled = len(chart["series"]) > 1
         series = [
             {**_keys(place, one["key"]), "label": f"{variant} {one['label']}" if labelled else variant}
@@ -334,7 +334,7 @@ def page_data(results: Results) -> dict[str, Any]:
             if _keys(place, one["key"])["key"] in columns
         ]
         if series:
-            specs.append(chart | {"section": "learning", "series": series})
+            specs.append(chart | {"series": series})
     words = (
         f"Lines are means over the seeds, bands their 95 % bootstrap intervals at each step. Differences are from "
         f"{results.definition.baseline}, at the same seed."
@@ -343,8 +343,10 @@ def page_data(results: Results) -> dict[str, Any]:
         "revision": "",
         "title": _title(results),
         "words": words,
+        "answer": {"is_learning": None, "sentence": _sentence(results)},
         "steps": None,
         "tiles": _tiles(results),
+        "questions": QUESTIONS,
         "charts": specs,
         "tables": _tables(results),
     }
@@ -353,6 +355,13 @@ def page_data(results: Results) -> dict[str, Any]:
 
 def _title(results: Results) -> str:
     return f"sweep: {results.definition.path.stem}"
+
+
+def _sentence(results: Results) -> str:
+    """Return the last values of the first metric of the table, of each variant."""
+    rows = [row for row in results.rows() if row.summary == FINAL]
+    means = ", ".join(f"{row.variant} {shown(row.mean)}" for row in rows if row.metric == rows[0].metric)
+    return f"Last {rows[0].metric}: {means}." if rows else "No run is finished."
 
 
 def _tiles(results: Results) -> list[dict[str, str]]:

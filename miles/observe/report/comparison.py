@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.observe.health import MetricsFile, charts, evaluation_names, number
+from miles.base.flags import count
+from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
 from miles.observe.page import single_file
 from miles.observe.run_files import METRICS, RunHeader
 
@@ -104,20 +105,42 @@ class Comparison:
         """Return the comparison as one HTML file: curves over each other, and the tables."""
         all_names = sorted({name for metrics in self.metrics for name in metrics.names})
         specs = [
-            chart | {"section": "learning", "series": series}
-            for chart in charts(all_names)
+            chart | {"series": series}
+            for chart in charts(all_names, main_metrics(all_names, self.headers[0].settings))
             if (series := [s for one in chart["series"] for s in self._series(one, len(chart["series"]) > 1)])
         ]
+        for chart in specs:
+            chart["is_zero"] = self._is_zero(chart)
         title = " / ".join(self.names)
         overview = {
             "revision": "",
             "title": title,
+            "answer": {"is_learning": None, "sentence": self._sentence(all_names)},
             "steps": None,
             "tiles": [],
+            "questions": QUESTIONS,
             "charts": specs,
             "tables": self._tables(),
         }
         return single_file(title, {"overview": overview, "metrics": self._points(all_names)})
+
+    def _sentence(self, names: Sequence[str]) -> str:
+        """Return the newest value of the main metric in each run, and what differs, in one sentence."""
+        main = main_metrics(names, self.headers[0].settings)[:1]
+        label = "held-out reward" if main and main[0].startswith("eval/") else "".join(main).rpartition("/")[2]
+        each = [
+            f"{run} {_newest(metrics, n)}" for n in main for run, metrics in zip(self.names, self.metrics, strict=True)
+        ]
+        parts = [f"{label}: {', '.join(each)}"] if each else []
+        parts.append(f"{count(len(self.settings()), 'setting')} differ" if self.settings() else "no setting differs")
+        differences = self.differences()
+        parts.append(f"metrics differ from step {differences[0].step} on" if differences else "no metric differs")
+        sentence = "; ".join(parts)
+        return f"{sentence[0].upper()}{sentence[1:]}."
+
+    def _is_zero(self, chart: dict[str, Any]) -> bool:
+        keys = (series["key"].split(_SEPARATOR, 1) for series in chart["series"])
+        return all(self.metrics[int(run)].is_zero(name, chart["least"]) for run, name in keys)
 
     def _series(self, series: dict[str, str], with_label: bool) -> list[dict[str, str]]:
         own = f" {series['label']}" if with_label else ""

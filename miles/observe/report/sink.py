@@ -13,7 +13,7 @@ from miles.config.tracking import TrackingArguments
 from miles.observe.health import MetricsFile, unhealthy, verdicts
 from miles.observe.page import write_report
 from miles.observe.report.server import ReportServer
-from miles.observe.run_files import METRICS
+from miles.observe.run_files import METRICS, RunHeader
 from miles.observe.sinks import Notifier
 
 
@@ -95,7 +95,8 @@ class HealthWatch:
 
     def __init__(self, tracking: TrackingArguments, notifier: Notifier) -> None:
         self._is_on = tracking.notify_url is not None
-        self._metrics = MetricsFile(Path(tracking.output_dir) / METRICS)
+        self._folder = Path(tracking.output_dir)
+        self._metrics = MetricsFile(self._folder / METRICS)
         self._notifier = notifier
         self._known: set[str] = set()
         self._next = 0.0  # by time.monotonic()
@@ -115,7 +116,7 @@ class HealthWatch:
     def _look(self, step: int) -> None:
         began, self._unseen = time.monotonic(), None
         self._metrics.refresh()
-        found = unhealthy(verdicts(self._metrics))
+        found = unhealthy(verdicts(self._metrics, RunHeader.load(self._folder).settings))
         now = time.monotonic()
         self._next = now + COSTS * (now - began)
         for verdict in found:

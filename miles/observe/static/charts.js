@@ -3,7 +3,6 @@
 
 const COLOURS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7', '--c8', '--c9'];
 const SMOOTHED_FROM = 40; // measurements: fewer are drawn as they are
-const HEIGHT = 190;
 
 const view = { from: null, to: null, smoothing: 0.6, charts: [] };
 
@@ -41,11 +40,13 @@ function smooth(values, weight) {
 }
 
 class Chart {
-  constructor(figure, title, note) {
+  constructor(figure, title, unit) {
+    this.unit = unit;
+    this.height = figure.closest('.main') ? (isNarrow() ? 190 : 270) : (isNarrow() ? 150 : 180);
     this.caption = make('b');
     this.readout = make('div', { class: 'readout' });
     this.area = make('div', { class: 'plot', tabindex: '0', role: 'img', 'aria-label': `${title} against step; arrow keys move the cursor` });
-    figure.append(make('figcaption', {}, make('span', {}, title, this.caption), make('small', {}, note)), this.area, this.readout);
+    figure.append(make('figcaption', {}, make('span', {}, title, this.caption), make('small', { title: unit }, unit.split(', ').slice(1).join(', '))), this.area, this.readout);
     this.figure = figure;
     figure.dataset.title = title;
     this.title = title;
@@ -102,13 +103,14 @@ class Chart {
   }
 
   options(series, bands) {
-    const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--edge'), width: 1 }, ticks: { show: false }, font: '11px system-ui', size: 24 };
+    const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--edge'), width: 1 }, ticks: { show: false }, font: '11px system-ui', labelFont: '11px system-ui', labelSize: 14, labelGap: 0, size: 22 };
+    const wide = (plot, ticks) => 14 + 6.3 * Math.max(1, ...(ticks ?? []).map(tick => (tick ?? '').length));
     const values = (plot, ticks, axis, space, step) => ticks.map(tick => tick === null ? '' : tickLabel(tick, step));
     return {
-      width: Math.max(this.area.clientWidth, 120), height: HEIGHT, legend: { show: false },
+      width: Math.max(this.area.clientWidth, 120), height: this.height, legend: { show: false },
       cursor: { sync: { key: 'run' }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
       scales: { x: { time: false }, y: { range: (plot, low, high) => this.range(low, high) } },
-      axes: [{ ...axis, values, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6] }, { ...axis, size: 52, values }],
+      axes: [{ ...axis, label: 'step', values, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6] }, { ...axis, label: this.axis, size: wide, values }],
       series: [{}, ...series],
       bands,
       hooks: {
@@ -120,7 +122,9 @@ class Chart {
 
   range(low, high) {
     if (low === null || low === undefined) return [0, 1];
+    if (this.share && low >= 0 && high <= 1) return [0, [0.01, 0.1, 1].find(top => high <= top)];
     if (this.zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
+    if (high - low < this.least) [low, high] = [Math.min(low, 0) - this.least / 2, Math.max(high, 0) + this.least / 2];
     const margin = (high - low || Math.abs(high) || 1) * 0.06;
     return [this.zero && low === 0 ? 0 : low - margin, this.zero && high === 0 ? 0 : high + margin];
   }
@@ -138,18 +142,21 @@ class Chart {
     const steps = this.plot.data[0];
     const at = this.plot.cursor.idx ?? (event.key === 'ArrowLeft' ? steps.length : -1);
     const next = Math.min(steps.length - 1, Math.max(0, at + (event.key === 'ArrowLeft' ? -1 : 1)));
-    this.plot.setCursor({ left: this.plot.valToPos(steps[next], 'x'), top: HEIGHT / 3 });
+    this.plot.setCursor({ left: this.plot.valToPos(steps[next], 'x'), top: this.height / 3 });
   }
 
   resize() {
-    if (this.plot && this.area.clientWidth) this.plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+    if (this.plot && this.area.clientWidth) this.plot.setSize({ width: this.area.clientWidth, height: this.height });
   }
 }
 
 class Curves extends Chart {
   constructor(figure, spec) {
-    super(figure, spec.title, spec.note);
+    super(figure, spec.title, spec.unit);
+    this.axis = spec.unit.split(',')[0];
     this.zero = spec.zero;
+    this.share = spec.range !== null;
+    this.least = spec.least;
     this.keys = spec.series;
   }
 
@@ -160,10 +167,10 @@ class Curves extends Chart {
     this.exact = answer.exact;
     this.newest = this.keys.map((s, i) => this.last(i) === null ? null : answer.last?.[s.key] ?? this.values[i][this.last(i)]);
     const measured = Math.max(...this.values.map(column => column.filter(v => v !== null).length));
-    const smoothing = measured >= SMOOTHED_FROM ? view.smoothing : 0;
     const series = [], data = [answer.steps], bands = [];
-    const smoothed = values => smoothing > 0 ? smooth(values, smoothing) : values;
     this.keys.forEach((key, i) => {
+      const smoothing = this.values[i].filter(v => v !== null).length >= SMOOTHED_FROM ? view.smoothing : 0;
+      const smoothed = values => smoothing > 0 ? smooth(values, smoothing) : values;
       const stroke = COLOURS[i % COLOURS.length], faint = smoothing > 0 && !key.low;
       const base = { label: key.label, spanGaps: true, points: { show: measured < SMOOTHED_FROM, size: 4 } };
       series.push({ ...base, stroke: () => colour(stroke), alpha: faint ? 0.3 : 1, width: faint ? 1 : 1.6 });
@@ -206,6 +213,7 @@ class Curves extends Chart {
 class Bars extends Chart {
   constructor(figure, title, note) {
     super(figure, title, note);
+    this.axis = 'seconds';
     this.zero = true;
   }
 

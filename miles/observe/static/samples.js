@@ -1,7 +1,7 @@
 'use strict';
-/* The sample browser: an iteration's groups with their answers side by side, filters, and search. */
+/* The sample browser: one group of an iteration with its distinct answers side by side, filters, and search. */
 
-const GROUPS_AT_ONCE = 20;
+const ANSWERS_AT_ONCE = 6;
 
 const FILTERS = {
   all: { label: 'all groups', keep: () => true },
@@ -21,8 +21,48 @@ const ORDERS = {
 
 /* The mean of those of a group's rewards that are there; null if none is. */
 function meanReward(group) {
+  if (group.mean !== undefined) return group.mean;
   const rewards = group.samples.map(s => s.reward).filter(r => r !== null);
   return rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+}
+
+/* The distinct answers of a group with how often each was given: the best, the worst, then the others from the best. */
+function distinct(group) {
+  const found = new Map();
+  for (const sample of group.samples) {
+    const key = JSON.stringify([sample.response, sample.cut && sample.index, sample.reward, sample.status, partOfTrajectory(group, sample)]);
+    const known = found.get(key);
+    if (known) { known.count += sample.count ?? 1; if (sample.recorded && !known.sample.recorded) known.sample = sample; }
+    else found.set(key, { sample, count: sample.count ?? 1 });
+  }
+  const value = each => each.sample.reward ?? -Infinity;
+  const sorted = [...found.values()].sort((a, b) => value(b) - value(a) || 0);
+  return sorted.length > 2 ? [sorted[0], sorted[sorted.length - 1], ...sorted.slice(1, -1)] : sorted;
+}
+
+const MOST_WORDS = 500;
+const LEAST_COMMON = 0.3; // of the words: answers that share fewer are simply different
+
+/* The parts of `text`, each with whether it differs from `other`: what is outside their longest common subsequence. */
+function differences(text, other) {
+  const [own, its] = [text, other].map(each => each.match(/\s*(?:[\p{L}\p{N}]+|[^\s\p{L}\p{N}])/gu) ?? []);
+  const equal = (i, j) => own[i].trim() === its[j].trim();
+  if (own.length > MOST_WORDS || its.length > MOST_WORDS) return [[text, false]];
+  const width = its.length + 1;
+  const common = new Uint16Array((own.length + 1) * width);
+  for (let i = own.length - 1; i >= 0; i--) {
+    for (let j = its.length - 1; j >= 0; j--) {
+      common[i * width + j] = equal(i, j) ? common[(i + 1) * width + j + 1] + 1 : Math.max(common[(i + 1) * width + j], common[i * width + j + 1]);
+    }
+  }
+  if (common[0] < LEAST_COMMON * Math.max(own.length, its.length)) return [[text, false]];
+  const parts = [];
+  for (let i = 0, j = 0; i < own.length;) {
+    if (j < its.length && equal(i, j)) { parts.push([own[i++], false]); j++; }
+    else if (j < its.length && common[i * width + j + 1] >= common[(i + 1) * width + j]) j++;
+    else parts.push([own[i++], true]);
+  }
+  return parts;
 }
 
 /* Which part of its trajectory a sample is, in words; null if it is the whole one. */
@@ -36,26 +76,29 @@ class SampleBrowser {
     this.dialog = new SampleDialog();
     this.current = null;
     this.follow = true; // stay on the newest iteration
-    this.shownGroups = GROUPS_AT_ONCE;
+    this.at = 0; // the group that is shown, among those that the filter leaves
+    this.shows = ANSWERS_AT_ONCE;
     this.step = make('input', { type: 'number', id: 'sample-step', 'aria-label': 'iteration, by its last step', onchange: () => this.go(Number(this.step.value)) });
     this.slider = make('input', { type: 'range', 'aria-label': 'iteration', onchange: () => this.go(Number(this.slider.value)) });
-    this.before = make('button', { onclick: () => this.go(this.current.previous), title: 'p' }, 'previous');
-    this.after = make('button', { onclick: () => this.go(this.current.next), title: 'n' }, 'next');
+    this.before = make('button', { onclick: () => this.go(this.current.previous), title: 'p' }, 'previous step');
+    this.after = make('button', { onclick: () => this.go(this.current.next), title: 'n' }, 'next step');
     this.newest = make('button', { onclick: () => this.go(null) }, 'newest');
     this.filter = this.choice('groups shown', FILTERS);
     this.order = this.choice('order of groups', ORDERS);
     this.field = make('input', { type: 'search', id: 'search', placeholder: 'search all answers  ( / )', 'aria-label': 'search prompts, answers and references' });
-    this.status = make('p', { class: 'status', 'aria-live': 'polite' });
+    this.back = make('button', { onclick: () => this.turn(-1), title: 'k' }, 'previous group');
+    this.forth = make('button', { onclick: () => this.turn(1), title: 'j' }, 'next group');
+    this.status = make('span', { class: 'status', 'aria-live': 'polite' });
     this.list = make('div', { class: 'groups' });
     this.hits = make('div', { class: 'hits' });
     const form = make('form', { role: 'search', onsubmit: event => { event.preventDefault(); this.search().catch(showError); } }, this.field, make('button', {}, 'search'));
     section.append(
       make('div', { class: 'controls' }, make('label', {}, 'step ', this.step), this.slider, this.before, this.after, this.newest, this.filter, this.order),
-      form, this.hits, this.status, this.list);
+      form, this.hits, make('div', { class: 'controls' }, this.back, this.forth, this.status), this.list);
   }
 
   choice(label, options) {
-    const redraw = () => { this.shownGroups = GROUPS_AT_ONCE; this.draw(); };
+    const redraw = () => { this.at = 0; this.draw(); };
     return make('select', { 'aria-label': label, onchange: redraw }, ...Object.entries(options).map(([value, option]) => make('option', { value }, option.label)));
   }
 
@@ -68,7 +111,7 @@ class SampleBrowser {
     const found = await page.source.samples(step);
     if (asked !== this.asked) return;
     this.follow = step === null || !found.groups;
-    if (found.step !== this.current?.step) this.shownGroups = GROUPS_AT_ONCE;
+    if (found.step !== this.current?.step) this.at = 0;
     this.current = found.groups ? found : null;
     this.draw();
   }
@@ -98,30 +141,48 @@ class SampleBrowser {
     const by = ORDERS[this.order.value].by;
     const kept = this.current.groups.filter(FILTERS[this.filter.value].keep);
     if (by) kept.sort((a, b) => (by(a) ?? Infinity) - (by(b) ?? Infinity) || 0); // those without a reward last
-    const answers = kept.reduce((sum, group) => sum + group.samples.length, 0);
-    this.status.textContent = `Step ${this.current.step}: ${kept.length} of ${this.current.groups.length} groups, ${answers} answers.`;
-    const drawn = kept.slice(0, this.shownGroups).map(group => this.group(group));
-    if (kept.length > this.shownGroups) {
-      drawn.push(make('button', { onclick: () => { this.shownGroups *= 4; this.draw(); } }, `show more of ${kept.length} groups`));
-    }
-    this.list.replaceChildren(...drawn);
+    this.at = Math.max(0, Math.min(this.at, kept.length - 1));
+    this.count = kept.length;
+    this.back.disabled = this.at === 0;
+    this.forth.disabled = this.at + 1 >= kept.length;
+    const which = kept.length ? `group ${this.at + 1} of ${kept.length}` : 'no group';
+    this.status.textContent = `Step ${this.current.step}: ${which}${kept.length < this.current.groups.length ? ` of ${this.current.groups.length} that are stored` : ''}.`;
+    this.list.replaceChildren(...(kept.length ? [this.group(kept[this.at])] : []));
+  }
+
+  /* Show the next (1) or the previous (-1) group. */
+  turn(by) {
+    if (!this.current || this.at + by < 0 || this.at + by >= this.count) return;
+    this.at += by;
+    this.shows = ANSWERS_AT_ONCE;
+    this.draw();
   }
 
   group(group) {
-    const others = group.samples.map(sample => sample.index);
+    const answers = distinct(group), others = answers.map(each => each.sample.index);
+    const total = group.size ?? group.samples.length;
     const name = group.group === null ? 'prompt' : `group ${group.group}`;
     const last = turns(group.prompt).findLast(turn => turn.text.trim());
+    const counted = answers.length < total ? `${answers.length} different of ${total} answers` : `${total} answers`;
+    const cards = answers.map(({ sample, count }, place) => {
+      const parts = place && sample.response !== answers[0].sample.response ? differences(sample.response, answers[0].sample.response) : null;
+      return this.card(this.current.step, sample, others, partOfTrajectory(group, sample), count, parts);
+    });
+    const more = cards.length > this.shows ? make('button', { onclick: () => { this.shows = Infinity; this.draw(); } }, `show ${cards.length - this.shows} more answers`) : null;
     return make('section', { class: 'group' },
-      make('h3', {}, name, make('small', {}, ` mean reward ${shown(meanReward(group))}${group.label === null ? '' : ` · reference ${group.label}`}`)),
+      make('h3', {}, name, make('small', {}, ` mean reward ${shown(meanReward(group))} · ${counted}${group.label === null ? '' : ` · reference ${group.label}`}`)),
       make('pre', { class: 'prompt', title: group.prompt }, last ? last.text : group.prompt),
-      make('div', { class: 'answers' }, ...group.samples.map(sample => this.card(this.current.step, sample, others, partOfTrajectory(group, sample)))));
+      make('div', { class: 'answers' }, ...cards.slice(0, this.shows)), more,
+      answers.length > 1 ? make('p', { class: 'status' }, 'The best answer is first, then the worst. Marked: what differs from the first.') : null);
   }
 
-  card(step, sample, others, part = null) {
+  card(step, sample, others, part = null, count = 1, parts = null) {
     const good = sample.reward > 0 ? 'good' : 'bad';
     const facts = [part, sample.status, sample.length ? `${sample.length} tokens` : null, sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null, sample.recorded ? 'ratio and gap' : null];
+    const text = (parts ?? [[sample.response, false]]).map(([words, differs]) => differs ? make('mark', {}, words) : words);
     return make('button', { class: 'answer', onclick: () => this.dialog.open(step, sample.index, others) },
-      make('span', { class: `reward ${good}` }, shown(sample.reward)), make('span', { class: 'text' }, sample.response + (sample.cut ? ' …' : '')),
+      make('span', {}, make('span', { class: `reward ${good}` }, shown(sample.reward)), count > 1 ? make('span', { class: 'count' }, ` ×${count}`) : null),
+      make('span', { class: 'text' }, ...text, sample.cut ? ' …' : ''),
       sample.reward_parts ? make('small', { class: 'parts' }, rewardParts(sample.reward_parts)) : null,
       make('small', {}, facts.filter(Boolean).join(' · ')));
   }

@@ -121,7 +121,7 @@ def test_the_page_has_curves_with_bands_and_the_tables(whole: Results, tmp_path:
     # The band has fewer resamples than the interval.
     assert values[base["low"]][4] == pytest.approx(exact.low, abs=0.03)
     assert values[base["high"]][4] == pytest.approx(exact.high, abs=0.03)
-    held_out = next(chart for chart in overview["charts"] if chart["title"] == "Held-out accuracy")
+    held_out = next(chart for chart in overview["charts"] if chart["title"] == "Held-out reward")
     assert [v is not None for v in values[held_out["series"][0]["key"]]] == [step % 5 == 0 for step in range(1, 11)]
 
 

@@ -22,7 +22,7 @@ def fired(folder: Path, rows: list[Row]) -> list[str]:
     write_rows(folder, enumerate(rows, 1))
     metrics = MetricsFile(folder / METRICS)
     metrics.refresh()
-    return [verdict.rule for verdict in unhealthy(verdicts(metrics))]
+    return [verdict.rule for verdict in unhealthy(verdicts(metrics, {}))]
 
 
 def healthy(seed: int = 0) -> list[Row]:
@@ -68,7 +68,7 @@ def fired_while_it_grew(rows: bytes, file: Path) -> list[str]:
         with file.open("ab") as end:
             end.write(row)
         metrics.refresh()
-        found += [verdict.rule for verdict in unhealthy(verdicts(metrics))]
+        found += [verdict.rule for verdict in unhealthy(verdicts(metrics, {}))]
     assert len(metrics.steps) == len(rows.splitlines())
     return found
 
@@ -146,9 +146,9 @@ def test_a_short_run_has_no_verdict(tmp_path: Path) -> None:
     write_rows(tmp_path, [(step, {"train/grad_norm": 1000.0**step}) for step in range(2 * WINDOW - 1)])
     metrics = MetricsFile(tmp_path / METRICS)
     metrics.refresh()
-    assert {verdict.state for verdict in verdicts(metrics)} == {"no data"}
+    assert {verdict.state for verdict in verdicts(metrics, {})} == {"no data"}
 
 
 def test_every_rule_names_a_flag_that_exists() -> None:
     flags = flags_reference()
-    assert not [rule.flag for rule in RULES if f"`{rule.flag}`" not in flags]
+    assert not [advice.flag for rule in RULES for advice in rule.advice if f"`{advice.flag}`" not in flags]

@@ -42,7 +42,7 @@ def test_curves_samples_and_phases_are_served_piece_by_piece(server: ReportServe
     write_run(tmp_path / "run", steps=30)
     overview = get(server, "overview")
     assert overview["steps"] == [1, 30] and overview["folder"] == "run"
-    assert {chart["section"] for chart in overview["charts"]} == {"learning", "engine", "more"}
+    assert {chart["question"] for chart in overview["charts"]} == {"main", "learning", "stability", "engine"}
     curve = get(server, "metrics", names="rollout/reward\ntrain/loss", **{"from": 3, "to": 5})
     assert curve["steps"] == [3, 4, 5] and set(curve["values"]) == {"rollout/reward", "train/loss"}
     assert sum(values[0] for values in get(server, "phases")["phases"].values()) == pytest.approx(

@@ -15,7 +15,7 @@ from run_folder import SETTINGS, healthy_row, sample, write_header, write_rows, 
 from miles.commands import report
 from miles.config.tracking import TrackingArguments
 from miles.observe import page as static_report
-from miles.observe.page import SCRIPTS, STYLES, asset, spread, write_report
+from miles.observe.page import SCRIPTS, STYLES, asset, single_file, spread, write_report
 from miles.observe.report.sink import ReportSink
 from miles.observe.run_files import REPORT, RunFiles
 
@@ -52,7 +52,7 @@ def test_the_page_has_curves_verdicts_and_samples(tmp_path: Path) -> None:
     assert len(data["details"]) == 4 * 30
     assert data["details"]["30/0"]["columns"]["weight"] and data["details"]["30/0"]["ledger"]
     groups = data["iterations"]["30"]["groups"]
-    assert [group["group"] for group in groups] == [0, 1, 2]  # four of six answers, spread over the prompts
+    assert [len(group["samples"]) for group in groups] == [2, 2], "four of six answers, those of a group together"
 
 
 def test_steps_are_those_that_are_done_and_sets_have_their_whole_names(tmp_path: Path) -> None:
@@ -61,10 +61,9 @@ def test_steps_are_those_that_are_done_and_sets_have_their_whole_names(tmp_path:
     found = []
     for step, row in ((0, {"eval/held/out/accuracy": 0.25}), (7, healthy_row(7, 10)), (900, {"train/pg_loss": 0.5})):
         write_rows(tmp_path, [(step, row)])
-        tiles = Page(write_report(tmp_path, 4)).data["overview"]["tiles"]
-        found.append({tile["label"]: tile["value"] for tile in tiles})
-    assert [each["steps"] for each in found] == ["0", "7", "900"]
-    assert found[0]["held-out held/out"] == "0.25"
+        found.append(Page(write_report(tmp_path, 4)).data["overview"])
+    assert [each["steps"][1] for each in found] == [0, 7, 900]
+    assert {tile["label"]: tile["value"] for tile in found[0]["tiles"]}["held-out held/out"] == "0.25"
 
 
 def test_nothing_is_loaded_from_outside(tmp_path: Path) -> None:
@@ -104,6 +103,29 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert path.stat().st_size <= 500_000
     assert len(data["details"]) == 120  # without their tokens
     assert len(data["iterations"]) == 30
+
+
+def test_the_answers_of_a_group_are_its_different_ones_counted(tmp_path: Path) -> None:
+    """Eight answers of group 0: five times "a", twice "b", once "c"; the trainer's values are those of one "a"."""
+    write_header(tmp_path)
+    write_rows(tmp_path, [(1, {"rollout/reward": 0.5})])
+    texts = {"a": (5, 0.0), "b": (2, 1.0), "c": (1, 0.5)}
+    answers = [(text, reward) for text, (count, reward) in texts.items() for _ in range(count)]
+    records = [
+        sample(0, i, response=text, reward=reward, log_probs=[-1.0] * 4 if i == 3 else None)
+        for i, (text, reward) in enumerate(answers)
+    ]
+    RunFiles(tmp_path).append_samples(1, [*records, sample(1, 9)])
+    for most, shown in ((2, {"a": 5, "b": 2}), (3, {"a": 5, "b": 2, "c": 1})):
+        data = Page(write_report(tmp_path, most)).data
+        (group,) = data["iterations"]["1"]["groups"]
+        assert {each["response"]: each["count"] for each in group["samples"]} == shown
+        assert (group["size"], group["mean"]) == (8, 0.3125)
+        assert any(each["recorded"] for each in group["samples"])
+
+
+def test_the_page_itself_is_small() -> None:
+    assert len(single_file("", {})) < 400_000
 
 
 def test_at_most_2000_samples_of_iterations_spread_over_the_run(tmp_path: Path) -> None:

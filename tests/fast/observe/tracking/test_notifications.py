@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from run_folder import write_header
 
 from miles.commands import train
 from miles.config.parser import parse
@@ -89,6 +90,7 @@ def test_no_failure_of_a_notification_replaces_that_of_the_run(monkeypatch, caps
 
 def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, monkeypatch):
     tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
+    write_header(tmp_path)
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
     monkeypatch.setattr("miles.observe.report.sink.COSTS", 0)
     for step in range(1, 61):
@@ -101,6 +103,7 @@ def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, 
 
 def test_what_turns_bad_in_the_last_steps_is_sent_at_the_end(server, tmp_path, monkeypatch):
     tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
+    write_header(tmp_path)
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
     monkeypatch.setattr("miles.observe.report.sink.COSTS", math.inf)  # the rules are read once, in the first step
     for step in range(1, 61):
