@@ -148,7 +148,7 @@ def test_a_run_is_read_as_data_frames(tmp_path):
     samples = run.samples()
     assert len(samples) == 160 and {"prompt", "response", "reward", "rollout_id"} <= set(samples.columns)
     assert list(run.samples(7)["rollout_id"]) == [7] * 4 and run.samples(400).empty
-    assert set(run.verdicts()["state"]) <= {"ok", "no data", "unhealthy"}
+    assert set(run.verdicts()["state"]) <= {"ok", "may fire", "no data", "unhealthy"}
     assert run.settings["optimizer"]["lr"] == 1e-5 and run.provenance == {}
     with pytest.raises(ValueError, match="--output-dir"):
         miles.Run.open(tmp_path)

@@ -112,9 +112,9 @@ function renderCharts(charts) {
 function filterCharts() {
   const wanted = document.getElementById('chart-filter').value.trim().toLowerCase();
   for (const group of document.querySelectorAll('.group-of-charts')) {
-    const charts = view.charts.filter(chart => chart instanceof Curves && group.contains(chart.figure));
+    const charts = view.charts.filter(chart => group.contains(chart.figure));
     charts.forEach((chart, place) => {
-      const names = [chart.title, ...chart.keys.map(key => `${key.key} ${key.label}`)].join(' ').toLowerCase();
+      const names = [chart.title, ...(chart.keys ?? []).map(key => `${key.key} ${key.label}`)].join(' ').toLowerCase();
       chart.figure.hidden = wanted ? !names.includes(wanted) : place >= AT_FIRST && !group.dataset.all;
     });
     if (wanted && charts.some(chart => !chart.figure.hidden)) group.open = true;

@@ -68,6 +68,8 @@ def test_states(tmp_path):
         json.dumps({"host": os.uname().nodename, "pid": 2**22 + 1, "started": ""})
     )
     assert SavedRun(tmp_path / "ended").state is RunState.FAILED, "its launcher was killed"
+    RunFiles(tmp_path / "ended").mark_end("stopped", "Ctrl-C")
+    assert SavedRun(tmp_path / "ended").state is RunState.STOPPED
 
 
 def test_a_run_without_prompts_has_finished_early_until_it_goes_on(tmp_path):

@@ -6,6 +6,7 @@ are written there.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from run_folder import SETTINGS, healthy_row, sample, write_header, write_rows, write_run
 from sweep_files import planned, write_run_of
 
@@ -122,8 +125,26 @@ def test_the_page_shows_every_section_of_a_run(tmp_path: Path, open_page: Any, s
         assert page.locator(f"#engine figure[data-title='{title}']").count() == 1
     assert page.locator("#samples .answer").count() == 2, "one group"
     assert page.locator(".changed td").all_inner_texts() == ["optimizer.lr", "1e-05", "1e-06"]
-    page.evaluate("scrollTo(0, 0)")
-    picture(page, "report")
+
+
+PICTURES = Path(__file__).parents[4] / "docs" / "pictures"
+BLOCK = 20  # pixels: fonts differ between machines, layouts do not
+DIFFERENT = 48  # of 255: a block that differs by more has other content
+MOST_DIFFERENT = 0.03  # of the blocks
+
+
+@pytest.mark.parametrize(("name", "width"), [("report", 1400), ("phone", 390)])
+def test_the_first_screen_looks_like_the_picture_of_the_docs(
+    tmp_path: Path, open_page: Any, name: str, width: int
+) -> None:
+    """``REPORT_PICTURES=docs/pictures`` makes the pictures again."""
+    page = open_page(write_report(write_run(tmp_path / "run", steps=50), 4).as_uri(), width=width)
+    page.locator("#charts-main canvas").nth(1).wait_for()
+    picture(page, name)
+    shots = [Image.open(file) for file in (PICTURES / f"{name}.png", io.BytesIO(page.screenshot()))]
+    assert shots[0].size == shots[1].size == (width, 900)
+    before, now = (np.asarray(shot.convert("L").reduce(BLOCK), dtype=int) for shot in shots)
+    assert (abs(now - before) > DIFFERENT).mean() < MOST_DIFFERENT
 
 
 def test_the_page_follows_a_run_that_continues(tmp_path: Path, open_page: Any, serve: Any) -> None:
@@ -345,9 +366,9 @@ def test_curves_are_zoomed_smoothed_hovered_and_filtered(tmp_path: Path, open_pa
     page.wait_for_selector("figure[data-title=Reward][data-points='11']")
     box = reward.locator(".u-over").bounding_box()
     with page.expect_response(lambda response: "api/metrics" in response.url and "from=1" in response.url):
-        page.mouse.move(box["x"] + 40, box["y"] + 40)
+        page.mouse.move(box["x"] + 200, box["y"] + 40)
         page.mouse.down()
-        page.mouse.move(box["x"] + 160, box["y"] + 40)
+        page.mouse.move(box["x"] + 400, box["y"] + 40)
         page.mouse.up()
     assert page.get_by_label("first step shown").input_value() not in ("", "10")
     page.locator("#zoom-all").click()
@@ -579,8 +600,10 @@ def test_the_curves_of_a_sweep_have_bands(tmp_path: Path, open_page: Any) -> Non
     assert reward.locator("canvas").evaluate(FAINT) > 2000
     page.evaluate("scrollTo(0, 0)")
     picture(page, "sweep")
+    page.locator("#chart-filter").fill("train/own")
     own.scroll_into_view_if_needed()
     assert own.locator("canvas").evaluate(FAINT) < 500
+    page.locator("#chart-filter").fill("")
     shown = page.locator("#tables").inner_text()
     assert "Difference from symmetric, at the same seed" in shown and "loss.eps_clip_high" in shown
     page.evaluate("scrollTo(0, 0)")
