@@ -38,6 +38,7 @@ from miles.base.host import (
 )
 from miles.base.text import one_line
 from miles.config.command_parser import CommandParser
+from miles.config.vllm.environment import INSTALL, missing_vllm, vllm_python
 from miles.engine.sglang import cpu
 
 # The findings of ``miles doctor``, one per part of the machine, and how they are written as text or JSON.
@@ -478,6 +479,15 @@ def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         useful = [package for package in PACKAGES if has_gpu() or not package.needs_gpu]
         yield from pool.map(lambda package: check_package(package, quick, seconds), useful)
+    yield check_vllm(vllm_python())
+
+
+def check_vllm(python: str) -> MachineFinding:
+    """Return the finding on vLLM, which is in another environment: that of ``python``."""
+    if missing_vllm(python) is None:
+        return MachineFinding("vllm", State.OK, f"installed for {python}")
+    lost = "disables --rollout-engine vllm (torch works without it)"
+    return MachineFinding("vllm", State.MISSING, f"{python} has none", lost, INSTALL)
 
 
 def check_others() -> MachineFinding:

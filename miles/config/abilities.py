@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from miles.config.components import ENGINES, TRAIN_BACKENDS, EngineSpec, TrainBackendSpec
 from miles.config.settings import Settings
+from miles.config.sglang.flags import VLLM
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
 
@@ -18,9 +19,21 @@ def reads_megatron_flags(settings: Settings) -> bool:
 
 
 def has_servers(settings: Settings) -> bool:
-    """Return whether the engine generates in SGLang's servers."""
+    """Return whether the engine generates in servers."""
     engine = ENGINES.get(settings.rollout.rollout_engine)
     return engine is not None and engine.has_servers
+
+
+def reads_sglang_flags(settings: Settings) -> bool:
+    """Return whether the engine generates in SGLang's servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and engine.reads_sglang_flags
+
+
+def reads_vllm_flags(settings: Settings) -> bool:
+    """Return whether the engine generates in vLLM's servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and VLLM in engine.prefixes
 
 
 def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:

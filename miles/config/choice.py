@@ -84,11 +84,11 @@ def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Ch
 
 
 def choose_engine(given: str | None, server_flags: Iterable[str], device: ChosenValue) -> ChosenValue:
-    """Choose ``--rollout-engine``: the one that is given, SGLang if the command has flags of it or CUDA is there.
+    """Choose ``--rollout-engine``: the one that is given or has flags in the command, else SGLang if CUDA is there.
 
     Args:
         given: The value of ``--rollout-engine``; None if it is not given.
-        server_flags: The flags of SGLang and its router in the command, in order.
+        server_flags: The flags of servers in the command, in order.
         device: The device that was chosen.
     """
     if given is not None:
@@ -96,7 +96,8 @@ def choose_engine(given: str | None, server_flags: Iterable[str], device: Chosen
     servers, embedded = (first_with(ENGINES, "has_servers", wanted) for wanted in (True, False))
     first = next(iter(server_flags), None)
     if first is not None:
-        return ChosenValue(servers, f"the command has {first}")
+        name = next(name for name, row in ENGINES.items() if first.startswith(row.prefixes))
+        return ChosenValue(name, f"the command has {first}")
     return ChosenValue(servers if device.value == "cuda" else embedded, device.why)
 
 

@@ -81,6 +81,11 @@ class EngineSpec:
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
+        prefixes: How the flags begin that choose it if no engine is named.
+        reads_sglang_flags: Whether those of SGLang and its router are passed on to its servers.
+        rules: The function ``check(settings, errors)`` that checks a run of its servers, as ``module:function``.
+        start_rules: The function that checks what only a start needs; empty if there is none.
+        reader: The function ``fill(settings)`` that returns the section ``sglang`` as its servers read it, and notes.
     """
 
     builder: str
@@ -88,6 +93,11 @@ class EngineSpec:
     reports_experts: bool = False
     shares_servers: bool = False
     stop_text_limits: StopTextLimits | None = None
+    prefixes: tuple[str, ...] = ()
+    reads_sglang_flags: bool = False
+    rules: str = ""
+    start_rules: str = ""
+    reader: str = ""
 
 
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
@@ -122,6 +132,18 @@ ENGINES: Mapping[str, EngineSpec] = {
         reports_experts=True,
         shares_servers=True,
         stop_text_limits=StopTextLimits(32, 256),  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
+        prefixes=("--sglang-", "--router-"),
+        reads_sglang_flags=True,
+        rules="miles.config.sglang.rules:check_servers",
+    ),
+    "vllm": EngineSpec(
+        "miles.engine.vllm.engine:start",
+        has_servers=True,
+        shares_servers=True,
+        prefixes=("--vllm-",),
+        rules="miles.config.vllm.rules:check_servers",
+        start_rules="miles.config.vllm.flags:check_start",
+        reader="miles.config.vllm.rules:fill_transfer_mode",
     ),
 }
 
@@ -163,6 +185,11 @@ def import_code(spec: TrainBackendSpec, device: Any) -> None:
     import_builder(spec)
     if spec.importer:
         pkgutil.resolve_name(spec.importer)(device)
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """Import ``module:function``, and call it."""
+    return pkgutil.resolve_name(function)(*arguments)
 
 
 def build(spec: TrainBackendSpec | EngineSpec, *arguments: Any) -> Any:

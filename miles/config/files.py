@@ -219,7 +219,7 @@ class _Reader:
         for flag in spellings:
             if flag in NO_SETTINGS:
                 raise _Refused("is not a setting of a run; give it on the command line")
-            if flag in self._actions or flag.startswith(("--sglang-", "--router-")):
+            if flag in self._actions or flag.startswith((SERVER, ROUTER, VLLM)):
                 own = self._sections.get(flag, section)
                 if section and own != section:
                     raise _Refused(f"belongs to the section {own}; move it there")

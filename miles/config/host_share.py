@@ -12,6 +12,7 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.base.host import GIB, busy_cores, has_gpu, memory_bytes
+from miles.config.abilities import reads_sglang_flags
 from miles.config.components import engine_spec
 from miles.config.model import local_config
 from miles.config.settings import Settings
@@ -72,7 +73,7 @@ def fit_to_host(settings: Settings, given: Collection[str]) -> Settings:
         sequences = min(settings.rollout.torch_engine_max_batch_size, _rounded(fitting, SEQUENCES_STEP))
         return replace(settings, rollout=replace(settings.rollout, torch_engine_max_batch_size=sequences))
     passed_on = settings.server_flags
-    if not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
+    if not reads_sglang_flags(settings) or not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
         return settings
     words = (MOST_TOKENS, str(_server_tokens(settings, per_token)), *passed_on.server)
     return replace(settings, server_flags=replace(passed_on, server=words))
@@ -143,6 +144,8 @@ def host_line(settings: Settings) -> str:
         batch, tokens = f"{count(sequences, 'sequence')} at a time", sequences * _row(settings)
     elif settings.num_engines:
         computing.append(f"{count(settings.num_engines, 'server')} of {name} of 1 thread")
+        if not reads_sglang_flags(settings):
+            return f"{', '.join(computing)}; {settings.vllm.vllm_cpu_cache_gib} GiB for the cache of each"
         most = value_of(settings.server_flags.server, MOST_TOKENS) or str(SERVER_TOKENS)
         batch, tokens = f"{most} tokens in the cache of each", settings.num_engines * int(most if most.isdigit() else 0)
     else:
@@ -162,8 +165,10 @@ def _engine_on_cuda(settings: Settings) -> list[str]:
         return []
     if not engine_spec(settings.rollout.rollout_engine).has_servers:
         return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at a time"]
-    share = value_of(settings.server_flags.server, "--mem-fraction-static")
-    return ["batch and memory share as SGLang chooses them" if share is None else f"memory share {share} of SGLang"]
+    name = "SGLang" if reads_sglang_flags(settings) else "vLLM"
+    flags = settings.server_flags
+    share = value_of(flags.server, "--mem-fraction-static") or value_of(flags.vllm, "--gpu-memory-utilization")
+    return [f"batch and memory share as {name} chooses them" if share is None else f"memory share {share} of {name}"]
 
 
 def _memory(settings: Settings, tokens: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from miles.base.choices import Registry
 from miles.base.flags import changed, flag_name
-from miles.config.abilities import has_servers, reads_megatron_flags
+from miles.config.abilities import has_servers, reads_megatron_flags, reads_vllm_flags
 from miles.config.lora import counts_experts
 from miles.config.model import readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
@@ -153,6 +153,7 @@ CONDITIONS = {
     ),
     "turns to bound": Condition(_bounds_turns, "the environment's library bounds the turns"),
     "servers": Condition(has_servers, _SERVERS, OTHER_PART),
+    "servers of vLLM": Condition(reads_vllm_flags, "vLLM's, and another engine generates", OTHER_PART),
     "servers or deltas": Condition(lambda s: has_servers(s) or s.sends_deltas, _SERVERS, OTHER_PART),
     "engines on several devices": Condition(has_servers, "the torch engine runs on one device", OTHER_PART),
     "files of weights": Condition(

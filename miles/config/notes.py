@@ -134,6 +134,8 @@ def _group(message: str, groups: Mapping[str, str]) -> str:
     name = flag[0]
     if name in groups:
         return groups[name]
+    if name.startswith("--vllm-"):
+        return "vllm"
     return "sglang" if name.startswith(("--sglang-", "--router-")) else "megatron"
 
 

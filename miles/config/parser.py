@@ -47,9 +47,9 @@ from miles.config.rules.modes import (
     check_saved_samples,
     notes_on_saved_samples,
 )
-from miles.config.rules.start import check_devices, check_load
+from miles.config.rules.start import check_devices, check_engine_is_there, check_load
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags, split_server_flags
 from miles.config.sglang.normalize import normalize_server_flags
 from miles.config.sglang.rules import check_server_heads
 from miles.config.sglang.server_values import check_server_files
@@ -316,7 +316,7 @@ def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[st
     """
     flags = {*_own_flags()._option_string_actions, *(field.flag for field in MODEL_FLAGS)}
     known = {*flags, *elsewhere}
-    if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER)) for flag in flags_in(words)):
+    if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER, VLLM)) for flag in flags_in(words)):
         with suppress(ValueError):  # it is not installed: an error if it is chosen
             flags |= {field.flag for field in megatron_fields().values()}
     return flags
@@ -354,7 +354,7 @@ def _command(
     settings = _settings(namespace, passed_on)
     given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
     backend = choose_backend(given.get("train_backend"), megatron, trained_without_megatron(settings))
-    servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER))]
+    servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER, VLLM))]
     joined = _ask_cluster(settings.cluster)
     device = choose_device(settings.cluster.device, has_gpu(), joined)
     engine = choose_engine(given.get("rollout_engine"), servers, device)
@@ -470,6 +470,7 @@ def _judge(command: Command, starts: bool) -> Validated:
     check_load(settings, of_start)
     if not errors.messages:
         check_devices(validated.settings, of_start)
+        check_engine_is_there(validated.settings, of_start)
     for message in of_start.messages if starts else ():
         errors.add_unless_refused(message)
     errors.raise_if_any()

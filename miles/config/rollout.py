@@ -27,7 +27,7 @@ class RolloutArguments:
 
     rollout_engine: str = flag(
         "torch",
-        "generation engine: torch runs inside the rollout process, sglang in its own servers",
+        "generation engine: torch runs inside the rollout process, sglang and vllm in their own servers",
         choices=tuple(ENGINES),
     )
     num_rollout_workers: int = flag(

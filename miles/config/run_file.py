@@ -17,7 +17,7 @@ from miles.config.evaluation import EvaluationArguments
 from miles.config.files import MEGATRON_CORE, SERVER_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ROUTER, SERVER
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import group_words
 from miles.config.validate import validate
 
@@ -51,7 +51,8 @@ def run_config(settings: Settings, about: Iterable[str] = (), given: Collection[
     lines = [f"# {line}".rstrip() for line in about]
     for name, section in SECTIONS.items():
         lines += _section(name, list(_entries(getattr(settings, name), section)))
-    passed_on = ((SERVER, settings.server_flags.server), (ROUTER, settings.server_flags.router))
+    flags = settings.server_flags
+    passed_on = ((SERVER, flags.server), (ROUTER, flags.router), (VLLM, flags.vllm))
     lines += _section(SERVER_FLAGS, [entry for prefix, words in passed_on for entry in _server_flags(prefix, words)])
     lines += _section(MEGATRON_CORE, list(_megatron_core(settings.megatron_overrides)))
     return "\n".join(lines) + "\n"

@@ -22,6 +22,7 @@ from miles.config.rollout import RolloutArguments
 from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
+from miles.config.vllm.flags import VllmArguments
 from miles.objective.explain import AddedLoss
 from miles.objective.registry import Term
 from miles.objective.settings import LossArguments, StepShape
@@ -41,6 +42,7 @@ class Settings:
     reward: RewardArguments = RewardArguments()
     rollout: RolloutArguments = RolloutArguments()
     sglang: SglangArguments = SglangArguments()
+    vllm: VllmArguments = VllmArguments()
     loss: LossArguments = LossArguments()
     critic: CriticArguments = CriticArguments()
     optimizer: OptimizerArguments = OptimizerArguments()

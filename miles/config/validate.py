@@ -49,8 +49,8 @@ from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.rules import (
     check_engine,
     check_rollout_workers,
-    fill_pause_mode,
     fill_rollout_num_gpus,
+    fill_server_section,
 )
 from miles.config.sglang.server_values import check_server_texts
 from miles.config.tracking import check_tracking
@@ -216,7 +216,7 @@ def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tu
     if not errors.messages:
         loss, policy_loss_notes = name_policy_loss(loss)
         loss_notes = [*policy_loss_notes, *loss_notes]
-    sglang, pause_notes = fill_pause_mode(settings.sglang)
+    sglang, pause_notes = fill_server_section(settings)
     filled = replace(
         settings,
         sglang=sglang,

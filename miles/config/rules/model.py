@@ -15,11 +15,12 @@ from miles.config.files import fault_of_tokens, ordinary_tokens
 from miles.config.host_share import PROMPT, text_config
 from miles.config.model import ModelArguments, local_vocab_size, vocab_size_of
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SERVER, has_flag, value_of
+from miles.config.sglang.flags import SERVER, VLLM, has_flag, value_of
 from miles.models.packing import longest_generated, longest_trained
 from miles.tasks.data.settings import columns_to_choose, find_column
 
 _CONTEXT = "--context-length"  # SGLang's flag
+_MODEL_LEN = "--max-model-len"  # vLLM's
 _UNKNOWN = sys.maxsize
 _CUT = "--rollout-max-context-len"
 # Flags of SGLang with which its limit is not that of the model's configuration, or no request is refused.
@@ -88,11 +89,13 @@ def _limit(settings: Settings) -> tuple[int, str]:
 def _limit_of_engine(settings: Settings, config: dict[str, Any]) -> tuple[int, str]:
     if has_servers(settings):
         words = settings.server_flags.server
-        given = value_of(words, _CONTEXT)
+        flag, given = SERVER + _CONTEXT[2:], value_of(words, _CONTEXT)
+        if given is None and (given := value_of(settings.server_flags.vllm, _MODEL_LEN)) is not None:
+            flag = VLLM + _MODEL_LEN[2:]
         if settings.sglang.rollout_external or has_flag(words, *_OTHER_LIMITS):
             return _UNKNOWN, ""
         if given is not None:
-            return int(given) if given.isdecimal() else _UNKNOWN, SERVER + _CONTEXT[2:]
+            return int(given) if given.isdecimal() else _UNKNOWN, flag
         if _is_stretched(config):
             return _UNKNOWN, ""
         longest, name = config.get("max_position_embeddings"), "max_position_embeddings"

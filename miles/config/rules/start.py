@@ -5,6 +5,7 @@ from __future__ import annotations
 from miles.base.flags import Errors, count
 from miles.base.host import num_gpus
 from miles.config.checkpoint import fault_of_nothing
+from miles.config.components import call, engine_spec
 from miles.config.host_share import is_on_cpu
 from miles.config.settings import Settings
 
@@ -41,3 +42,10 @@ def check_devices(settings: Settings, errors: Errors) -> None:
         rule = f"the run needs {count(needed, 'GPU')}{parts}, and this host has {there or 'none'}"
         fewer = "fewer with --actor-num-gpus-per-node and --rollout-num-gpus" if there else "--device cpu"
         errors.refuse("device", cluster.device, rule, f"give {fewer}, or join a Ray cluster with --ray-address")
+
+
+def check_engine_is_there(settings: Settings, errors: Errors) -> None:
+    """Refuse an engine whose program is not on this host, and flags that it refuses."""
+    rules = engine_spec(settings.rollout.rollout_engine).start_rules
+    if rules and settings.generates:
+        call(rules, settings, errors)

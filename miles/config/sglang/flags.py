@@ -4,7 +4,7 @@ They are recognized by their prefix, checked by name and value against the insta
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Optional, assert_never
@@ -16,7 +16,7 @@ from miles.config.sglang.config_file import CONFIG, read_server_config
 from miles.config.sglang.installed import router_flags, server_flags
 from miles.config.suggest import nearest_flag
 
-SERVER, ROUTER = "--sglang-", "--router-"
+SERVER, ROUTER, VLLM = "--sglang-", "--router-", "--vllm-"
 SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
 ROUTER_ALIAS = "--sglang-router-"
 _ADDRESS = "--ip"  # of a router that runs already, in related launchers
@@ -56,10 +56,11 @@ _of_servers = partial(flag, needs="servers")
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """Hold the words for SGLang's own command lines, with the prefixes removed."""
+    """Hold the words for the command lines of SGLang, its router and vLLM, with the prefixes removed."""
 
     server: tuple[str, ...] = ()
     router: tuple[str, ...] = ()
+    vllm: tuple[str, ...] = ()
 
     @property
     def server_as_written(self) -> list[str]:
@@ -73,7 +74,7 @@ class ServerFlags:
 
 
 def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
-    """Divide the command line into the words of our own parser and those of SGLang.
+    """Divide the command line into the words of our own parser and those of servers.
 
     A flag takes the words up to the next one that starts with ``--``. A flag that is written as one word with its value
     (``'--sglang-dtype float32'``) is cut in two, because launch scripts contain such words.
@@ -83,26 +84,28 @@ def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list
         own: The flags of the launcher; some start like SGLang's.
 
     Returns:
-        Our words, and SGLang's.
+        Our words, and those of servers.
     """
     ours: list[str] = []
     server: list[str] = []
     router: list[str] = []
+    vllm: list[str] = []
+    takers = ((ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server), (VLLM, vllm))
     taker = ours
     for word in words:
         if word.startswith("--"):
-            taker, flag = _taker(word, own, ours, server, router)
+            taker, flag = _taker(word, own, ours, takers)
             taker += [flag] if taker is ours else flag.split(" ", 1)
         else:
             taker.append(word)
-    return ours, ServerFlags(tuple(server), tuple(router))
+    return ours, ServerFlags(tuple(server), tuple(router), tuple(vllm))
 
 
 def _taker(
-    word: str, own: Collection[str], ours: list[str], server: list[str], router: list[str]
+    word: str, own: Collection[str], ours: list[str], takers: Iterable[tuple[str, list[str]]]
 ) -> tuple[list[str], str]:
     if word.split("=")[0] not in own:
-        for prefix, taker in ((ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server)):
+        for prefix, taker in takers:
             if word.startswith(prefix):
                 return taker, "--" + word.removeprefix(prefix)
     return ours, word

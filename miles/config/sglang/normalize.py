@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from miles.config.abilities import has_servers
+from miles.config.abilities import reads_sglang_flags
 from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.config.settings import Settings
 from miles.config.sglang.config_file import CONFIG, read_server_config
@@ -62,7 +62,7 @@ OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
     flags, notes = _normalize_adapters(settings.server_flags)
-    if not has_servers(settings):
+    if not reads_sglang_flags(settings):
         kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
         dropped = [group for group in group_words(flags.server) if group not in kept]
         notes += [_note(OTHER_PART, group, "SGLang's, and another engine generates") for group in dropped]
@@ -70,7 +70,7 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
             Note(OTHER_PART, _written(group, ROUTER), "SGLang's, and another engine generates")
             for group in group_words(flags.router)
         ]
-        return replace(settings, server_flags=ServerFlags(_words(kept))), notes
+        return replace(settings, server_flags=replace(settings.server_flags, server=_words(kept), router=())), notes
     flags, found = _normalize_config(flags)
     notes += found
     settings, flags, found = _normalize_replicas(settings, flags)
@@ -89,7 +89,9 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
         server += [normalized] if normalized is not None else []
         notes += [note] if note is not None else []
     router, router_notes = _normalize_router(group_words(flags.router), settings)
-    return replace(settings, server_flags=ServerFlags(_words(server), _words(router))), [*notes, *router_notes]
+    return replace(
+        settings, server_flags=replace(settings.server_flags, server=_words(server), router=_words(router))
+    ), [*notes, *router_notes]
 
 
 def _normalize_config(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from miles.base.flags import Errors, changed, count, flag_name
-from miles.config.abilities import has_servers
+from miles.config.abilities import reads_sglang_flags
 from miles.config.cluster import ClusterArguments
-from miles.config.components import ENGINES, engine_spec, names_with
+from miles.config.components import ENGINES, call, engine_spec, names_with
 from miles.config.model import local_config, readable_config
 from miles.config.settings import Settings
 from miles.config.sglang.flags import (
@@ -18,6 +18,7 @@ from miles.config.sglang.flags import (
     DATA_PARALLEL,
     SERVER,
     SERVER_KEY,
+    VLLM,
     ServerFlags,
     SglangArguments,
     check_server_flags,
@@ -84,7 +85,7 @@ def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> 
 
 def check_server_heads(settings: Settings, errors: Errors) -> None:
     """Check that the devices that share one attention divide the model's heads. On CPU SGLang pads the heads."""
-    if not has_servers(settings) or settings.sglang.rollout_external or not settings.generates:
+    if not reads_sglang_flags(settings) or settings.sglang.rollout_external or not settings.generates:
         return
     words, engine_size = settings.server_flags.server, settings.sglang.rollout_num_gpus_per_engine
     config = readable_config(settings.model) or {}
@@ -164,8 +165,8 @@ NOT_ALONE = "a server would read prompts or generate, and each engine here does 
 
 def check_engine(settings: Settings, errors: Errors) -> None:
     """Check the flags of servers if the chosen engine has servers, or that none are given."""
-    if engine_spec(settings.rollout.rollout_engine).has_servers:
-        _check_servers(settings, errors)
+    if rules := engine_spec(settings.rollout.rollout_engine).rules:
+        call(rules, settings, errors)
     else:
         _check_no_servers(settings, errors)
 
@@ -173,6 +174,7 @@ def check_engine(settings: Settings, errors: Errors) -> None:
 def _check_no_servers(settings: Settings, errors: Errors) -> None:
     passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
     why, what_to_do = f"by --rollout-engine {settings.rollout.rollout_engine}", f"use --rollout-engine {others}"
+    _refuse_vllm(settings, errors)
     for written in (*passed_on.server_as_written, *passed_on.router_as_written):
         errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
     if settings.generates and errors.none_about("hf_checkpoint"):
@@ -182,8 +184,23 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
                 errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *fault)
 
 
-def _check_servers(settings: Settings, errors: Errors) -> None:
+def check_common(settings: Settings, errors: Errors) -> None:
+    """Check what concerns servers of any program: their numbers, devices, files of weights, and requests in flight."""
+    sglang = settings.sglang
+    if can_count_engines(errors) and not sglang.rollout_external:
+        _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
+        _check_nodes(settings.cluster, sglang, errors)
+    _check_weight_files(sglang, errors)
+    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
+        rule = "would end the requests in flight, which --fully-async continues with the new weights"
+        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
+
+
+def check_servers(settings: Settings, errors: Errors) -> None:
+    """Check a run that generates with SGLang's servers."""
     sglang, passed_on = settings.sglang, settings.server_flags
+    check_common(settings, errors)
+    _refuse_vllm(settings, errors)
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     check_server_values(passed_on, errors)
@@ -194,16 +211,18 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     _check_stop_texts(settings, errors)
     _check_kind_of_server(settings, errors)
     if can_count_engines(errors):
-        if not sglang.rollout_external:
-            _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
-            _check_nodes(settings.cluster, sglang, errors)
         num_servers = settings.num_engines + len(sglang.external_addresses)
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
-    _check_weight_files(sglang, errors)
-    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
-        rule = "would end the requests in flight, which --fully-async continues with the new weights"
-        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
+
+
+def _refuse_vllm(settings: Settings, errors: Errors) -> None:
+    name = settings.rollout.rollout_engine
+    why, what_to_do = f"by --rollout-engine {name}", "use --rollout-engine vllm"
+    for flag in settings.server_flags.vllm:
+        if flag.startswith("--"):
+            written = VLLM + flag[2:].split("=")[0]
+            errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
 
 
 def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
@@ -276,13 +295,17 @@ def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
     return replace(cluster, rollout_num_gpus=size)
 
 
-def fill_pause_mode(sglang: SglangArguments) -> tuple[SglangArguments, list[str]]:
-    """Return the section with a mode that engines have, and a note if another was read as that."""
+def fill_server_section(settings: Settings) -> tuple[SglangArguments, list[str]]:
+    """Return the section with modes that the engine has, and notes if others were read as these."""
+    sglang, notes = settings.sglang, list[str]()
+    if reader := engine_spec(settings.rollout.rollout_engine).reader:
+        sglang, notes = call(reader, settings)
     if sglang.pause_generation_mode != ABORT:
-        return sglang, []
+        return sglang, notes
     why = "without --fully-async no request is in flight when weights change"
     return replace(sglang, pause_generation_mode="retract"), [
-        f"--pause-generation-mode abort is read as retract: {why}"
+        *notes,
+        f"--pause-generation-mode abort is read as retract: {why}",
     ]
 
 

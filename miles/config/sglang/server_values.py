@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from miles.base.flags import Errors, fault_of_text, flag_name
-from miles.config.abilities import has_servers
+from miles.config.abilities import reads_sglang_flags
 from miles.config.settings import Settings
 from miles.config.sglang.config_file import CONFIG
 from miles.config.sglang.flags import ROUTER, SERVER, ServerFlags
@@ -101,7 +101,7 @@ def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
 
 def check_server_files(settings: Settings, errors: Errors) -> None:
     """Check that each file is there that a flag of the server names, unless the servers are on hosts of a cluster."""
-    if not has_servers(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
+    if not reads_sglang_flags(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
         return
     for flag, values in group_words(settings.server_flags.server):
         field = _field(SERVER, flag)

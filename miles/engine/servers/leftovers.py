@@ -1,4 +1,4 @@
-"""Remove the shared-memory segments that SGLang leaves: those that its servers have opened, and no others.
+"""Remove the shared-memory segments that servers leave: those that they have opened, and no others.
 
 SGLang names a segment after a random id. Some it never removes. Others, such as the queue of 25 MB between the ranks of
 tensor parallelism, stay if their process is killed, and SGLang kills its processes when it ends. So a server notes the
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_")  # how their paths begin
+SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_", "/dev/shm/psm_", "/dev/shm/sem.mp-")  # of SGLang, of vLLM
 NOTED = "segments"  # one path per line
 
 

@@ -42,14 +42,14 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 async def test_an_unknown_engine_is_refused() -> None:
-    settings = SimpleNamespace(rollout=replace(RolloutArguments(), rollout_engine="vllm"))
-    with pytest.raises(ValueError, match="--rollout-engine vllm: unknown; choose from torch, sglang"):
+    settings = SimpleNamespace(rollout=replace(RolloutArguments(), rollout_engine="lmdeploy"))
+    with pytest.raises(ValueError, match="--rollout-engine lmdeploy: unknown; choose from torch, sglang, vllm"):
         await start_engine(settings, host=None)
 
 
 def test_errors_offer_the_choices_with_an_ability() -> None:
     assert names_with(TRAIN_BACKENDS, "trains_recurrent_models") == "fsdp"
-    assert names_with(ENGINES, "has_servers") == "sglang"
+    assert names_with(ENGINES, "has_servers") == "sglang or vllm"
 
 
 def test_servers_release_memory_and_the_embedded_engine_does_not() -> None:

@@ -84,12 +84,12 @@ def test_a_rule_waits_for_the_values_it_builds_on(refused, flags, without, only)
 def test_settings_made_by_hand_are_limited_to_the_choices(validated):
     """The parser checks choices too; rules that branch on them must not meet anything else."""
     settings = validated().settings
-    rollout = dataclasses.replace(settings.rollout, rollout_engine="vllm")
+    rollout = dataclasses.replace(settings.rollout, rollout_engine="lmdeploy")
     training = dataclasses.replace(settings.training, train_backend="jax")
     with pytest.raises(FlagError) as caught:
         validate(dataclasses.replace(settings, rollout=rollout, training=training))
     assert caught.value.messages == (
-        "--rollout-engine vllm: no such choice; give one of torch, sglang",
+        "--rollout-engine lmdeploy: no such choice; give one of torch, sglang, vllm",
         "--train-backend jax: no such choice; give one of fsdp, megatron",
     )
 

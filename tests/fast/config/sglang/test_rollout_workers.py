@@ -15,7 +15,7 @@ SGLANG = "--rollout-engine sglang --rollout-external --rollout-external-engine-a
         (
             "--num-rollout-workers 4",
             "--num-rollout-workers 4: the torch engine runs inside the rollout process, so no other process can reach "
-            "it; use --rollout-engine sglang, or give 1",
+            "it; use --rollout-engine sglang or vllm, or give 1",
         ),
         (
             f"{SGLANG} --num-rollout-workers 4 --sglang-server-concurrency 3",

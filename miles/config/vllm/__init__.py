@@ -1,0 +1,1 @@
+"""Flags of vLLM servers: our own, and those that are passed on."""

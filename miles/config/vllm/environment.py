@@ -1,0 +1,43 @@
+"""Find the environment that has vLLM. This file needs Python alone, so that the doctor works without the rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+BESIDE = ".venv-vllm"  # the environment's folder, next to that of the run
+INSTALL = "bash scripts/vllm.sh"
+
+
+def vllm_python(given: str | None = None) -> str:
+    """Return the interpreter of vLLM's environment, which need not be there: ``given`` (``--vllm-python``), if any."""
+    if given is not None:
+        return given
+    if find_spec("vllm") is not None:  # on a GPU machine it may be in the same environment
+        return sys.executable
+    return str(Path(sys.prefix).parent / BESIDE / "bin" / "python")
+
+
+@cache
+def missing_vllm(python: str) -> str | None:
+    """Return an error that says that ``python`` has no vLLM; None if it has."""
+    found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        is_there = subprocess.run([python, "-P", "-c", found], env=clean_environment(), timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        is_there = False
+    if is_there:
+        return None
+    return (
+        f"--rollout-engine vllm: {python} has no vLLM; install it with `{INSTALL}`, give the interpreter of another "
+        "environment as --vllm-python, or use --rollout-engine torch"
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without the import path of the run, whose packages are of other versions."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}

@@ -1,0 +1,120 @@
+"""Check a run that generates with vLLM's servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from miles.base.flags import Errors, changed
+from miles.config.host_share import is_on_cpu
+from miles.config.model import readable_config
+from miles.config.settings import Settings
+from miles.config.sglang.flags import VLLM, SglangArguments, value_of
+from miles.config.sglang.rules import NOT_QUANTIZED, check_common
+from miles.config.spelling import group_words
+from miles.config.vllm.flags import OTHER_PARALLEL, OWNED_BY_LAUNCHER, TENSOR_PARALLEL
+
+MOST_KEPT = 4096  # tokens of a support, each some 60 bytes of an answer
+HEAD_SIZES_ON_CPU = (
+    32,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    512,
+)  # vLLM 0.32.0, v1/attention/backends/cpu_attn.py
+
+
+def check_servers(settings: Settings, errors: Errors) -> None:
+    """Check a run that generates with vLLM's servers."""
+    sglang, rollout, training = settings.sglang, settings.rollout, settings.training
+    check_common(settings, errors)
+    _check_words(settings, errors)
+    if sglang.rollout_external:
+        rule = "names SGLang's servers: vLLM's calls for weights have no key, so a run starts its own"
+        errors.refuse("rollout_external", True, rule, "drop it")
+    if settings.generates and errors.none_about("num_gpus_per_node") and settings.nodes_per_engine > 1:
+        size = sglang.rollout_num_gpus_per_engine
+        rule = "spans several nodes, and vLLM's servers listen on loopback only"
+        errors.refuse("rollout_num_gpus_per_engine", size, rule, "give a smaller size, or use --rollout-engine sglang")
+    if sglang.update_weight_transfer_mode == "ipc":
+        rule = "needs memory that vLLM shares, and it takes that of its own GPU only"
+        errors.refuse("update_weight_transfer_mode", "ipc", rule, "use disk")
+    if settings.cluster.ray_address is not None:
+        rule = "joins hosts, and vLLM's servers listen on the loopback interface of one"
+        errors.refuse("ray_address", settings.cluster.ray_address, rule, "drop it, or use --rollout-engine sglang")
+    for name, given in (("fp32_lm_head", training.fp32_lm_head), ("deterministic_mode", training.deterministic_mode)):
+        if given and settings.generates:
+            errors.refuse(name, True, "is not possible with --rollout-engine vllm", "drop one of the two")
+    if rollout.truncates_sampling and not settings.is_given_samples:
+        _check_truncated(settings, errors)
+    _check_model(settings, errors)
+
+
+def _check_words(settings: Settings, errors: Errors) -> None:
+    flags, size = settings.server_flags, settings.sglang.rollout_num_gpus_per_engine
+    for written in (*flags.server_as_written, *flags.router_as_written):
+        errors.add(
+            f"{written}: would be ignored by --rollout-engine vllm; use --rollout-engine sglang, or drop {written}"
+        )
+    for name, values in group_words(flags.vllm):
+        written = f"{VLLM}{name[2:]}"
+        if name in OWNED_BY_LAUNCHER:
+            errors.add(f"{written}: {OWNED_BY_LAUNCHER[name]}; drop {written}")
+        elif name in TENSOR_PARALLEL and values != (str(size),):
+            given = " ".join(values)
+            errors.add(
+                f"{written} {given}: contradicts --rollout-num-gpus-per-engine {size}; give {given} to that, drop this"
+            )
+        elif name in OTHER_PARALLEL and values != ("1",):
+            errors.add(
+                f"{written}: an engine here is tensor parallel; give --rollout-num-gpus-per-engine, and drop {written}"
+            )
+    if (quantization := value_of(flags.vllm, "--quantization")) is not None and not settings.rollout.debug_rollout_only:
+        errors.refuse("vllm_quantization", quantization, NOT_QUANTIZED.replace("SGLang", "vLLM"), "drop it")
+
+
+def _check_truncated(settings: Settings, errors: Errors) -> None:
+    """Check that vLLM can say what the trainer needs of tokens that top-p, top-k or min-p has chosen from."""
+    rollout = settings.rollout
+    if not rollout.replays_support:
+        if rollout.rollout_temperature != 1:
+            rule = "at --no-support-replay, vLLM gives log-probs over the whole vocabulary at temperature 1 only"
+            errors.refuse(
+                "rollout_temperature", rollout.rollout_temperature, rule, "drop --no-support-replay, or give 1"
+            )
+    elif not 0 < rollout.rollout_top_k <= MOST_KEPT:
+        names = changed(rollout, ["rollout_top_p", "rollout_min_p"]) or ["rollout_top_k"]
+        name = "rollout_top_k" if rollout.rollout_top_k > 0 else names[0]
+        rule = (
+            "vLLM says which tokens it keeps, so that the trainer can repeat it, under a --rollout-top-k of at most "
+            f"{MOST_KEPT}"
+        )
+        what_to_do = "give --rollout-top-k 1024, use --rollout-engine torch, or add --no-support-replay"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
+
+
+def _check_model(settings: Settings, errors: Errors) -> None:
+    if not is_on_cpu(settings) or not settings.generates or not errors.none_about("hf_checkpoint"):
+        return
+    config = readable_config(settings.model) or {}
+    config = config.get("text_config") or config
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    size = config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    if size is not None and size not in HEAD_SIZES_ON_CPU:
+        sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
+        rule = f"vLLM's attention on CPU takes heads of {sizes}, and this model's are {size}"
+        errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, rule, "use another --rollout-engine")
+
+
+def fill_transfer_mode(settings: Settings) -> tuple[SglangArguments, list[str]]:
+    """Return the section with a way for weights that vLLM has, and a note if another was read as that."""
+    sglang = settings.sglang
+    if sglang.update_weight_transfer_mode != "broadcast":
+        return sglang, []
+    note = "--update-weight-transfer-mode broadcast is read as disk: vLLM's servers read new weights from files"
+    return replace(sglang, update_weight_transfer_mode="disk"), [note]

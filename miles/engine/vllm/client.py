@@ -1,0 +1,177 @@
+"""Talk to one vLLM server over HTTP: its calls, and what counts as a valid answer.
+
+Written against vLLM 0.32.0: ``entrypoints/scale_out/token_in_token_out`` (tokens in and out) and
+``entrypoints/rl/online`` (pauses, versions, weights).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from miles.base.profiling import span
+from miles.engine.base import Generation, SamplingParams
+from miles.engine.servers.client import (
+    CONTROL_SECONDS,
+    EngineUnavailable,
+    RequestRefused,
+    ServerClient,
+    as_numbers,
+    checked_generation,
+    checked_support,
+    read_version,
+)
+from miles.types.replay import TokenSets
+
+GENERATE = "/inference/v1/generate"
+FIRST_WEIGHTS = "default"  # vLLM's version of the weights that a server has loaded when it started
+NOT_KEPT = -9000.0  # vLLM writes -9999 for the log-prob of a token that top-k, top-p or min-p dropped
+TIES = 64  # vLLM keeps all tokens that are as likely as the last one of the top k: so many more are asked for
+WHOLE = 1e-3  # how far the probabilities of the kept tokens may be from 1: fp32 sums of a few thousand
+
+
+class VllmClient(ServerClient):
+    """Call one vLLM server; ``miles.engine.servers.client.ServerClient``."""
+
+    wrong_key = "the server wants another key"
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        vocab: int,
+        cache_key: str | None = None,
+        experts_shape: tuple[int, int] | None = None,
+    ) -> Generation:
+        """Generate one response. Only requests of the same ``cache_key`` share prefixes."""
+        body = {
+            "token_ids": list(prompt_ids),
+            "sampling_params": sampling_params(sampling, seed, vocab),
+            **({} if cache_key is None else {"cache_salt": cache_key}),
+        }
+        answer = await self._post(GENERATE, body, seconds=None)
+        with span("check an answer"):
+            return read_generation(answer, vocab, sampling.returns_support)
+
+    async def probe(self, version: int | None, vocab: int) -> None:
+        """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
+        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}}
+        answer = read_generation(await self._post(GENERATE, body, self._seconds), vocab)
+        self._check_version(answer.weight_version, version)
+
+    async def check_health(self, version: int | None) -> None:
+        """Ask for its health, then for its weights: the process that generates answers the second between two steps."""
+        await self._send("GET", "/health", None, self._seconds, self._key)
+        info = await self._send("GET", "/weight_info", None, self._seconds, self._admin_key)
+        self._check_version(version_of(info.get("weight_version")), version)
+
+    def _check_version(self, found: int, version: int | None) -> None:
+        if version is not None and found != version:
+            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
+
+    async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
+        """Make a control call such as ``/pause``. Raises ``RequestRefused`` if it failed."""
+        answer = await self._send("POST", path, body, seconds, self._admin_key)
+        if answer.get("success", True) is not True or "error" in answer:
+            raise RequestRefused(f"{self.shown}{path}: {answer}")
+        return answer
+
+    async def pause(self, mode: str) -> None:
+        """Stop at the next token. Requests in flight stay, with what they have computed."""
+        await self.control("/pause?mode=keep", {}, self._seconds)
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self.control("/resume", {}, self._seconds)
+
+    async def abort_all(self) -> None:
+        """End every request that the server has; each is answered with what it has."""
+        await self.control("/abort_requests", {}, self._seconds)
+
+    async def release_memory(self) -> None:
+        """Drop weights and cache from the GPU's memory. Needs a server with ``--enable-sleep-mode``."""
+        await self.control("/sleep?level=2", {}, self._seconds)
+
+    async def take_memory(self, for_weights: bool) -> None:
+        """Take the memory of the weights back, or that of the cache."""
+        await self.control(f"/wake_up?tags={'weights' if for_weights else 'kv_cache'}", {}, self._seconds)
+
+
+def sampling_params(sampling: SamplingParams, seed: int, vocab: int) -> dict[str, Any]:
+    """Return ``sampling`` under vLLM's names. A stop token ends a response and stays in it, and so does a stop text."""
+    wanted = min(sampling.top_k + TIES, vocab) if sampling.returns_support else 0
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": seed,
+        "logprobs": wanted,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "skip_special_tokens": False,  # in the text that is searched for those of --rollout-stop
+        **({"stop": list(sampling.stop_texts), "include_stop_str_in_output": True} if sampling.stop_texts else {}),
+    }
+
+
+def read_generation(answer: Mapping[str, Any], vocab: int, with_support: bool = False) -> Generation:
+    """Read the response in vLLM's answer, with the support of each token if that was asked for.
+
+    Raises:
+        EngineUnavailable: If a field is missing or malformed.
+        RequestRefused: If the server does not name all tokens that were kept.
+    """
+    try:
+        (choice,) = answer["choices"]
+        token_ids = as_numbers(int, choice["token_ids"] or [])
+        entries = (choice["logprobs"] or {}).get("content") or []
+        log_probs = as_numbers(float, [entry["logprob"] for entry in entries])
+        chosen = [entry["token_id"] for entry in entries]
+        runs = [(version_of(s["version"]), s["end"] - s["start"]) for s in choice["weight_versions"] or ()]
+        reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
+    if chosen != token_ids or (token_ids and not runs):
+        raise EngineUnavailable(f"an answer that is no generation, of other tokens: {str(answer)[:300]}")
+    last, earlier = runs[-1][0] if runs else 0, tuple(run for run in runs[:-1] if run[1] > 0)
+    generation = checked_generation(Generation(token_ids, log_probs, reason, last, earlier), vocab, answer)
+    if not with_support:
+        return generation
+    log_probs, support = read_support(entries, token_ids, vocab)
+    return replace(generation, log_probs=log_probs, support=support)
+
+
+def read_support(
+    entries: Sequence[Mapping[str, Any]], token_ids: Sequence[int], vocab: int
+) -> tuple[list[float], TokenSets]:
+    """Return the log-probs of the tokens over the sets that they were drawn from, and these sets.
+
+    The server's log-probs are those after top-k, top-p and min-p (``--logprobs-mode processed_logprobs``), so the kept
+    tokens are those with a probability, and their probabilities sum to 1 if all are named.
+
+    Raises:
+        EngineUnavailable: The entries cannot be read.
+        RequestRefused: Tokens that were kept are not among the likely ones that were asked for.
+    """
+    sets = []
+    try:
+        for entry in entries:
+            kept = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > NOT_KEPT}
+            if abs(sum(map(math.exp, kept.values())) - 1) > WHOLE:
+                raise RequestRefused(
+                    f"--rollout-top-k: vLLM keeps all tokens that are as likely as the last one, which are more than "
+                    f"{TIES} here; give --rollout-min-p, use --rollout-engine torch, or add --no-support-replay"
+                )
+            sets.append(sorted(kept))
+        log_probs = [entry["logprob"] for entry in entries]
+    except (KeyError, TypeError) as error:
+        raise EngineUnavailable(f"an answer whose kept tokens cannot be read ({error!r})") from error
+    return checked_support(sets, log_probs, token_ids, vocab, entries)
+
+
+def version_of(value: Any) -> int:
+    """Return the version of the weights: 0 for those of the start, -1 for some that no update of ours has sent."""
+    return 0 if value == FIRST_WEIGHTS else read_version(value)

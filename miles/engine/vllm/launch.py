@@ -1,0 +1,121 @@
+"""Start vLLM servers: the command line and environment of one, which runs in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+import miles
+from miles.base.secrets import split_secret_words
+from miles.config.sglang.flags import has_flag
+from miles.config.vllm.environment import missing_vllm
+from miles.engine.servers.keys import Keys
+from miles.engine.servers.launch import answers
+from miles.engine.vllm.guard import ADMIN_KEY, KEY
+
+MODULE = "vllm.entrypoints.openai.api_server"
+GUARD = "miles.engine.vllm.guard.Guard"
+
+
+@dataclass(frozen=True)
+class VllmProgram:
+    """Describe one server; ``miles.engine.servers.launch.ServerProgram``.
+
+    Attributes:
+        python: The interpreter of vLLM's environment.
+        model_path: The model that it serves.
+        dtype: ``bfloat16`` or ``float32``.
+        device: ``cpu`` or ``cuda``.
+        num_devices: Its tensor-parallel size.
+        seed: Its random seed.
+        keys: The keys that it wants.
+        flags: The user's ``--vllm-*`` words, without the prefix.
+        raw_log_probs: Whether log-probs are those of the logits, and not of the distribution that is sampled from.
+        reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
+        releases_memory: Whether it can release its GPU memory and take it back.
+        cache_gib: On CPU: the memory of the cache.
+    """
+
+    python: str
+    model_path: str
+    dtype: str
+    device: str
+    num_devices: int
+    seed: int
+    keys: Keys
+    flags: tuple[str, ...] = field(default=(), repr=False)
+    raw_log_probs: bool = False
+    reads_text: bool = False
+    releases_memory: bool = False
+    cache_gib: int = 1
+
+    @property
+    def module(self) -> str:
+        """What ``python -m`` runs: the command ``vllm`` does not run with the package for CPU."""
+        return MODULE
+
+    @property
+    def secret_arguments(self) -> list[str]:
+        """The user's flags with secrets, which belong on no command line."""
+        return split_secret_words(self.flags)[1]
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if vLLM is not installed there."""
+        if (missing := missing_vllm(self.python)) is not None:
+            raise ValueError(missing)
+
+    def arguments(self, host: str, port: int, meeting: str | None = None) -> list[str]:
+        """Return the words after ``python -m module`` that hold no secrets. The user's flags replace the defaults.
+
+        Raises ``ValueError`` if it would listen on another interface than loopback: its control calls can run anything.
+        """
+        if not ip_address(host).is_loopback:
+            raise ValueError(
+                f"--rollout-engine vllm: a server would listen on {host}, and its calls for weights are for loopback "
+                "only; run it on the launcher's host, or use --rollout-engine sglang"
+            )
+        words = ["--model", self.model_path, "--host", host, "--port", str(port), "--enable-scale-out"]
+        words += ["--generation-config", "vllm", "--middleware", GUARD]  # the request alone says how tokens are drawn
+        words += ["--logprobs-mode", "raw_logprobs" if self.raw_log_probs else "processed_logprobs"]
+        words += ["--max-logprobs", "-1", "--disable-uvicorn-access-log"]
+        words += [] if self.reads_text else ["--skip-tokenizer-init"]
+        defaults = [
+            ("--tensor-parallel-size", str(self.num_devices), ("-tp",)),
+            ("--dtype", self.dtype, ()),
+            ("--seed", str(self.seed), ()),
+            *([("--enforce-eager", None, ())] if self.device == "cpu" else ()),
+            *([("--enable-sleep-mode", None, ())] if self.releases_memory else ()),
+        ]
+        for flag, value, spellings in defaults:
+            if not has_flag(self.flags, flag, *spellings):
+                words += [flag] if value is None else [flag, value]
+        return [*words, *split_secret_words(self.flags)[0]]
+
+    def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """Return the environment ``given`` with what a server needs in addition.
+
+        The import path has this package, by a link in ``folder``, and nothing else of the run's environment.
+        """
+        path = folder / "path"
+        path.mkdir(exist_ok=True)
+        (path / "miles").symlink_to(Path(miles.__file__).parent)
+        cpu = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
+        assert self.keys.server is not None and self.keys.admin is not None
+        return {
+            # One thread per server: waiting threads of OpenMP starve their neighbours.
+            **(cpu | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.device == "cpu" else {}),
+            **{name: value for name, value in given.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")},
+            "PYTHONPATH": str(path),
+            "VLLM_SERVER_DEV_MODE": "1",  # pauses, weights and versions, behind the guard
+            "VLLM_NO_USAGE_STATS": "1",
+            KEY: self.keys.server,
+            ADMIN_KEY: self.keys.admin,
+            **({} if os.path.isdir(self.model_path) is False else {"HF_HUB_OFFLINE": "1"}),
+        }
+
+    def is_ready(self, url: str) -> bool:
+        """Return whether the server at ``url`` serves, and takes the key: another run's may have taken the port."""
+        return answers(url, "/health") and answers(url, "/weight_info", self.keys.admin)

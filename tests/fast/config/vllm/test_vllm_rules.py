@@ -1,0 +1,97 @@
+"""The rules of runs that generate with vLLM, and the flags that its own parser judges."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.base.flags import FlagError
+from miles.commands.doctor import check_vllm
+from miles.config.vllm import environment
+from miles.config.vllm import flags as vllm_flags
+from miles.config.vllm.environment import missing_vllm, vllm_python
+
+VLLM = "--rollout-engine vllm"
+
+# Answers as vLLM's parser does: it knows one flag, which takes a number.
+PARSER = """
+import argparse
+FlexibleArgumentParser = argparse.ArgumentParser
+def make_arg_parser(parser):
+    parser.add_argument("--max-num-seqs", type=int)
+    return parser
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """Return the path of an interpreter that has a vLLM with one flag."""
+    for name in ("vllm/entrypoints/launchers/cli_args.py", "vllm/utils/argparse_utils.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(PARSER)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    yield str(python)
+    missing_vllm.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{VLLM} --update-weight-transfer-mode ipc", "--update-weight-transfer-mode ipc: .*; use disk"),
+        (f"{VLLM} --rollout-external --rollout-external-engine-addrs 1.2.3.4:5", "--rollout-external: .*; drop it"),
+        (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM says which tokens it keeps"),
+        (
+            f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",
+            "--rollout-temperature 0.5: ",
+        ),
+        (f"{VLLM} --fp32-lm-head", "--fp32-lm-head: is not possible with --rollout-engine vllm"),
+        (f"{VLLM} --sglang-dtype float32", "--rollout-engine vllm.*SGLang|--sglang-dtype"),
+        (f"{VLLM} --vllm-port 80", "--vllm-port: the launcher sets it"),
+        (f"{VLLM} --vllm-tensor-parallel-size 2", "--vllm-tensor-parallel-size 2: contradicts"),
+        (f"{VLLM} --vllm-pipeline-parallel-size 2", "--vllm-pipeline-parallel-size: an engine here is tensor parallel"),
+        (f"{VLLM} --vllm-quantization fp8", "--vllm-quantization fp8: vLLM quantizes weights when it starts"),
+        (f"{VLLM} --vllm-cpu-cache-gib 0", "--vllm-cpu-cache-gib 0: must be"),
+        (
+            "--rollout-engine torch --vllm-max-num-seqs 4",
+            "--vllm-max-num-seqs: would be ignored by",
+        ),
+        ("--rollout-engine sglang --vllm-python p", "--vllm-python p: would be ignored by --rollout-engine sglang"),
+        (f"{VLLM} --use-rollout-routing-replay", "--use-rollout-routing-replay: --rollout-engine vllm does not say"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_by_name(validated, flags, message):
+    with pytest.raises(FlagError, match=message):
+        validated(flags)
+
+
+def test_a_flag_of_vllm_chooses_it_and_weights_go_by_files(validated):
+    found = validated("--vllm-max-num-seqs 4 --vllm-tensor-parallel-size 1 --vllm-api-server-count 1")
+    assert found.settings.rollout.rollout_engine == "vllm"
+    assert found.settings.server_flags.vllm[:2] == ("--max-num-seqs", "4")
+    assert found.settings.sglang.update_weight_transfer_mode == "disk"
+    assert any("is read as disk" in note for note in found.notes)
+
+
+def test_vllms_own_parser_judges_its_flags(fake_vllm):
+    assert vllm_flags._complaints(fake_vllm, ("--max-num-seqs", "4")) == ()
+    (unknown,) = vllm_flags._complaints(fake_vllm, ("--max-nun-seqs", "4"))[:1]
+    assert unknown == "--vllm-max-nun-seqs: the installed vLLM has no such flag; did you mean --vllm-max-num-seqs?"
+    (wrong,) = vllm_flags._complaints(fake_vllm, ("--max-num-seqs", "x"))
+    assert wrong.startswith("--vllm-max-num-seqs: vLLM's parser says invalid int value: 'x'")
+
+
+def test_its_environment_is_beside_that_of_the_run_or_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    assert vllm_python() == str(Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python")
+    assert vllm_python("p") == "p"
+    monkeypatch.setattr(environment, "find_spec", lambda name: name)
+    assert vllm_python() == sys.executable
+
+
+def test_the_doctor_prints_the_one_command(fake_vllm, tmp_path):
+    lacking = check_vllm(str(tmp_path / "nothing"))
+    assert lacking.remedy == "bash scripts/vllm.sh" and "vllm" in lacking.name
+    assert check_vllm(fake_vllm).state.name == "OK"
