@@ -26,6 +26,7 @@ from miles.base.secrets import HIDDEN, public
 from miles.base.text import one_line
 from miles.config.model import ModelArguments, is_on_hub, local_config
 from miles.config.settings import SECTIONS
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.suggest import suggestion
 
 FLAG = "--config"

@@ -47,7 +47,7 @@ def fake_vllm(tmp_path, monkeypatch):
             f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",
             "--rollout-temperature 0.5: ",
         ),
-        (f"{VLLM} --fp32-lm-head", "--fp32-lm-head: is not possible with --rollout-engine vllm"),
+        (f"{VLLM} --bf16 --fp32-lm-head", "--fp32-lm-head: is not possible with --rollout-engine vllm"),
         (f"{VLLM} --sglang-dtype float32", "--rollout-engine vllm.*SGLang|--sglang-dtype"),
         (f"{VLLM} --vllm-port 80", "--vllm-port: the launcher sets it"),
         (f"{VLLM} --vllm-tensor-parallel-size 2", "--vllm-tensor-parallel-size 2: contradicts"),
@@ -58,7 +58,6 @@ def fake_vllm(tmp_path, monkeypatch):
             "--rollout-engine torch --vllm-max-num-seqs 4",
             "--vllm-max-num-seqs: would be ignored by",
         ),
-        ("--rollout-engine sglang --vllm-python p", "--vllm-python p: would be ignored by --rollout-engine sglang"),
         (f"{VLLM} --use-rollout-routing-replay", "--use-rollout-routing-replay: --rollout-engine vllm does not say"),
     ],
 )
