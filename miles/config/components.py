@@ -148,7 +148,7 @@ ENGINES: Mapping[str, EngineSpec] = {
 }
 
 # What scores samples for distillation, by the name that --opd-type gives it: a function
-# ``connect(loss, share) -> ServedTeacher``, as ``module:function``. (The trainer's own teacher is a model there.)
+# ``connect(settings, share) -> ServedTeacher``, as ``module:function``. (The trainer's own teacher is a model there.)
 TEACHERS: Mapping[str, str] = {"server": "miles.engine.sglang.teacher:connect"}
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)

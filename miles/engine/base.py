@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from miles.config.settings import Settings
     from miles.engine.weight_sync.deltas import CopySource, WeightFolder
-    from miles.objective.settings import LossArguments
     from miles.types.replay import TokenSets
     from miles.types.sample import Sample
 
@@ -250,16 +249,16 @@ class ServedTeacher(Protocol):
         ...
 
 
-def connect_teacher(loss: LossArguments, share: Callable[[int], int] = lambda total: total) -> ServedTeacher | None:
+def connect_teacher(settings: Settings, share: Callable[[int], int] = lambda total: total) -> ServedTeacher | None:
     """Return the servers that score samples; None if the run has none.
 
     Args:
-        loss: Names the servers.
+        settings: The run, whose objective names the servers.
         share: Returns how many of the requests that a run may have in flight are this process's.
     """
-    if not loss.teacher_is_served:
+    if not settings.loss.teacher_is_served:
         return None
-    teacher: ServedTeacher = build_teacher("server", loss, share)
+    teacher: ServedTeacher = build_teacher("server", settings, share)
     return teacher
 
 

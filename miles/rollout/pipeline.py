@@ -38,7 +38,6 @@ from miles.engine.base import (
     connect_teacher,
     start_engine,
 )
-from miles.observe.sample_records import StoredSamples
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -71,21 +70,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class IterationSummary:
-    """What the main loop sees of an iteration.
-
-    Attributes:
-        metrics: Its metrics, ``rollout/…`` and ``time/…``.
-        samples: The samples to store.
-        prompts_after: The position in the prompts after it, for a process that replaces this one.
-    """
-
-    metrics: dict[str, Metric]
-    samples: StoredSamples
-    prompts_after: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class CollectedIteration:
     """The scored groups of an iteration, the position in the prompts after they were drawn, and the engine's load."""
 
@@ -93,9 +77,10 @@ class CollectedIteration:
     prompts_after: dict[str, Any]
     load: dict[str, Metric]
 
-    def summary(self, samples: StoredSamples) -> IterationSummary:
-        """Return what the main loop sees of it, with the samples to store."""
-        return IterationSummary(self.scored.metrics | self.load, samples, self.prompts_after)
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics of the groups, and of the engine's load."""
+        return self.scored.metrics | self.load
 
 
 class RolloutPipeline:
@@ -291,7 +276,7 @@ async def build_pipeline(
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
-    teacher, tools, load = connect_teacher(settings.loss), None, None
+    teacher, tools, load = connect_teacher(settings), None, None
     try:
         if engine is not None:
             tools = _group_tools(engine, tokenizer, generate, reward_function, reward)

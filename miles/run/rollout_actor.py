@@ -35,7 +35,7 @@ from miles.engine.base import EngineHost, waiting_tasks
 from miles.engine.weight_sync.deltas import copied
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
-from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
+from miles.rollout.pipeline import RolloutPipeline, build_pipeline
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
 from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
@@ -54,6 +54,21 @@ T = TypeVar("T")
 WORKER_TRIES = 4  # in a row: a worker that always fails is not replaced forever
 REPLACED = "train.py: {}; the rollout worker is replaced, and what was being generated is generated again"
 CLOSE_SECONDS = 20.0  # for stopping the servers, which takes a few seconds each, all at once
+
+
+@dataclass(frozen=True)
+class IterationSummary:
+    """What the main loop sees of an iteration.
+
+    Attributes:
+        metrics: Its metrics, ``rollout/…`` and ``time/…``.
+        samples: The samples to store.
+        prompts_after: The position in the prompts after it, for a process that replaces this one.
+    """
+
+    metrics: dict[str, Metric]
+    samples: StoredSamples
+    prompts_after: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -318,8 +333,8 @@ class RolloutActor:
                 shards, samples = await user_code_in_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
-        summary = collected.summary(samples)
-        summary.metrics["perf/rollout_memory_gib"] = Metric(resident_bytes() / GIB)
+        metrics = collected.metrics | {"perf/rollout_memory_gib": Metric(resident_bytes() / GIB)}
+        summary = IterationSummary(metrics, samples, collected.prompts_after)
         return summary, *(shards[rank] for rank in self._settings.dims.first_token_ranks)
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:

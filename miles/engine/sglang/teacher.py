@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from miles.config.settings import Settings
 from miles.engine.base import gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable
 from miles.engine.sglang.client import SglangClient
-from miles.objective.settings import LossArguments
 from miles.types.sample import Sample
 
 IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
@@ -78,8 +78,9 @@ class SglangTeacher:
             await client.close()
 
 
-def connect(loss: LossArguments, share: Callable[[int], int]) -> SglangTeacher:
+def connect(settings: Settings, share: Callable[[int], int]) -> SglangTeacher:
     """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
+    loss = settings.loss
     return SglangTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
 
 

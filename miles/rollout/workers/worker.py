@@ -136,7 +136,7 @@ class GenerationWorker:
             settings = replace(settings, rollout=programs)
         self._name = plan.name
         self._agents = session_generator(settings)
-        self._teacher = connect_teacher(settings.loss, plan.share)
+        self._teacher = connect_teacher(settings, plan.share)
         self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)
         self._interruptible = InterruptibleEngine(engine)

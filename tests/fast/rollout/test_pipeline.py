@@ -23,8 +23,6 @@ from miles.config.settings import Settings
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.objective.settings import LossArguments
-from miles.observe.run_files import SampleRecord
-from miles.observe.sample_records import StoredSamples
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision
@@ -134,15 +132,6 @@ def test_saved_groups_of_another_size_are_one_dynamic_step_or_refused(settings):
     assert shard.batch.num_trajectories == 6
 
 
-async def test_the_summary_has_the_samples_to_store(settings, weights):
-    collected = await collect(await build(settings()), weights, 0)
-    samples = StoredSamples([SampleRecord("p", "r", 1.0, None, "completed")])
-    summary = collected.summary(samples)
-    assert summary.samples == samples
-    assert summary.metrics == collected.scored.metrics | collected.load
-    assert summary.prompts_after == collected.prompts_after
-
-
 async def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weights):
     pipeline = await build(settings())
     await collect(pipeline, weights, 0)
@@ -210,11 +199,11 @@ async def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
 
 async def test_an_iteration_says_how_busy_the_engine_was(settings, weights):
     pipeline = await build(settings())
-    metrics = (await collect(pipeline, weights, 0)).summary([]).metrics
+    metrics = (await collect(pipeline, weights, 0)).metrics
     assert 0 < metrics["perf/engine_busy"].value <= 1
     again = await collect(pipeline, weights, 1, 0)
     samples = sum(len(group.samples) for group in again.scored.groups)
-    assert 1 <= again.summary([]).metrics["perf/engine_responses"].value <= samples
+    assert 1 <= again.metrics["perf/engine_responses"].value <= samples
 
 
 async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):

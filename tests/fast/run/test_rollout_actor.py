@@ -12,14 +12,17 @@ import torch
 from miles.config.rollout import RolloutArguments
 from miles.config.sglang.flags import SglangArguments
 from miles.engine.weight_sync.deltas import DeltaWriter
+from miles.observe.sample_records import StoredSamples
+from miles.rollout.collect import ScoredGroups
 from miles.rollout.ordering import Start
-from miles.rollout.pipeline import IterationSummary
+from miles.rollout.pipeline import CollectedIteration
 from miles.run.liveness import ActorLost
 from miles.run.rollout_actor import RolloutActor, RolloutDriver
 from miles.run.stored_weights import UpdateWeights, store
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.types.dims import ParallelDims
+from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 
@@ -61,18 +64,21 @@ def test_a_worker_that_is_lost_while_it_stops_recording_is_replaced():
 
 async def test_ranks_that_share_their_sequences_get_one_object():
     settings = SimpleNamespace(dims=ParallelDims(4, context_parallel_size=2))
-    summary = IterationSummary({}, [], {"position": 7})
+    samples, position = StoredSamples([]), {"position": 7}
 
     @asynccontextmanager
     async def collecting(start):
-        yield SimpleNamespace(scored=SimpleNamespace(groups=[]), summary=lambda records: summary)
+        yield CollectedIteration(ScoredGroups([], {}), position, {"perf/engine_busy": Metric(0.5)})
 
     actor = object.__new__(RolloutActor)
     actor._settings = settings
     actor._built = SimpleNamespace(collecting=collecting)
-    actor._convert = lambda iteration, groups: (["first", "first", "second", "second"], [])
+    actor._convert = lambda iteration, groups: (["first", "first", "second", "second"], samples)
     answer = await actor.generate(Start(3, 2, 3))
-    assert answer == (summary, "first", "second"), "as many objects as there are replicas"
+    summary, *shards = answer
+    assert shards == ["first", "second"], "as many objects as there are replicas"
+    assert (summary.samples, summary.prompts_after) == (samples, position)
+    assert {*summary.metrics} == {"perf/engine_busy", "perf/rollout_memory_gib"}
 
     driver = object.__new__(RolloutDriver)
     driver.settings = settings

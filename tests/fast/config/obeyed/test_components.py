@@ -234,7 +234,7 @@ def asked_teacher(settings: Settings) -> Any:
     """The teacher that scores an answer to a prompt that names one in each of two keys."""
 
     async def ask() -> str:
-        teacher = connect(settings.loss, lambda in_flight: in_flight)
+        teacher = connect(settings, lambda in_flight: in_flight)
         try:
             return teacher._teacher_of(Sample(Prompt("p", (1,), metadata={"opd_teacher": "a", "kind": "b"}), 0))
         finally:
