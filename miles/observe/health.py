@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
@@ -462,7 +463,7 @@ class Curves:
     def _mean(self, names: Sequence[str]) -> tuple[list[int], list[float]]:
         """Return the steps that have all of the metrics, and the mean of these there."""
         rows = zip(*(self._metrics.column(name) for name in names), strict=True)
-        found = [(step, fmean(row)) for step, row in zip(self._metrics.steps, rows, strict=True)]
+        found = ((step, sum(row) / len(names)) for step, row in zip(self._metrics.steps, rows, strict=True))
         finite = [(step, value) for step, value in found if math.isfinite(value)]
         return [step for step, _ in finite], [value for _, value in finite]
 
@@ -686,7 +687,8 @@ class Trend:
     def of(cls, values: Sequence[float]) -> Trend:
         """Return the trend of measurements without gaps."""
         n = max(1, min(WINDOW, len(values) // 4))
-        means = [fmean(values[i : i + n]) for i in range(len(values) - n + 1)]
+        sums = list(accumulate(values, initial=0.0))
+        means = [(after - before) / n for before, after in zip(sums, sums[n:], strict=False)]
         bends = [(a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)]
         best = max(range(len(means)), key=means.__getitem__)
         noise = math.sqrt(fmean(bends) / 6 * 2 / n) if bends else 0.0
