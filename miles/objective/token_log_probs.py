@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from miles.types.head import head_logits
 from miles.types.support import Support
 from miles.types.train_batch import SharedLogits
 
@@ -63,22 +64,6 @@ def chunked_log_probs(
         hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support, shared
     )
     return log_probs, entropy if entropy is None or shared is None else entropy[shared.row]
-
-
-def head_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, fp32: bool = False
-) -> torch.Tensor:
-    """Compute ``hidden @ weight.T + bias``, [R, V]; in fp32 and unrounded if ``fp32``, without a gradient.
-
-    Products of two bf16 numbers are exact in fp32, so results differ only by the order of their sums. GPUs sum in fp32
-    without a copy of the head (``out_dtype``); elsewhere the head is copied.
-    """
-    if not fp32 or hidden.dtype != torch.bfloat16:
-        return torch.nn.functional.linear(hidden, weight, bias)
-    if hidden.is_cuda:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return logits if bias is None else logits.add_(bias)
-    return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

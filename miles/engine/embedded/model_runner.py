@@ -27,7 +27,7 @@ from miles.models.end_tokens import end_token_ids
 from miles.models.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
 from miles.models.reading import read_config, read_model
 from miles.models.routers import Routers
-from miles.objective.token_log_probs import head_logits
+from miles.types.head import head_logits
 from miles.types.weights import WeightChunk
 
 # Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.

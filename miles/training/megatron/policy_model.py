@@ -25,13 +25,14 @@ from transformers import PretrainedConfig
 
 from miles.config.lora import LoraArguments
 from miles.models.registry import vocabulary_shape
-from miles.objective.token_log_probs import chunked_log_probs, head_logits
+from miles.objective.token_log_probs import chunked_log_probs
 from miles.training.backend import PolicyScores
 from miles.training.megatron.layers import PackedRotaryEmbedding, decoder_spec, heads_spec, inverse_frequencies
 from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.moe import attach
 from miles.training.megatron.process_groups import Ranks
+from miles.types.head import head_logits
 from miles.types.support import Support
 from miles.types.train_batch import MicroBatch, SharedLogits
 
