@@ -83,7 +83,7 @@ def test_the_file_of_a_run_says_how_to_repeat_it_from_the_beginning() -> None:
     found = provenance(Settings())
 
     def text(**flags: str) -> str:
-        return _config(replace(Settings(), checkpoint=CheckpointArguments(**flags)), found)
+        return _config(replace(Settings(), checkpoint=CheckpointArguments(**flags)), found, flags)
 
     assert "/run.yaml repeats this run;" in text()
     assert "/run.yaml --start-over repeats this run;" in text(save="a")
