@@ -12,13 +12,17 @@ import importlib
 import pkgutil
 from abc import ABC
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from dataclasses import fields
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from miles.base.flags import Errors, changed
 
+F = TypeVar("F")  # the flags of a choice: an instance of its ``own_flags``, or None
 
-class Choice(ABC):
-    """One choice of a flag. Objects have no state; ``flags`` are those of the run's section.
+
+class Choice(ABC, Generic[F]):
+    """One choice of a flag. Objects have no state; ``flags`` are those that the choice declares.
 
     Attributes:
         flag: The field of the section that chooses.
@@ -36,8 +40,15 @@ class Choice(ABC):
     instead: Mapping[str, str] = {}
     own_flags: ClassVar[type | None] = None
 
+    @cache  # noqa: B019 - choices and sections live as long as the process
+    def flags_of(self, section: Any) -> F:
+        """Return its own flags, with the values that they have in the run's section."""
+        own = self.own_flags
+        values = {} if own is None else {field.name: getattr(section, field.name) for field in fields(own)}
+        return cast(F, own and own(**values))
 
-C = TypeVar("C", bound=Choice)
+
+C = TypeVar("C", bound=Choice[Any])
 
 
 class Registry(Mapping[str, C]):
@@ -82,8 +93,9 @@ class Registry(Mapping[str, C]):
 
     @property
     def own_flags(self) -> tuple[type, ...]:
-        """The dataclasses of flags that the files declare, each once."""
-        return tuple(dict.fromkeys(choice.own_flags for choice in self.values() if choice.own_flags is not None))
+        """The dataclasses of flags that the files declare, each once, and after those that it extends."""
+        found = dict.fromkeys(choice.own_flags for choice in self.values() if choice.own_flags is not None)
+        return tuple(sorted(found, key=lambda flags: len(flags.__mro__)))
 
     @property
     def help(self) -> str:

@@ -24,8 +24,8 @@ from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.vllm.flags import VllmArguments
 from miles.objective.explain import AddedLoss
-from miles.objective.registry import Term
-from miles.objective.settings import LossArguments, StepShape
+from miles.objective.registry import StepShape, Term
+from miles.objective.settings import LossArguments
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.dims import ParallelDims

@@ -20,6 +20,7 @@ from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     from miles.base.flags import Errors
+    from miles.objective.settings import LossArguments
 
 _LARGEST_ERROR = 0.2
 
@@ -51,7 +52,7 @@ def next_kl_weight(weight: float, kl: float, trajectories: int, target: float, h
 class AdaptiveKl:
     """The weight of the KL in the reward or in the loss, whichever the run has."""
 
-    def __init__(self, flags: Any) -> None:
+    def __init__(self, flags: "LossArguments") -> None:
         self.field = "kl_coef" if flags.kl_coef else "kl_loss_coef"
         self.value: float = getattr(flags, self.field)
         self._metric = "train/reward_kl" if flags.kl_coef else "train/kl_loss"
@@ -77,7 +78,7 @@ class AdaptiveKl:
         self.value = state["value"]
 
 
-def check_adaptive_kl(flags: Any, trajectories: int, errors: "Errors") -> None:
+def check_adaptive_kl(flags: "LossArguments", trajectories: int, errors: "Errors") -> None:
     """Check that a KL has a weight to adapt, and that no step of so many ``trajectories`` can make it negative."""
     if flags.kl_target is None:
         return
@@ -90,7 +91,7 @@ def check_adaptive_kl(flags: Any, trajectories: int, errors: "Errors") -> None:
         errors.refuse("kl_horizon", flags.kl_horizon, rule, f"give more than {shortest:g} (10000 is usual)")
 
 
-def adaptive_kl_formula(flags: Any) -> list[Term]:
+def adaptive_kl_formula(flags: "LossArguments") -> list[Term]:
     """Return how the weight changes, if it does."""
     if flags.kl_target is None:
         return []
@@ -140,7 +141,7 @@ class AdaptiveEntropy:
 
     field = "entropy_coef"
 
-    def __init__(self, flags: Any) -> None:
+    def __init__(self, flags: "LossArguments") -> None:
         self._flags = flags
         self.value: float = flags.entropy_coef
         self.is_low = True
@@ -170,7 +171,7 @@ class AdaptiveEntropy:
         self.value, self.is_low = state["value"], bool(state["is_low"])
 
 
-def check_adaptive_entropy(flags: Any, errors: "Errors") -> None:
+def check_adaptive_entropy(flags: "LossArguments", errors: "Errors") -> None:
     """Check the target and the bounds."""
     if flags.entropy_target is None:
         return
@@ -182,7 +183,7 @@ def check_adaptive_entropy(flags: Any, errors: "Errors") -> None:
         errors.refuse("entropy_coef", flags.entropy_coef, rule, "change one of the three")
 
 
-def adaptive_entropy_formula(flags: Any) -> list[Term]:
+def adaptive_entropy_formula(flags: "LossArguments") -> list[Term]:
     """Return how the weight changes, if it does."""
     if flags.entropy_target is None:
         return []

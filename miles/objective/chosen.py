@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from miles.base.flags import Errors
     from miles.objective.output import LossOutput
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 
@@ -39,8 +40,8 @@ class Objective:
 
     flags: LossArguments
     loss_type: LossType
-    estimator: Estimator
-    policy_loss: PolicyLoss
+    estimator: Estimator[Any]
+    policy_loss: PolicyLoss[Any]
     token_weights: tuple[TokenWeight, ...]
     args: Any = field(default=None, compare=False)
 

@@ -7,13 +7,14 @@ arXiv 2306.13649; the per-token policy gradient is that of Thinking Machines' "O
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from miles.base.flags import flag
 from miles.objective.registry import Needs, Term
 
 if TYPE_CHECKING:
     from miles.base.flags import Errors
+    from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ def _teacher(word: str) -> tuple[str, str]:
     return name, url.rstrip("/").removesuffix("/generate").rstrip("/")
 
 
-def distillation_needs(flags: Any) -> Needs:
+def distillation_needs(flags: "LossArguments") -> Needs:
     """Return what the trainer scores for the KL to the teacher."""
     return Needs(old_log_probs=flags.use_opd, teacher_log_probs=flags.use_opd)
 
 
-def distillation_formula(flags: Any) -> list[Term]:
+def distillation_formula(flags: "LossArguments") -> list[Term]:
     """Return what the teacher changes of an advantage."""
     if not flags.use_opd:
         return []
@@ -82,7 +83,7 @@ def distillation_formula(flags: Any) -> list[Term]:
     return [Term(text, __name__)]
 
 
-def check_distillation(flags: Any, errors: "Errors") -> None:
+def check_distillation(flags: "LossArguments", errors: "Errors") -> None:
     """Report servers of a teacher that are missing, or that nothing asks for; arguments/loss.py checks the model."""
     if not flags.use_opd:
         return
@@ -96,7 +97,7 @@ def check_distillation(flags: Any, errors: "Errors") -> None:
         _check_servers(flags, errors)
 
 
-def _check_servers(flags: Any, errors: "Errors") -> None:
+def _check_servers(flags: "LossArguments", errors: "Errors") -> None:
     words = flags.opd_teacher_urls or ()
     if not words:
         errors.refuse("opd_type", "server", "needs the teacher's address", "add --opd-teacher-urls URL")

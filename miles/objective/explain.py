@@ -11,7 +11,8 @@ from miles.objective.chosen import build_objective
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from miles.base.flags import Errors
     from miles.objective.aggregation import Reducer
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.objective.token_weights import Ratios
     from miles.types.train_batch import MicroBatch
 
@@ -407,12 +408,12 @@ class PositionalPgLossReducerFactory(Protocol):
 # evaluated whole on every rank of the context group and counted once (sequences.py).
 
 
-class CustomAdvantages(Estimator):
+class CustomAdvantages(Estimator[Any]):
     """An estimator with one phase computed by the user's function. Everything else stays the chosen estimator's."""
 
     summary = "computed by your function"
 
-    def __init__(self, path: str, estimator: Estimator) -> None:
+    def __init__(self, path: str, estimator: Estimator[Any]) -> None:
         self.path = path
         self.estimator = estimator
         self.name = estimator.name
@@ -425,37 +426,37 @@ class CustomAdvantages(Estimator):
         self.reads_reward_parts = estimator.reads_reward_parts
         self.reads_score_norms = estimator.reads_score_norms
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: LossArguments) -> Needs:
         """Return what the chosen estimator needs."""
         return self.estimator.needs(flags)
 
-    def token_needs(self, flags: Any) -> Needs:
+    def token_needs(self, flags: LossArguments) -> Needs:
         """Return the same, less what a function of phase 2 is not shown."""
         needs = self.needs(flags)
         if needs.sum_squared_probs and ADVANTAGES.phase(self.path) == 2:
             return replace(needs, sum_squared_probs=False)
         return needs
 
-    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
+    def check(self, flags: LossArguments, shape: StepShape, errors: Errors) -> None:
         """Check what the chosen estimator checks."""
         self.estimator.check(flags, shape, errors)
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: LossArguments) -> list[Term]:
         """Return the call of the function."""
         return [Term(f"A = {self.path}(...) in the place of --advantage-estimator {self.name}", __name__, self.path)]
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: LossArguments) -> int:
         """Return the chosen estimator's if it compares in phase 2, which may follow; else the function may do without.
 
         Flags are checked before the function is imported, so its phase is not known here.
         """
         return self.estimator.smallest_group(flags) if self.reads_score_norms else 1
 
-    def estimates_by_token(self, flags: Any) -> bool:
+    def estimates_by_token(self, flags: LossArguments) -> bool:
         """Return whether phase 2 runs."""
         return ADVANTAGES.phase(self.path) == 2 or self.estimator.estimates_by_token(flags)
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: LossArguments, samples: SampleRewards) -> list[float]:
         """Call a function of phase 1, and check what it returns."""
         if ADVANTAGES.phase(self.path) == 2:
             return self.estimator.sample_advantages(flags, samples)
@@ -470,7 +471,7 @@ class CustomAdvantages(Estimator):
         return found
 
     def token_advantages(
-        self, flags: Any, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
+        self, flags: LossArguments, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function of phase 2, and check what it returns."""
         if ADVANTAGES.phase(self.path) == 1:
@@ -490,7 +491,7 @@ class CustomAdvantages(Estimator):
 
     def group_token_advantages(
         self,
-        flags: Any,
+        flags: LossArguments,
         rewards: Sequence[np.ndarray],
         groups: Sequence[int],
         score_norms: Sequence[np.ndarray],
@@ -502,7 +503,7 @@ class CustomAdvantages(Estimator):
 
     def returns(
         self,
-        flags: Any,
+        flags: LossArguments,
         rewards: Sequence[np.ndarray],
         values: Sequence[np.ndarray],
         advantages: Sequence[np.ndarray],
@@ -511,7 +512,7 @@ class CustomAdvantages(Estimator):
         return self.estimator.returns(flags, rewards, values, advantages)
 
 
-class CustomPolicyLoss(PolicyLoss):
+class CustomPolicyLoss(PolicyLoss[Any]):
     """The policy loss of ``--custom-policy-loss-function-path``."""
 
     name = "custom"
@@ -521,15 +522,15 @@ class CustomPolicyLoss(PolicyLoss):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: LossArguments) -> list[Term]:
         """Return the call of the function."""
         return [Term(f"{self.path}(log p, log p_old, A, ...)", __name__, self.path)]
 
-    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+    def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
         """Return what the function says; true until it says no."""
         return POLICY_LOSS.zero_advantage_has_gradient(self.path)
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: LossArguments, tokens: PolicyTokens) -> TokenLosses:
         """Call the function. A micro-batch without samples is not shown to it."""
         function = POLICY_LOSS.load(self.path)
         if not tokens.micro.response_lengths:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from miles.base.choices import Choice
+from miles.base.choices import Choice, F
 
 if TYPE_CHECKING:
     from miles.base.flags import Errors
-    from miles.objective.settings import StepShape
 
 
 @dataclass(frozen=True)
@@ -73,17 +72,40 @@ class Needs:
         return Needs(**{field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)})
 
 
-class ObjectivePart(Choice):
-    """A part of the objective that a flag chooses. Objects have no state; ``flags`` are the run's ``LossArguments``."""
+@dataclass(frozen=True)
+class StepShape:
+    """What the objective knows of a run beside its own flags.
 
-    def needs(self, flags: Any) -> Needs:
+    Attributes:
+        num_trajectories: N, the trajectories of an optimizer step.
+        samples_per_prompt: The trajectories of a group.
+        steps_per_iteration: Optimizer steps taken from the samples of one iteration.
+        critic_only_iterations: Iterations at the start of the run in which only the critic learns.
+        given_advantages: The call of the user's function outside of the objective that makes the advantages of samples
+            in the place of the estimator's first phase; None without one.
+    """
+
+    num_trajectories: int
+    samples_per_prompt: int
+    steps_per_iteration: int = 1
+    critic_only_iterations: int = 0
+    given_advantages: Term | None = None
+
+
+class ObjectivePart(Choice[F]):
+    """A part of the objective that a flag chooses. Objects have no state.
+
+    ``flags`` are the run's ``LossArguments``, of which it sees those of its own dataclass.
+    """
+
+    def needs(self, flags: F) -> Needs:
         """Return what the trainer scores for it."""
         return Needs()
 
-    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
+    def check(self, flags: F, shape: StepShape, errors: Errors) -> None:
         """Report the rules that ``flags`` break."""
         return None
 
-    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+    def zero_advantage_has_gradient(self, flags: F) -> bool:
         """Return whether a sample whose advantage is 0 on the rollout side can have a gradient all the same."""
         return False

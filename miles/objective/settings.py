@@ -13,35 +13,13 @@ from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
-from miles.objective.kl import KlEstimator
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.loss_types.base import LossType
 from miles.objective.policy_losses import POLICY_LOSSES
-from miles.objective.registry import Term
 from miles.objective.token_weights import ImportanceLevel
 
 _of_tis = partial(flag, needs="--use-tis")
 _of_rs = partial(flag, needs="--use-rs")
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What the objective knows of a run beside its own flags.
-
-    Attributes:
-        num_trajectories: N, the trajectories of an optimizer step.
-        samples_per_prompt: The trajectories of a group.
-        steps_per_iteration: Optimizer steps taken from the samples of one iteration.
-        critic_only_iterations: Iterations at the start of the run in which only the critic learns.
-        given_advantages: The call of the user's function outside of the objective that makes the advantages of samples
-            in the place of the estimator's first phase; None without one.
-    """
-
-    num_trajectories: int
-    samples_per_prompt: int
-    steps_per_iteration: int = 1
-    critic_only_iterations: int = 0
-    given_advantages: Optional[Term] = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +33,6 @@ class CommonFlags:
     policy_loss: Optional[str] = flag(
         None, f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}", choices=tuple(POLICY_LOSSES)
     )
-    normalize_advantages: bool = flag(
-        False, "whiten the advantages over the response tokens of the step", needs="a policy that learns"
-    )
     drop_zero_std_groups: bool = flag(
         False,
         "leave groups whose advantages are all 0, as with equal rewards, out of the step and its denominators, and do "
@@ -66,9 +41,6 @@ class CommonFlags:
     )
     value_clip: float = flag(
         0.2, "how far the value loss follows the critic from its values at the iteration's start", above=0
-    )
-    kl_coef: float = flag(
-        0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef", at_least=0
     )
     custom_advantage_function_path: Optional[str] = flag(
         None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
@@ -135,12 +107,6 @@ class CommonFlags:
         False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
     )
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", at_least=0, needs="--use-kl-loss")
-    kl_loss_type: KlEstimator = flag(
-        "k1",
-        "estimator of the KL, in the loss or the reward; low_var_kl is k3 clamped to [-10, 10]; k1+ and k3+ have the "
-        "gradient of k2",
-        needs="a KL",
-    )
     use_unbiased_kl: bool = flag(
         False,
         "weight the KL in the loss by the importance ratio, so that its gradient is that of the KL",

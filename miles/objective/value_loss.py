@@ -11,7 +11,8 @@ from miles.objective.registry import Term
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 

@@ -10,7 +10,8 @@ from miles.config.settings import Settings
 from miles.objective.adaptive import check_adaptive_kl
 from miles.objective.chosen import build_objective, check_objective
 from miles.objective.estimators.base import Estimator
-from miles.objective.settings import LossArguments, StepShape
+from miles.objective.registry import StepShape
+from miles.objective.settings import LossArguments
 
 
 def check_loss(settings: Settings, errors: Errors) -> None:

@@ -12,8 +12,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ class SampleRewards:
         return lengths
 
 
-class Estimator(ObjectivePart):
+E = TypeVar("E", bound=AdvantageFlags)
+
+
+class Estimator(ObjectivePart[E]):
     """An advantage estimator.
 
     Attributes:
@@ -98,28 +102,28 @@ class Estimator(ObjectivePart):
     reads_score_norms: bool = False
 
     @abstractmethod
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: E) -> list[Term]:
         """Return the lines of the formula that it computes, with the run's numbers."""
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: E) -> int:
         """Return the trajectories per prompt below which every advantage is 0."""
         return 1
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: E) -> Needs:
         """Ask for both policies if a KL is part of each token's reward."""
         reads_kl = flags.kl_coef != 0
         return Needs(old_log_probs=reads_kl, ref_log_probs=reads_kl)
 
-    def token_needs(self, flags: Any) -> Needs:
+    def token_needs(self, flags: E) -> Needs:
         """Return what phase 2 reads of ``needs``. Unlike that, it may import the user's function."""
         return self.needs(flags)
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: E, samples: SampleRewards) -> list[float]:
         """Compute phase 1: one number per sample, from whole groups. By default the rewards as they are."""
         return list(samples.rewards)
 
     def token_advantages(
-        self, flags: Any, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
+        self, flags: E, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Compute phase 2: advantages from rewards and values, one float64 array [its loss tokens] per trajectory.
 
@@ -129,7 +133,7 @@ class Estimator(ObjectivePart):
 
     def group_token_advantages(
         self,
-        flags: Any,
+        flags: E,
         rewards: Sequence[np.ndarray],
         groups: Sequence[int],
         score_norms: Sequence[np.ndarray],
@@ -143,7 +147,7 @@ class Estimator(ObjectivePart):
 
     def returns(
         self,
-        flags: Any,
+        flags: E,
         rewards: Sequence[np.ndarray],
         values: Sequence[np.ndarray],
         advantages: Sequence[np.ndarray],
@@ -151,11 +155,11 @@ class Estimator(ObjectivePart):
         """Compute what a critic is to predict, in the form of ``token_advantages``. By default ``A + V``."""
         return [of_policy + of_critic for of_policy, of_critic in zip(advantages, values, strict=True)]
 
-    def estimates_by_token(self, flags: Any) -> bool:
+    def estimates_by_token(self, flags: E) -> bool:
         """Return whether phase 2 runs: for estimators that implement it, and for whitening."""
         return self.by_token or flags.normalize_advantages
 
-    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+    def zero_advantage_has_gradient(self, flags: E) -> bool:
         """Return true if phase 2 follows, after which a 0 of phase 1 may be another number."""
         return self.estimates_by_token(flags)
 

@@ -3,15 +3,15 @@
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
 EPS = 1e-6
 
 
-class Gdpo(Estimator):
+class Gdpo(Estimator[AdvantageFlags]):
     """``A = S / (std of S + 1e-6)``, ``S_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6)`` (2601.05242).
 
     Mean and standard deviation (the unbiased one) of reward k are those of the prompt group, std of S is that of the
@@ -28,18 +28,18 @@ class Gdpo(Estimator):
     reads = ("normalize_advantages",)
     reads_reward_parts = True
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one has no spread."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [
             Term("A = S / (std of S over the iteration)", __name__),
             Term("S = Σ_k w_k (reward_k - mean of its prompt group) / std of its prompt group", __name__),
         ]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Normalize each reward within each group, add them up, and divide by one spread.
 
         Raises:

@@ -2,15 +2,16 @@
 
 import statistics
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
 @dataclass(frozen=True)
-class GpgFlags:
+class GpgFlags(AdvantageFlags):
     """gpg: how the advantages are scaled."""
 
     gpg_scale: Literal["groups", "rewards"] = flag(
@@ -20,7 +21,7 @@ class GpgFlags:
     )
 
 
-class Gpg(Estimator):
+class Gpg(Estimator[GpgFlags]):
     """``A_i = alpha (r_i - mean(r)) / F_norm`` with F_norm = 1 (2504.02546, Eq. 7).
 
     In the paper, ``--gpg-scale groups``, ``alpha = B / (B - M)``: B is the number of prompt groups of the iteration, M
@@ -40,11 +41,11 @@ class Gpg(Estimator):
     own_flags = GpgFlags
     default_policy_loss = "gpg"
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: GpgFlags) -> int:
         """Return 2: a group of one is its own mean."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: GpgFlags) -> list[Term]:
         """Return what A is."""
         if flags.gpg_scale == "rewards":
             return [
@@ -56,7 +57,7 @@ class Gpg(Estimator):
             Term("M of the B prompt groups of the iteration have equal rewards", __name__),
         ]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: GpgFlags, samples: SampleRewards) -> list[float]:
         """Compare rewards within each group, and scale them."""
         groups = samples.by_group()
         if flags.gpg_scale == "groups":

@@ -1,9 +1,10 @@
 """GRPO: the reward less the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GrpoFlags:
+class GrpoFlags(AdvantageFlags):
     """grpo: how rewards are compared within a prompt group."""
 
     disable_grpo_std_normalization: bool = flag(
@@ -21,7 +22,7 @@ class GrpoFlags:
     disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
 
 
-class Grpo(Estimator):
+class Grpo(Estimator[GrpoFlags]):
     """``A_i = (r_i - mean(r)) / std(r)`` over the prompt group of trajectory i (2402.03300, outcome supervision).
 
     The standard deviation is the unbiased one, plus 1e-6. Dr.GRPO (2503.20783) does not divide by it:
@@ -33,11 +34,11 @@ class Grpo(Estimator):
     reads = ("normalize_advantages", "disable_grpo_std_normalization", "disable_rewards_normalization")
     own_flags = GrpoFlags
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: GrpoFlags) -> int:
         """Return 2: a group of one has no spread. Rewards as they are need no group."""
         return 1 if flags.disable_rewards_normalization else 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: GrpoFlags) -> list[Term]:
         """Return what A is."""
         centred = "reward - mean of its prompt group"
         if flags.disable_rewards_normalization:
@@ -46,7 +47,7 @@ class Grpo(Estimator):
             return [Term(f"A = {centred}", __name__)]
         return [Term(f"A = ({centred}) / std of its prompt group", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: GrpoFlags, samples: SampleRewards) -> list[float]:
         """Compare rewards within each group, unless they are used as they are."""
         if flags.disable_rewards_normalization:
             return list(samples.rewards)

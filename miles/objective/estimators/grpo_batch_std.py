@@ -1,13 +1,13 @@
 """GRPO with the standard deviation of the whole iteration in place of the group's (ScaleRL, arXiv 2510.13786)."""
 
 import statistics
-from typing import Any
 
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
 
 
-class GrpoBatchStd(Estimator):
+class GrpoBatchStd(Estimator[AdvantageFlags]):
     """``A_i = (r_i - mean of its group) / (std + 1e-6)``, std that of all differences of the iteration (2510.13786).
 
     This is ScaleRL's advantage. GRPO's own standard deviation raises groups that are nearly all right or wrong; here
@@ -22,16 +22,16 @@ class GrpoBatchStd(Estimator):
     summary = "the reward less its group's mean, over the standard deviation of the iteration"
     reads = ("normalize_advantages",)
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one is its own mean."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         text = "A = d / (std of d over the iteration), d = reward - mean of its prompt group"
         return [Term(text, __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Compare rewards within each group, and divide by one spread."""
         differences = []
         for rewards in samples.by_group().values():

@@ -1,13 +1,13 @@
 """MaxRL: the reward less its group's mean, over that mean (maximum likelihood RL, arXiv 2602.02710)."""
 
 import statistics
-from typing import Any
 
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
-class MaxRl(Estimator):
+class MaxRl(Estimator[AdvantageFlags]):
     """``A_i = (r_i - mean(r)) / mean(r)`` if the group has a success, else 0 (2602.02710, Algorithm 1).
 
     With rewards of 0 and 1, K of N right, that is ``1{K > 0} (r_i / K - 1 / N) N``. Its expected gradient is that of
@@ -22,15 +22,15 @@ class MaxRl(Estimator):
     summary = "the reward less its group's mean, over that mean; rewards of 0 and 1"
     reads = ("normalize_advantages",)
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one is its own mean."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [Term("A = (reward - mean of its prompt group) / that mean, 0 if the mean is 0", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Compare rewards within each group.
 
         Raises:

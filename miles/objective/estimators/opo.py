@@ -1,12 +1,11 @@
 """OPO: the reward less its group's mean weighted by length (on-policy RL with optimal baseline, arXiv 2505.23585)."""
 
-from typing import Any
-
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
-class Opo(Estimator):
+class Opo(Estimator[AdvantageFlags]):
     """``A_i = r_i - sum_j l_j r_j / sum_j l_j`` over the prompt group, l the loss tokens (2505.23585).
 
     The baseline has the least variance if the squared norm of a trajectory's gradient grows with its length. The paper
@@ -20,15 +19,15 @@ class Opo(Estimator):
     summary = "the reward less its group's mean, weighted by length"
     reads = ("normalize_advantages",)
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one is its own baseline."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [Term("A = reward - mean of its prompt group weighted by loss tokens", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract the weighted mean, computed from differences so that it is exact for equal rewards."""
         groups, lengths = samples.by_group(), samples.lengths_by_group()
         baselines: dict[int, float] = {}

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from miles.base.flags import Errors
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
 
 _EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class OptimalTokenBaselineFlags:
+class OptimalTokenBaselineFlags(AdvantageFlags):
     """loss: the end of the longest response of a group under the optimal token baseline."""
 
     otb_zero_tail: bool = flag(
@@ -29,7 +30,7 @@ class OptimalTokenBaselineFlags:
     )
 
 
-class OptimalTokenBaseline(Estimator):
+class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
     """``A_t = G_t - B_t``, a baseline for each position t of a group's responses (2602.07078; verl's of this name).
 
     ::
@@ -56,22 +57,22 @@ class OptimalTokenBaseline(Estimator):
     reward_at_last_token = True
     reads_score_norms = True
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: OptimalTokenBaselineFlags) -> int:
         """Return 2: a group of one is its own baseline."""
         return 2
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: OptimalTokenBaselineFlags) -> Needs:
         """Ask for the policy's log-probs and the sum of its squared probabilities."""
         return super().needs(flags) | Needs(old_log_probs=True, sum_squared_probs=True)
 
-    def check(self, flags: Any, shape: "StepShape", errors: "Errors") -> None:
+    def check(self, flags: OptimalTokenBaselineFlags, shape: "StepShape", errors: "Errors") -> None:
         """Check that a step has whole groups."""
         if shape.num_trajectories % max(shape.samples_per_prompt, 1):
             rule = f"--advantage-estimator {self.name} compares whole groups of {shape.samples_per_prompt} in a step"
             what_to_do = f"give a multiple of --n-samples-per-prompt {shape.samples_per_prompt}"
             errors.refuse("global_batch_size", shape.num_trajectories, rule, what_to_do)
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: OptimalTokenBaselineFlags) -> list[Term]:
         """Return what A, its baseline and the weights are."""
         tail = ", 0 where one response is alone" if flags.otb_zero_tail else ""
         return [
@@ -81,7 +82,7 @@ class OptimalTokenBaseline(Estimator):
 
     def group_token_advantages(
         self,
-        flags: Any,
+        flags: OptimalTokenBaselineFlags,
         rewards: "Sequence[np.ndarray]",
         groups: Sequence[int],
         score_norms: "Sequence[np.ndarray]",

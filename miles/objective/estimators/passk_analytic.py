@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PassKFlags:
+class PassKFlags(AdvantageFlags):
     """passk_analytic: the k, and which answers are right."""
 
     pass_k: int = flag(
@@ -22,7 +23,7 @@ class PassKFlags:
     pass_correct_above: float = flag(0.0, "a reward above this is a right answer for passk_analytic")
 
 
-class PassKAnalytic(Estimator):
+class PassKAnalytic(Estimator[PassKFlags]):
     """Advantages of all C(N, k) subsets of a group, averaged over those that contain the trajectory (2508.10751, 2.4).
 
     A subset's reward is 1 if one of its answers is right. With N answers, N_neg of them wrong::
@@ -42,12 +43,12 @@ class PassKAnalytic(Estimator):
     reads = ("normalize_advantages", "pass_k", "pass_correct_above")
     own_flags = PassKFlags
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: PassKFlags) -> int:
         """Return k + 1: k trajectories have one subset, which is its own mean."""
         k: int = flags.pass_k
         return k + 1
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: PassKFlags) -> list[Term]:
         """Return what A is."""
         k = flags.pass_k
         return [
@@ -59,7 +60,7 @@ class PassKAnalytic(Estimator):
             Term(f"R = 1 - C(W, {k}) / C(N, {k}), W of the N rewards of its prompt group are wrong", __name__),
         ]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: PassKFlags, samples: SampleRewards) -> list[float]:
         """Count the right answers of each group. A trajectory is right by the mean of its samples' rewards."""
         found: dict[int, dict[int, float]] = {}
         for group, rewards in samples.by_group().items():

@@ -2,9 +2,9 @@
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
@@ -12,7 +12,7 @@ _EPS = 1e-6  # added to the standard deviation, as in verl
 
 
 @dataclass(frozen=True)
-class PassKBestFlags:
+class PassKBestFlags(AdvantageFlags):
     """passk_best: whether the lead is in units of the group's spread."""
 
     passk_best_std: bool = flag(
@@ -22,7 +22,7 @@ class PassKBestFlags:
     )
 
 
-class PassKBest(Estimator):
+class PassKBest(Estimator[PassKBestFlags]):
     """``A_i = max_j r_j - max_(j != i) r_j``, with k the size of the group (2503.19595).
 
     The objective is the best reward of a group, and the baseline the best without trajectory i, which does not depend
@@ -39,16 +39,16 @@ class PassKBest(Estimator):
     reads = ("normalize_advantages", "passk_best_std")
     own_flags = PassKBestFlags
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: PassKBestFlags) -> int:
         """Return 2: a group of one has no others."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: PassKBestFlags) -> list[Term]:
         """Return what A is."""
         lead = "max of its prompt group - max of the other rewards of the group"
         return [Term(f"A = ({lead}) / std of the group" if flags.passk_best_std else f"A = {lead}", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: PassKBestFlags, samples: SampleRewards) -> list[float]:
         """Subtract the best of the others from the best of all; divide by the spread if asked."""
         leads: dict[int, dict[int, float]] = {}
         for group, rewards in samples.by_group().items():

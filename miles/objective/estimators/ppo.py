@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Optional
+from typing import TYPE_CHECKING, ClassVar, Optional, TypeVar
 
 from miles.base.flags import flag
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PpoFlags:
+class PpoFlags(AdvantageFlags):
     """ppo: discount and lambda of generalized advantage estimation."""
 
     gamma: float = flag(1.0, "discount per response token; for ppo and reinforce_plus_plus", within="[0, 1]")
@@ -28,7 +29,10 @@ class PpoFlags:
     )
 
 
-class Ppo(Estimator):
+P = TypeVar("P", bound=PpoFlags)
+
+
+class Ppo(Estimator[P]):
     """GAE over the loss tokens t = 1..T of a trajectory, of ``r_t = [t = T] reward - kl_coef KL_t``.
 
     With ``--critic-lambd`` the critic's returns are those of another lambda (decoupled GAE, VC-PPO, 2503.01491).
@@ -42,11 +46,11 @@ class Ppo(Estimator):
     by_token = True
     reward_at_last_token = True
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: P) -> Needs:
         """Ask for a critic."""
         return super().needs(flags) | Needs(values=True)
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: P) -> list[Term]:
         """Return what A and the token rewards are, and the critic's returns if they are not A + V."""
         critic = []
         if flags.critic_lambd is not None:
@@ -63,19 +67,18 @@ class Ppo(Estimator):
         ]
 
     def token_advantages(
-        self, flags: Any, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
+        self, flags: P, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
     ) -> "list[np.ndarray]":
         """Compute GAE."""
         return generalized_advantages(rewards, values, flags.gamma, flags.lambd)
 
-    def critic_lambd(self, flags: Any) -> float | None:
+    def critic_lambd(self, flags: P) -> float | None:
         """Return the lambda of the critic's returns; None if these are ``A + V``."""
-        lambd: float | None = flags.critic_lambd
-        return lambd
+        return flags.critic_lambd
 
     def returns(
         self,
-        flags: Any,
+        flags: P,
         rewards: "Sequence[np.ndarray]",
         values: "Sequence[np.ndarray]",
         advantages: "Sequence[np.ndarray]",
@@ -123,4 +126,4 @@ def generalized_advantages(
     return [row[longest - len(r) :] for row, r in zip(advantages, rewards, strict=True)]
 
 
-ESTIMATOR = Ppo()
+ESTIMATOR = Ppo[PpoFlags]()

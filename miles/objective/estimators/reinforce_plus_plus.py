@@ -1,21 +1,21 @@
 """REINFORCE++: the discounted return of each token, whitened over the step (arXiv 2501.03262)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
 from miles.objective.estimators.base import Estimator
-from miles.objective.estimators.ppo import generalized_advantages
+from miles.objective.estimators.ppo import PpoFlags, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
 
 
-class ReinforcePlusPlus(Estimator):
+class ReinforcePlusPlus(Estimator[PpoFlags]):
     """The discounted return of ``r_t = [t = T] reward - kl_coef KL_t``."""
 
     name = "reinforce_plus_plus"
@@ -24,19 +24,19 @@ class ReinforcePlusPlus(Estimator):
     by_token = True
     reward_at_last_token = True
 
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
+    def check(self, flags: PpoFlags, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""
         if not flags.normalize_advantages:
             rule = "is defined with whitened advantages"
             errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: PpoFlags) -> list[Term]:
         """Return what A and the token rewards are."""
         text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t is last] reward{reward_penalty(flags)}"
         return [Term(text, __name__)]
 
     def token_advantages(
-        self, flags: Any, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
+        self, flags: PpoFlags, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
     ) -> "list[np.ndarray]":
         """Compute GAE with values of 0 and lambda 1: the discounted return."""
         import numpy as np

@@ -1,17 +1,18 @@
 """REINFORCE++ with a baseline: the reward less its group's mean, whitened over the step (arXiv 2501.03262)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
 
 
-class ReinforcePlusPlusBaseline(Estimator):
+class ReinforcePlusPlusBaseline(Estimator[AdvantageFlags]):
     """``reward - mean of its group - kl_coef KL_t`` on every token; nothing is discounted."""
 
     name = "reinforce_plus_plus_baseline"
@@ -20,21 +21,21 @@ class ReinforcePlusPlusBaseline(Estimator):
     instead = {"disable_rewards_normalization": "use --advantage-estimator reinforce_plus_plus"}
     by_token = True
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one is its own mean."""
         return 2
 
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
+    def check(self, flags: AdvantageFlags, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""
         if not flags.normalize_advantages:
             rule = "is defined with whitened advantages"
             errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [Term(f"A_t = reward - mean of its prompt group{reward_penalty(flags)}", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract the mean of the group."""
         return less_group_mean(samples, std=False)
 

@@ -1,12 +1,11 @@
 """ReMax: the reward less that of the prompt's greedy response (arXiv 2310.10505)."""
 
-from typing import Any
-
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
-class Remax(Estimator):
+class Remax(Estimator[AdvantageFlags]):
     """``A_i = r(y_i) - r(y_greedy)``, y_greedy the response to the same prompt at temperature 0 (2310.10505).
 
     The greedy response does not depend on y_i, so the baseline adds no bias. It costs one more generation per prompt,
@@ -20,11 +19,11 @@ class Remax(Estimator):
     reads = ("normalize_advantages",)
     greedy_baseline = True
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [Term("A = reward - reward of the prompt's greedy response", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract the baseline of each sample's prompt.
 
         Raises:

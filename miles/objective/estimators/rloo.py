@@ -1,28 +1,28 @@
 """RLOO: the reward less the mean of the others in its group (REINFORCE leave-one-out, arXiv 2402.14740)."""
 
 import statistics
-from typing import Any
 
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
-class Rloo(Estimator):
+class Rloo(Estimator[AdvantageFlags]):
     """``R_i - mean of R_j, j != i``: the mean of a group without its own trajectory is an unbiased baseline."""
 
     name = "rloo"
     summary = "the reward less the mean of the others in its group (leave-one-out)"
     reads = ("normalize_advantages",)
 
-    def smallest_group(self, flags: Any) -> int:
+    def smallest_group(self, flags: AdvantageFlags) -> int:
         """Return 2: a group of one has no others."""
         return 2
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return what A is."""
         return [Term("A = reward - mean of the other rewards of its prompt group", __name__)]
 
-    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+    def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:
         """Subtract from each trajectory's reward the mean of the others'.
 
         Computed as ``n / (n - 1) (R_i - mean of all)``, which is the same and exactly 0 for equal rewards. A sample

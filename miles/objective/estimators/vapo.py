@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
-from miles.objective.estimators.ppo import Ppo, generalized_advantages
+from miles.objective.estimators.ppo import Ppo, PpoFlags, generalized_advantages
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VapoFlags:
+class VapoFlags(PpoFlags):
     """vapo: how lambda follows the length."""
 
     vapo_alpha: float = flag(
@@ -22,7 +22,7 @@ class VapoFlags:
     )
 
 
-class Vapo(Ppo):
+class Vapo(Ppo[VapoFlags]):
     """GAE with ``lambda = 1 - 1 / (alpha l)`` for a response of l loss tokens (2504.05118, length-adaptive GAE).
 
     The sum of the weights ``lambda^k`` of a response is then about ``alpha l``, in proportion to its length; the paper
@@ -40,7 +40,7 @@ class Vapo(Ppo):
     reads = ("normalize_advantages", "gamma", "vapo_alpha", "critic_lambd", "value_clip", "kl_coef")
     own_flags = VapoFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: VapoFlags) -> list[Term]:
         """Return what A, lambda, the token rewards and the critic's returns are."""
         gamma, critic = flags.gamma, self.critic_lambd(flags)
         return [
@@ -53,12 +53,12 @@ class Vapo(Ppo):
             Term(f"r_t = [t is last] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
         ]
 
-    def critic_lambd(self, flags: Any) -> float | None:
+    def critic_lambd(self, flags: VapoFlags) -> float | None:
         """Return ``--critic-lambd``, by default 1."""
         return 1.0 if flags.critic_lambd is None else float(flags.critic_lambd)
 
     def token_advantages(
-        self, flags: Any, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
+        self, flags: VapoFlags, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
     ) -> "list[np.ndarray]":
         """Compute GAE, each trajectory with the lambda of its length."""
         lambdas = [length_adaptive_lambda(len(r), flags.vapo_alpha) for r in rewards]

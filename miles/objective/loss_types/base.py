@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.distillation import distillation_formula
 from miles.objective.registry import Needs, ObjectivePart, Term
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
     from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 
-class LossType(ObjectivePart):
+class LossType(ObjectivePart[Any]):
     """A loss type.
 
     Attributes:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from miles.base.flags import Errors
     from miles.objective.chosen import Objective
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 
@@ -41,7 +42,7 @@ class CustomLoss(LossType):
         """Add the entropy, which the function is given."""
         return super().needs_of(objective) | Needs(entropy=True)
 
-    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
+    def check(self, flags: LossArguments, shape: StepShape, errors: Errors) -> None:
         """Require the function, and a KL in the reward for a weight of it that adapts."""
         if flags.kl_target is not None and not flags.kl_coef:
             rule = f"adapts --kl-loss-coef, which --loss-type {self.name} leaves to your function"

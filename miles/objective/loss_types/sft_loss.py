@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from miles.objective.chosen import Objective
-    from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import check_diagnostic_mode
 from miles.objective.loss_types.base import LossType, advantage_terms
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from miles.base.flags import Errors
     from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
+    from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 
 
@@ -31,7 +32,7 @@ class ValueLoss(LossType):
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )
 
-    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
+    def check(self, flags: LossArguments, shape: StepShape, errors: Errors) -> None:
         """Check that there is a critic, and that the mode of the aggregation is one of diagnostics."""
         if not flags.has_critic:
             rule = f"trains a critic, and --advantage-estimator {flags.advantage_estimator} has none"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from miles.base.choices import F
 from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class TokenLosses(NamedTuple):
     clipped: torch.Tensor | None
 
 
-class PolicyLoss(ObjectivePart):
+class PolicyLoss(ObjectivePart[F]):
     """A policy loss.
 
     Attributes:
@@ -73,21 +74,21 @@ class PolicyLoss(ObjectivePart):
     selects_tokens: ClassVar[bool] = False
 
     @abstractmethod
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: F) -> list[Term]:
         """Return the lines of the formula that it computes, with the run's numbers."""
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: F) -> Needs:
         """Ask for the entropy, which is reported even if its coefficient is 0."""
         return Needs(entropy=True)
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: F) -> list[str]:
         """Say which of its flags have no effect if an iteration has one step, so that every ratio is 1."""
         return []
 
-    def select_tokens(self, flags: Any, tokens: StepTokens) -> np.ndarray:
+    def select_tokens(self, flags: F, tokens: StepTokens) -> np.ndarray:
         """Choose tokens of a step, bool [T], the same on every rank. Only called if it ``selects_tokens``."""
         raise NotImplementedError
 
     @abstractmethod
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: F, tokens: PolicyTokens) -> TokenLosses:
         """Compute the loss of every token, to be minimized."""

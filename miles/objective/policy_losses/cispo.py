@@ -1,14 +1,14 @@
 """CISPO: the policy gradient weighted by a ratio that is bounded and has no gradient (arXiv 2506.13585)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CispoFlags:
     )
 
 
-class Cispo(PolicyLoss):
+class Cispo(PolicyLoss[CispoFlags]):
     """``-sg(clip(ratio, ratio_min, ratio_max)) A log p``: a clipped token keeps its gradient, with a bounded weight.
 
     2506.13585 Eq. 4 and 5, whose clip has two sides; ``sg`` stops the gradient. Its authors set no lower bound, and
@@ -35,13 +35,13 @@ class Cispo(PolicyLoss):
     reads = ("ratio_max", "ratio_min")
     own_flags = CispoFlags
 
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
+    def check(self, flags: CispoFlags, shape: "StepShape", errors: Errors) -> None:
         """Check the order of the bounds."""
         if errors.none_about("ratio_min", "ratio_max") and flags.ratio_min > flags.ratio_max:
             rule = f"is above --ratio-max {flags.ratio_max:g}"
             errors.refuse("ratio_min", flags.ratio_min, rule, "give a lower bound that is below the upper")
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: CispoFlags) -> list[Term]:
         """Return the loss of a token before its weight, and the ratio in it."""
         low, high = flags.ratio_min, flags.ratio_max
         bounded = f"clip(ρ, {low:g}, {high:g})" if low else f"min(ρ, {high:g})"
@@ -50,13 +50,13 @@ class Cispo(PolicyLoss):
             Term("ρ = exp(log p - log p_old), sg() has no gradient", __name__),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: CispoFlags) -> list[str]:
         """Name the bounds that a ratio of 1 does not reach."""
         reason = "one step per iteration, so every ratio is 1"
         idle = [f"--ratio-max: {reason}"] if flags.ratio_max >= 1 else []
         return [*idle, f"--ratio-min: {reason}"] if 0 < flags.ratio_min <= 1 else idle
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: CispoFlags, tokens: PolicyTokens) -> TokenLosses:
         """Weight each token's log-prob; a ratio outside the bounds counts as clipped."""
         ratio = tokens.log_ratio.detach().exp()
         losses = -ratio.clamp(flags.ratio_min, flags.ratio_max) * tokens.advantages * tokens.log_probs

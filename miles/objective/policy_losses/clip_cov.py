@@ -1,22 +1,22 @@
 """Clip-Cov: PPO's clip, and no gradient for a few tokens of large covariance, drawn at random (arXiv 2505.22617)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyTokens, StepTokens, TokenLosses
 from miles.objective.policy_losses.kl_cov import SelectsByCovariance, covariances
-from miles.objective.policy_losses.ppo_clip import PpoClip, clip_bounds
+from miles.objective.policy_losses.ppo_clip import ClipFlags, PpoClip, clip_bounds
 from miles.objective.registry import Needs, Term
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from miles.objective.settings import StepShape
+    from miles.objective.registry import StepShape
 
 
 @dataclass(frozen=True)
-class ClipCovFlags:
+class ClipCovFlags(ClipFlags):
     """clip_cov: how many tokens lose their gradient, and the range of their covariance."""
 
     clip_cov_fraction: float = flag(
@@ -26,7 +26,7 @@ class ClipCovFlags:
     clip_cov_max: float = flag(5.0, "covariance below which --policy-loss clip_cov may draw a token")
 
 
-class ClipCov(PpoClip, SelectsByCovariance):
+class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
     """PPO's clipped surrogate, 0 for r T tokens drawn from those of a covariance in (min, max) (2505.22617, Clip-Cov).
 
     The covariance of a token is ``(log p - mean log p) (A - mean A)``, the means over the step. The paper's equation
@@ -41,17 +41,17 @@ class ClipCov(PpoClip, SelectsByCovariance):
     reads = (*PpoClip.reads, "clip_cov_fraction", "clip_cov_min", "clip_cov_max")
     own_flags = ClipCovFlags
 
-    def needs(self, flags: Any) -> Needs:
+    def needs(self, flags: ClipCovFlags) -> Needs:
         """Also ask for the log-probs of the first step of an iteration: it draws tokens too."""
         return super().needs(flags) | Needs(old_log_probs=True)
 
-    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
+    def check(self, flags: ClipCovFlags, shape: "StepShape", errors: Errors) -> None:
         """Check the order of the bounds."""
         if errors.none_about("clip_cov_min", "clip_cov_max") and flags.clip_cov_min >= flags.clip_cov_max:
             rule = f"leaves no covariance below --clip-cov-max {flags.clip_cov_max:g}"
             errors.refuse("clip_cov_min", flags.clip_cov_min, rule, "give a lower bound that is below the upper")
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: ClipCovFlags) -> list[Term]:
         """Return PPO's, and which tokens it is 0 for."""
         text = (
             f"0 for {flags.clip_cov_fraction:g} T tokens of the step, at least one, drawn from those with "
@@ -59,7 +59,7 @@ class ClipCov(PpoClip, SelectsByCovariance):
         )
         return [*super().formula(flags), Term(text, __name__)]
 
-    def select_tokens(self, flags: Any, tokens: StepTokens) -> "np.ndarray":
+    def select_tokens(self, flags: ClipCovFlags, tokens: StepTokens) -> "np.ndarray":
         """Draw from the tokens within the bounds that PPO does not clip."""
         import numpy as np
 
@@ -74,7 +74,7 @@ class ClipCov(PpoClip, SelectsByCovariance):
         chosen[order[eligible[order]][:number]] = True
         return chosen
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: ClipCovFlags, tokens: PolicyTokens) -> TokenLosses:
         """Take the drawn tokens out of PPO's loss; they count as clipped."""
         losses, clipped = super().token_losses(flags, tokens)
         drawn = tokens.micro.selected

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
-from miles.objective.policy_losses.dppo_tv import Dppo
+from miles.objective.policy_losses.dppo_tv import Dppo, DppoFlags
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +13,7 @@ _SMALLEST = 1e-8  # of 1 - p: a token of probability 1 has no other outcome
 
 
 @dataclass(frozen=True)
-class DppoKlFlags:
+class DppoKlFlags(DppoFlags):
     """dppo_kl: how far a probability may move."""
 
     dppo_kl_delta: float = flag(
@@ -21,7 +21,7 @@ class DppoKlFlags:
     )
 
 
-class DppoKl(Dppo):
+class DppoKl(Dppo[DppoKlFlags]):
     """``D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` (2602.04879, Binary-KL)."""
 
     name = "dppo_kl"

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DppoTvFlags:
-    """dppo_tv: how far a probability may move."""
+class DppoFlags:
+    """dppo_tv and dppo_kl: how large a ratio may be."""
 
-    dppo_tv_delta: float = flag(0.15, "|p - p_old| of a token above which --policy-loss dppo_tv drops it", above=0)
     dppo_ratio_max: float = flag(
         0.0,
         "upper bound of the ratio in dppo_tv and dppo_kl, as in verl (20); absolute; 0 is none, the paper's formula",
@@ -24,7 +23,17 @@ class DppoTvFlags:
     )
 
 
-class Dppo(PolicyLoss):
+@dataclass(frozen=True)
+class DppoTvFlags(DppoFlags):
+    """dppo_tv: how far a probability may move."""
+
+    dppo_tv_delta: float = flag(0.15, "|p - p_old| of a token above which --policy-loss dppo_tv drops it", above=0)
+
+
+D = TypeVar("D", bound=DppoFlags)
+
+
+class Dppo(PolicyLoss[D]):
     """``-M rho A``; the mask M is 0 if the token pushes further outside the trust region (2602.04879).
 
     M = 0 if D > delta and either A > 0 and rho > 1, or A < 0 and rho < 1. D is a divergence of the two policies on two
@@ -40,7 +49,7 @@ class Dppo(PolicyLoss):
     delta: str
     divergence: str
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: D) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""
         module, bound = type(self).__module__, flags.dppo_ratio_max
         weighted = f"-sg(min(ρ, {bound:g})) A log p" if bound else "-ρ A"
@@ -49,7 +58,7 @@ class Dppo(PolicyLoss):
             Term(f"ρ = exp(log p - log p_old), D = {self.divergence}, δ = {getattr(flags, self.delta):g}", module),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: D) -> list[str]:
         """Name the bounds that a ratio of 1 does not reach."""
         idle = [f"--{self.delta.replace('_', '-')}: one step per iteration, so no token has moved"]
         if flags.dppo_ratio_max >= 1:
@@ -60,7 +69,7 @@ class Dppo(PolicyLoss):
     def divergences(self, log_probs: "torch.Tensor", old_log_probs: "torch.Tensor") -> "torch.Tensor":
         """Return D of every token; all [R], without a graph."""
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: D, tokens: PolicyTokens) -> TokenLosses:
         """Drop the tokens outside the trust region; they count as clipped, and so do those above the bound."""
         log_probs, micro = tokens.log_probs.detach(), tokens.micro
         old = log_probs if micro.old_log_probs is None else micro.old_log_probs.masked_fill(micro.loss_mask == 0, 0.0)
@@ -74,7 +83,7 @@ class Dppo(PolicyLoss):
         return TokenLosses(losses.masked_fill(dropped, 0.0), clipped.float())
 
 
-class DppoTv(Dppo):
+class DppoTv(Dppo[DppoTvFlags]):
     """``D = |p - p_old|``, the total variation of the two outcomes (2602.04879, Binary-TV)."""
 
     name = "dppo_tv"

@@ -1,7 +1,7 @@
 """DRO: the policy gradient with a quadratic penalty on the log ratio (arXiv 2405.19107, 2501.12599)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -22,7 +22,7 @@ class DroFlags:
     )
 
 
-class Dro(PolicyLoss):
+class Dro(PolicyLoss[DroFlags]):
     """``-A log p + (beta / 2) d^2``, where d is the log ratio to the policy of the iteration's start, p_old.
 
     With d of the whole sequence it has the gradient of the papers: 2405.19107 (its baseline is a critic's value, its
@@ -38,22 +38,22 @@ class Dro(PolicyLoss):
     reads = ("dro_beta", "dro_level")
     own_flags = DroFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: DroFlags) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""
         half = flags.dro_beta / 2
         if flags.dro_level == "token":
             return [Term(f"-A log p + {half:g} (log p - log p_old)²", __name__)]
         return [Term(f"-A log p, and {half:g} (Σ over the sequence of log p - log p_old)² for each sequence", __name__)]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: DroFlags) -> list[str]:
         """Name the penalty."""
         return ["--dro-beta, --dro-level: one step per iteration, so every log ratio is 0, and the penalty too"]
 
-    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+    def zero_advantage_has_gradient(self, flags: DroFlags) -> bool:
         """Return true: the penalty does not read the advantage."""
         return True
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: DroFlags, tokens: PolicyTokens) -> TokenLosses:
         """Add the penalty to the policy gradient. Nothing is clipped."""
         log_ratio, micro = tokens.log_ratio, tokens.micro
         if flags.dro_level == "token":

@@ -1,7 +1,7 @@
 """GMPO: the geometric mean of a sequence's ratios, each clipped by itself (arXiv 2507.20673)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -21,7 +21,7 @@ class GeoMeanFlags:
     )
 
 
-class GeoMean(PolicyLoss):
+class GeoMean(PolicyLoss[GeoMeanFlags]):
     """``-A prod_t c(rho_t)^(1/M)`` over the M loss tokens of a sequence (GMPO, 2507.20673, Eq. 4).
 
     ``c`` clips as PPO does, on the side to which the advantage pushes: to at most e^eps if A > 0, to at least e^-eps
@@ -36,7 +36,7 @@ class GeoMean(PolicyLoss):
     reads = ("geo_mean_log_clip",)
     own_flags = GeoMeanFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: GeoMeanFlags) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""
         eps = flags.geo_mean_log_clip
         return [
@@ -44,11 +44,11 @@ class GeoMean(PolicyLoss):
             Term(f"d = log p - log p_old, at most {eps:g} if A > 0, at least {-eps:g} if A < 0", __name__),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: GeoMeanFlags) -> list[str]:
         """Name the bound."""
         return ["--geo-mean-log-clip: one step per iteration, so every ratio is 1"]
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: GeoMeanFlags, tokens: PolicyTokens) -> TokenLosses:
         """Clip each token's log ratio, then average over the sequence."""
         eps, log_ratio, micro = flags.geo_mean_log_clip, tokens.log_ratio, tokens.micro
         above = (tokens.advantages > 0) & (log_ratio > eps)

@@ -1,8 +1,9 @@
 """KL-Cov: a penalty on the few tokens whose probability and advantage vary together most (arXiv 2505.22617)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from miles.base.choices import F
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, StepTokens, TokenLosses
 from miles.objective.registry import Term
@@ -26,7 +27,7 @@ class KlCovFlags:
     )
 
 
-class SelectsByCovariance(PolicyLoss):
+class SelectsByCovariance(PolicyLoss[F]):
     """A loss that treats some tokens of a step apart, chosen by ``(log p - mean log p) (A - mean A)`` (2505.22617).
 
     The means are over the loss tokens of the whole step. That covariance is what lowers the entropy of the policy. The
@@ -37,7 +38,7 @@ class SelectsByCovariance(PolicyLoss):
     selects_tokens = True
 
 
-class KlCov(SelectsByCovariance):
+class KlCov(SelectsByCovariance[KlCovFlags]):
     """``-rho A``, plus ``coef d`` for the k T tokens of the largest covariance (2505.22617, KL-Cov).
 
     The paper's Eq. 14 has ``d = KL(p_old, p)`` over the vocabulary. No trainer keeps p_old for every word, so
@@ -55,7 +56,7 @@ class KlCov(SelectsByCovariance):
     reads = ("kl_cov_fraction", "kl_cov_coef", "kl_cov_penalty")
     own_flags = KlCovFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: KlCovFlags) -> list[Term]:
         """Return the loss of a token before its weight, and which tokens are penalized."""
         penalty = "|log ρ|" if flags.kl_cov_penalty == "abs" else "(ρ - 1 - log ρ)"
         return [
@@ -67,22 +68,22 @@ class KlCov(SelectsByCovariance):
             ),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: KlCovFlags) -> list[str]:
         """Name the penalty."""
         return ["--policy-loss kl_cov: one step per iteration, so every log ratio is 0, and the penalty too"]
 
-    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+    def zero_advantage_has_gradient(self, flags: KlCovFlags) -> bool:
         """Return true: the penalty does not read the advantage."""
         return True
 
-    def select_tokens(self, flags: Any, tokens: StepTokens) -> "np.ndarray":
+    def select_tokens(self, flags: KlCovFlags, tokens: StepTokens) -> "np.ndarray":
         """Choose the largest covariances; the earlier token of those that are equal up to rounding."""
         from miles.objective.rounding import SCORES, largest, magnitude
 
         number = max(1, int(flags.kl_cov_fraction * len(tokens.log_probs)))
         return largest(covariances(tokens), number, SCORES * magnitude(tokens.advantages))
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: KlCovFlags, tokens: PolicyTokens) -> TokenLosses:
         """Add the penalty to the chosen tokens."""
         ratio = tokens.log_ratio.exp()
         losses = -tokens.advantages * ratio

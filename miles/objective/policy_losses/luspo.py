@@ -1,11 +1,10 @@
 """LUSPO: GSPO's loss times the length of the sequence (length-unbiased sequence policy optimization, 2602.05261)."""
 
 from dataclasses import replace
-from typing import Any
 
 from miles.objective.policy_losses.base import PolicyTokens, TokenLosses
 from miles.objective.policy_losses.gspo import Gspo
-from miles.objective.policy_losses.ppo_clip import PpoClip
+from miles.objective.policy_losses.ppo_clip import ClipFlags, PpoClip
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_sums
 
@@ -20,18 +19,18 @@ class Luspo(Gspo):
     name = "luspo"
     summary = "gspo times the length of the sequence"
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: ClipFlags) -> list[Term]:
         """Return that of GSPO, times the length."""
         first, *rest = super().formula(flags)
         surrogate, ratio = first.text.rsplit(", ", maxsplit=1)
         length = f"{ratio}, |y_i| = its loss tokens"
         return [replace(first, text=f"|y_i| {surrogate}"), replace(first, text=length), *rest]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: ClipFlags) -> list[str]:
         """Name the clip range; the length counts at any ratio."""
         return PpoClip.idle_on_policy(self, flags)
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: ClipFlags, tokens: PolicyTokens) -> TokenLosses:
         """Multiply the losses of GSPO by the length."""
         losses, clipped = super().token_losses(flags, tokens)
         lengths = sequence_sums(tokens.micro.loss_mask, tokens.micro)

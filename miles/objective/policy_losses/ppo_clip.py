@@ -1,7 +1,7 @@
 """PPO's clipped ratio (arXiv 1707.06347), with clip-higher (2503.14476) and dual clip (1912.09729)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Optional
+from typing import TYPE_CHECKING, ClassVar, Optional, TypeVar
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -20,7 +20,10 @@ class ClipFlags:
     eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1", above=1)
 
 
-class PpoClip(PolicyLoss):
+C = TypeVar("C", bound=ClipFlags)
+
+
+class PpoClip(PolicyLoss[C]):
     """``max(-rho A, -clip(rho, 1 - eps, 1 + eps_high) A)`` of each token, ``rho = p / p_old`` (1707.06347, Eq. 7).
 
     DAPO (2503.14476) has ``eps_high`` above ``eps``. With ``--eps-clip-c C``, a negative advantage also bounds this by
@@ -33,7 +36,7 @@ class PpoClip(PolicyLoss):
     own_flags: ClassVar[type | None] = ClipFlags
     ratio = "exp(log p - log p_old)"
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: C) -> list[Term]:
         """Return the loss of a token before its weight, l'_it."""
         low, high = clip_bounds(flags)
         text = f"max(-ρ A, -clip(ρ, {low:g}, {high:g}) A), ρ = {self.ratio}"
@@ -42,13 +45,13 @@ class PpoClip(PolicyLoss):
             terms.append(Term(f"       at most -{flags.eps_clip_c:g} A if A < 0 (dual clip)", __name__))
         return terms
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: C) -> list[str]:
         """Name the clip range and the dual clip."""
         low, high = clip_bounds(flags)
         idle = [f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"]
         return idle if flags.eps_clip_c is None else [*idle, "--eps-clip-c: the same"]
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: C, tokens: PolicyTokens) -> TokenLosses:
         """Clip each token's own ratio."""
         return clipped_losses(tokens.log_ratio, tokens.advantages, flags)
 
@@ -76,4 +79,4 @@ def clipped_losses(log_ratio: "torch.Tensor", advantages: "torch.Tensor", flags:
     return TokenLosses(losses, (clipped > unclipped).float().detach())
 
 
-POLICY_LOSS = PpoClip()
+POLICY_LOSS = PpoClip[ClipFlags]()

@@ -1,7 +1,7 @@
 """SAPO: a sigmoid gate on each token's ratio in place of a clip (soft adaptive policy optimization, 2511.20347)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -21,7 +21,7 @@ class SapoFlags:
     )
 
 
-class Sapo(PolicyLoss):
+class Sapo(PolicyLoss[SapoFlags]):
     """``-(4 / tau) sigmoid(tau (rho - 1)) A``, with a tau for positive advantages and one for the others (2511.20347).
 
     The gradient is ``-w rho A grad log p`` with ``w = 4 s (1 - s)``, s the sigmoid: 1 at a ratio of 1, and smaller the
@@ -33,7 +33,7 @@ class Sapo(PolicyLoss):
     reads = ("sapo_tau_pos", "sapo_tau_neg")
     own_flags = SapoFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: SapoFlags) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""
         return [
             Term("-(4 / τ) sigmoid(τ (ρ - 1)) A", __name__),
@@ -43,11 +43,11 @@ class Sapo(PolicyLoss):
             ),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: SapoFlags) -> list[str]:
         """Name the temperatures: at a ratio of 1 the gate's slope is 1 at any of them."""
         return ["--sapo-tau-pos, --sapo-tau-neg: one step per iteration, so every ratio and every slope is 1"]
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: SapoFlags, tokens: PolicyTokens) -> TokenLosses:
         """Gate each token's ratio. Nothing is clipped."""
         ratio = tokens.log_ratio.exp()
         tau = ratio.new_full(ratio.shape, flags.sapo_tau_neg).masked_fill(tokens.advantages > 0, flags.sapo_tau_pos)

@@ -22,7 +22,7 @@ class VespoFlags:
     vespo_decay_neg: float = flag(2.0, "c2 of --policy-loss vespo for negative advantages", above=0)
 
 
-class Vespo(PolicyLoss):
+class Vespo(PolicyLoss[VespoFlags]):
     """``-sg(phi(W)) A log p`` with ``phi(W) = W^c1 exp(c2 (1 - W))`` (2602.10693, Algorithm in appendix I).
 
     W is the product of the ratios of a sequence's loss tokens, not their geometric mean; phi(1) = 1, and phi falls to 0
@@ -35,7 +35,7 @@ class Vespo(PolicyLoss):
     reads = ("vespo_power_pos", "vespo_decay_pos", "vespo_power_neg", "vespo_decay_neg")
     own_flags = VespoFlags
 
-    def formula(self, flags: Any) -> list[Term]:
+    def formula(self, flags: VespoFlags) -> list[Term]:
         """Return the loss of a token before its weight, and the kernel in it."""
         return [
             Term("-sg(φ) A log p, φ = W^c1 exp(c2 (1 - W)), sg() has no gradient", __name__),
@@ -47,11 +47,11 @@ class Vespo(PolicyLoss):
             ),
         ]
 
-    def idle_on_policy(self, flags: Any) -> list[str]:
+    def idle_on_policy(self, flags: VespoFlags) -> list[str]:
         """Name the kernel: it is 1 at a ratio of 1."""
         return ["--policy-loss vespo: one step per iteration, so every ratio is 1, and the kernel too"]
 
-    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+    def token_losses(self, flags: VespoFlags, tokens: PolicyTokens) -> TokenLosses:
         """Weight each token's log-prob by the kernel of its sequence. Nothing is clipped."""
         log_w = sequence_sums(tokens.log_ratio, tokens.micro)[tokens.micro.sample_index]
         log_w = log_w.clamp(max=80.0)  # exp(88.8) overflows fp32; the kernel is 0 long before

@@ -100,7 +100,7 @@ class Environment(ABC):
 EnvironmentMaker = Callable[[Prompt], Environment]  # called once per trajectory, with its row
 
 
-class EnvironmentKind(Choice):
+class EnvironmentKind(Choice[None]):
     """Environments that ``--environment`` names: one file each in ``built_in/``, found by its name.
 
     Attributes:

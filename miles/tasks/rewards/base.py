@@ -7,9 +7,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from miles.base.choices import Choice
+from miles.base.choices import Choice, F
 from miles.base.text import InputError, one_line
 from miles.types.sample import Prompt, Sample
 
@@ -73,10 +73,10 @@ class RewardFunction(Protocol):
         ...
 
 
-class Reward(Choice):
-    """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are the run's ``RewardArguments``.
+class Reward(Choice[F]):
+    """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are those of its dataclass ``own_flags``.
 
-    A reward reads no flags but those of its own dataclass, ``own_flags``. Each reward bounds what an answer can cost:
+    Each reward bounds what an answer can cost:
     what could take more than linear time runs in ``subprocess_call``, under its limits.
 
     Attributes:
@@ -102,18 +102,18 @@ class Reward(Choice):
         return bool(self.data)
 
     @abstractmethod
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: F) -> Rewards:
         """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored.
 
         Raises:
             ValueError: A prompt lacks what the reward compares with; the message names the prompt.
         """
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: F, errors: Errors) -> None:
         """Report the rules that ``flags`` break."""
         return None
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: F) -> None:
         """Check, in little time, that the prompt's row has what answers to it are scored with.
 
         Raises:
@@ -121,7 +121,7 @@ class Reward(Choice):
         """
         return None
 
-    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+    def build(self, flags: F) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
         """Return the function that scores samples in this run, on the machine that scores.
 
         Raises:
@@ -137,7 +137,7 @@ class Reward(Choice):
 
     def __call__(self, samples: Sequence[Sample]) -> Rewards:
         """Return the rewards with the default flags."""
-        return self.score(samples, None if self.own_flags is None else self.own_flags())
+        return self.score(samples, cast(F, self.own_flags and self.own_flags()))
 
 
 # Log the answers that a built-in reward cannot judge.

@@ -61,7 +61,7 @@ def _function(name: str, reward: RewardArguments, memory: int) -> RewardFunction
 class _BuiltIn:
     def __init__(self, name: str, reward: RewardArguments) -> None:
         self.reward_name = name
-        self._function = REWARDS[name].build(reward)
+        self._function = REWARDS[name].build(REWARDS[name].flags_of(reward))
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         # Without a limit: each bounds the time of an answer, and a batch may have to wait for others.

@@ -127,7 +127,7 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
         """
         for name in self.weights:
             if name in REWARDS and self.on_error == "stop":
-                REWARDS[name].check_prompt(prompt, self)
+                REWARDS[name].check_prompt(prompt, REWARDS[name].flags_of(self))
 
     @property
     def is_sum(self) -> bool:
@@ -212,7 +212,7 @@ def _check_named(reward: RewardArguments, errors: Errors) -> None:
     if CUSTOM in names and reward.custom_rm_path is None:
         errors.refuse("rm_type", reward.rm_type, "custom is your own reward", "add --custom-rm-path module:function")
     for choice in chosen:
-        choice.check(reward, errors)
+        choice.check(choice.flags_of(reward), errors)
 
 
 # Several rewards as one: their weighted sum.

@@ -6,7 +6,8 @@ from tolerance import FEW_ROUNDINGS
 
 from miles.base.flags import Errors
 from miles.objective.chosen import build_objective, check_objective
-from miles.objective.settings import LossArguments, StepShape
+from miles.objective.registry import StepShape
+from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 
 SERVERS = {"use_opd": True, "opd_teacher_urls": ("math=http://a:1/generate", "code=http://b:2")}

@@ -16,6 +16,7 @@ from miles.config.explain import explain
 from miles.config.parser import build_parser, parse
 from miles.config.validate import validate
 from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
+from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.aggregation import MODES, AggregationFlags
 from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
@@ -23,7 +24,9 @@ from miles.objective.estimators import ESTIMATORS
 from miles.objective.explain import objective_terms
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.policy_losses import POLICY_LOSSES
-from miles.objective.settings import CommonFlags, LossArguments, StepShape
+from miles.objective.policy_losses.dppo_tv import DppoFlags
+from miles.objective.registry import StepShape
+from miles.objective.settings import CommonFlags, LossArguments
 
 ROOT = Path(__file__).parents[3]
 REGISTRIES = {"advantage_estimator": ESTIMATORS, "policy_loss": POLICY_LOSSES, "loss_type": LOSS_TYPES}
@@ -46,14 +49,14 @@ def test_what_a_choice_reads_is_a_flag(field):
     for choice in REGISTRIES[field].values():
         assert set(choice.reads) | set(choice.instead) <= flags
         if choice.own_flags is not None:
-            own = {f.name for f in dataclasses.fields(choice.own_flags)}
+            own = {*choice.own_flags.__annotations__}
             assert own <= flags and all(REGISTRIES[field].readers(name) for name in own)
 
 
 def test_no_flag_is_declared_twice():
     owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, DistillationFlags, AggregationFlags, CommonFlags]
-    owners += [AdaptiveEntropyFlags, AdaptiveKlFlags]
-    names = [f.name for owner in owners for f in dataclasses.fields(owner)]
+    owners += [AdaptiveEntropyFlags, AdaptiveKlFlags, AdvantageFlags, DppoFlags]
+    names = [name for owner in owners for name in owner.__annotations__]
     assert len(names) == len(set(names)) == len(dataclasses.fields(LossArguments))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
@@ -27,7 +26,7 @@ _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _WHOLE = re.compile(r"([+-]?)0*([0-9]+)(?:\.0*)?")
 
 
-class Dapo(Reward):
+class Dapo(Reward[None]):
     r"""1 if the answer is the label, else -1: R(y', y) of equation 7 in the paper.
 
     The answer is what follows ``Answer:`` on the last line that has it, within the last 300 characters, as the paper's
@@ -42,11 +41,11 @@ class Dapo(Reward):
     summary = "1 if the line 'Answer: …' at the end gives the label, else -1"
     data = "label: text or a number"
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         _label(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare the last answer line."""
         return [1.0 if _is_right(sample) else -1.0 for sample in samples]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.math import LIMIT, readable_label, score_answer
@@ -14,7 +13,7 @@ _ENDS_OF_REASONING = ("</think>", "###Response")
 _BOX = "\\boxed{"
 
 
-class DeepScaler(Reward):
+class DeepScaler(Reward[None]):
     r"""1 if the last ``\boxed{}`` after the reasoning equals the label mathematically, else 0.
 
     Reasoning ends at the last ``</think>``, or at ``###Response``. A response that does not end its reasoning, or boxes
@@ -26,11 +25,11 @@ class DeepScaler(Reward):
     data = "label: LaTeX or a number"
     limit = LIMIT
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         readable_label(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare boxes."""
         return in_parallel(_score, samples)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.base import NotAReward, Reward, Rewards
 from miles.types.sample import Sample
 
 
-class EnvironmentReward(Reward):
+class EnvironmentReward(Reward[None]):
     """The reward that the environment of ``--environment`` gave the trajectory, once for each of its samples."""
 
     name = "environment"
@@ -18,7 +17,7 @@ class EnvironmentReward(Reward):
     needs_label = False
     limit = "`--agent-timeout`"
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Read what was recorded when the trajectory ended."""
         missing = NotAReward("has none: the trajectory was not made by --environment")
         return [missing if s.environment_reward is None else s.environment_reward for s in samples]

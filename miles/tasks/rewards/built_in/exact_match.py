@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from miles.base.flags import flag
 from miles.tasks.rewards.answer_text import final_answer, reference_texts
@@ -22,7 +21,7 @@ class ExactMatchFlags:
     )
 
 
-class ExactMatch(Reward):
+class ExactMatch(Reward[ExactMatchFlags]):
     """1 if response and label are the same text (white space around both aside), else 0.
 
     Several labels, as a list, are alternatives. With ``--exact-match-squad`` this is the exact match of SQuAD: the
@@ -36,11 +35,11 @@ class ExactMatch(Reward):
     reads = ("exact_match_squad",)
     own_flags = ExactMatchFlags
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: ExactMatchFlags) -> None:
         """Check the labels."""
         reference_texts(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: ExactMatchFlags) -> Rewards:
         """Compare texts."""
         is_match = _is_squad_match if flags.exact_match_squad else _is_match
         return [float(is_match(s.response, reference_texts(s.prompt, self.name))) for s in samples]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.answer_text import final_answer, reference_texts
 from miles.tasks.rewards.base import Reward, Rewards
@@ -15,7 +14,7 @@ _ARTICLES = {"a", "an", "the"}
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class F1(Reward):
+class F1(Reward[None]):
     """F1 of the words of answer and label: 2 P R / (P + R), with P and R the shares of words in common.
 
     Case, ASCII punctuation, and the articles a, an and the do not count, unless a text has nothing else; a word that is
@@ -28,11 +27,11 @@ class F1(Reward):
     summary = "F1 of the words of answer and label, as in question answering"
     data = "label: text, a number, or a list of them"
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the labels."""
         reference_texts(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare words; the best of the labels counts."""
         return [max(f1(final_answer(s.response), label) for label in reference_texts(s.prompt, "f1")) for s in samples]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.types.sample import Sample
@@ -11,7 +10,7 @@ from miles.types.sample import Sample
 _THINK, _END_THINK, _ANSWER, _END_ANSWER = TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-class Format(Reward):
+class Format(Reward[None]):
     """1 if the response is ``<think>…</think>`` and then ``<answer>…</answer>``, each once and not empty, else 0.
 
     This is the format reward of DeepSeek-R1-Zero (2501.12948). ``<think>`` may be missing, since chat templates often
@@ -23,7 +22,7 @@ class Format(Reward):
     summary = "1 if the response is <think>…</think><answer>…</answer>, else 0"
     needs_label = False
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Look for the tags."""
         return [float(has_format(sample.response)) for sample in samples]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box, score_box
@@ -14,7 +13,7 @@ from miles.types.sample import Prompt, Sample
 _END_OF_THINKING = "<channel|>"
 
 
-class GemmaMath(Reward):
+class GemmaMath(Reward[None]):
     r"""1 if the last ``\boxed{}`` after the thinking equals the label mathematically, else 0.
 
     Thinking ends at the last ``<channel|>``. Unlike ``--rm-type deepscaler``, a response without this mark is an answer
@@ -26,11 +25,11 @@ class GemmaMath(Reward):
     data = "label: LaTeX or a number"
     limit = LIMIT
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         readable_label(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare boxes."""
         return in_parallel(_score, samples)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from miles.tasks.rewards.answer_text import after_reasoning, reference_text, tagged_answer
 from miles.tasks.rewards.base import Reward, Rewards
@@ -24,7 +23,7 @@ _CHOICE = r"(?i:choice|option)\b[\s*_]{{0,4}}(?:is\b|:|=)" + _NAMED
 _ANOTHER = r"[)\]}}*_$.\s]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)[\s*_$(\[{{\\]{{0,8}}[A-{last}](?![A-Za-z0-9'])"
 
 
-class Gpqa(Reward):
+class Gpqa(Reward[None]):
     r"""1 if the letter that the response answers with is the label, else 0.
 
     Looked at, in this order, is what follows the reasoning (``</think>``): the content of ``<answer>``, the content of
@@ -38,11 +37,11 @@ class Gpqa(Reward):
     summary = "1 if the letter of the answer is the label"
     data = "label: a letter; metadata `choices`: a list (optional)"
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         _label(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare letters."""
         return [
             float(chosen_letter(sample.response, _number(sample.prompt)) == _label(sample.prompt)) for sample in samples

@@ -28,7 +28,7 @@ class IfevalFlags:
     )
 
 
-class Ifeval(Reward):
+class Ifeval(Reward[IfevalFlags]):
     """1 if the answer follows all instructions of its prompt, else 0; the share of them with ``--ifeval-share``.
 
     The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, those of google/IFEval, whose
@@ -46,11 +46,11 @@ class Ifeval(Reward):
     reads = ("ifeval_share", "ifeval_loose")
     own_flags = IfevalFlags
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: IfevalFlags) -> None:
         """Check that the row has instructions."""
         _instructions(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: IfevalFlags) -> Rewards:
         """Check the instructions."""
         return in_parallel(partial(_score, share=flags.ifeval_share, loose=flags.ifeval_loose), samples)
 

@@ -30,7 +30,7 @@ class JsonSchemaFlags:
     )
 
 
-class JsonSchema(Reward):
+class JsonSchema(Reward[JsonSchemaFlags]):
     """1 if the answer is one JSON value that the schema accepts, else 0.
 
     The answer is the last block of code marked ``json``, else the last without a mark, else what follows the reasoning
@@ -47,7 +47,7 @@ class JsonSchema(Reward):
     reads = ("reward_json_schema",)
     own_flags = JsonSchemaFlags
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: JsonSchemaFlags, errors: Errors) -> None:
         """Check that the file holds a schema."""
         path = flags.reward_json_schema
         if path is None:
@@ -61,22 +61,22 @@ class JsonSchema(Reward):
             if fault is not None:
                 errors.refuse("reward_json_schema", path, f"is no JSON schema ({fault})", "correct the file")
 
-    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards]:
+    def build(self, flags: JsonSchemaFlags) -> Callable[[Sequence[Sample]], Rewards]:
         """Return the scoring function, which keeps the schema of the file as it is now."""
         score = partial(_score, common=_read_schema(flags))
         return lambda samples: in_parallel(score, samples)
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: JsonSchemaFlags) -> None:
         """Check that the row has a schema."""
         if flags.reward_json_schema is None and (fault := fault_of_schema(_schema_of(prompt))) is not None:
             raise _no_schema(prompt, fault)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: JsonSchemaFlags) -> Rewards:
         """Check the answers."""
         return in_parallel(partial(_score, common=_read_schema(flags)), samples)
 
 
-def _read_schema(flags: Any) -> Any:
+def _read_schema(flags: JsonSchemaFlags) -> Any:
     path = flags.reward_json_schema
     return None if path is None else strict_json.loads(Path(path).read_text(encoding="utf-8"))
 

@@ -76,7 +76,7 @@ class JudgeFlags:
     judge_timeout: float = flag(120.0, "seconds that an attempt at --judge-url may take", above=0)
 
 
-class Judge(Reward):
+class Judge(Reward[JudgeFlags]):
     """The score that a model gives, over ``--judge-max-score``.
 
     The judge answers greedily (temperature 0); its last line ``Score: N`` counts. A reply without one, or with one
@@ -106,16 +106,16 @@ class Judge(Reward):
     )
     own_flags = JudgeFlags
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: JudgeFlags, errors: Errors) -> None:
         """Check that there is a judge."""
         check_url("judge_url", flags.judge_url, "--rm-type judge asks a model", errors)
         errors.require("judge_model", flags.judge_model, "a server may have several models")
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: JudgeFlags) -> Rewards:
         """Refuse: rewards come from the function of ``build``, which keeps connections and replies."""
         raise TypeError("judge keeps connections and replies; call the function that build() returns")
 
-    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+    def build(self, flags: JudgeFlags) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
         """Return a function that asks the judge.
 
         Raises:
@@ -135,7 +135,7 @@ class JudgeScorer:
         InputError: The template cannot be read, or does not show the answer; or the cache cannot be opened.
     """
 
-    def __init__(self, flags: Any, first_wait: float = 0.5) -> None:
+    def __init__(self, flags: JudgeFlags, first_wait: float = 0.5) -> None:
         assert flags.judge_url is not None, "checked"
         self._flags = flags
         self._template = TEMPLATE if flags.judge_template is None else _read_template(Path(flags.judge_template))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
 from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
@@ -24,7 +23,7 @@ _NUMBER = re.compile(
 )
 
 
-class LastNumber(Reward):
+class LastNumber(Reward[None]):
     """1 if the last number in the response equals the last number in the label, else 0.
 
     Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
@@ -35,11 +34,11 @@ class LastNumber(Reward):
     summary = "1 if the last number of the response is that of the label"
     data = "label: text with a number, or a number"
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         _reference(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare numbers."""
         return [float(find_last_number(s.response) == _reference(s.prompt)) for s in samples]
 

@@ -27,7 +27,7 @@ _FORMULA = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)(?P<content>(?:[^$\\]|\\[^()\[\]])
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
 
 
-class Math(Reward):
+class Math(Reward[None]):
     r"""1 if the answer found in the response equals the label mathematically, else 0.
 
     The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
@@ -42,11 +42,11 @@ class Math(Reward):
     data = "label: LaTeX or a number"
     limit = LIMIT
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
         """Check the label."""
         readable_label(prompt, self.name)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Compare mathematically."""
         return in_parallel(_score, samples)
 

@@ -41,7 +41,7 @@ class PythonCodeFlags:
     )
 
 
-class PythonCode(Reward):
+class PythonCode(Reward[PythonCodeFlags]):
     """1 if the program passes all tests, else 0; the share of tests with ``--code-share``.
 
     Without ``--code-share`` the first test that fails is the last one that is run.
@@ -68,7 +68,7 @@ class PythonCode(Reward):
     reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
     own_flags = PythonCodeFlags
 
-    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+    def build(self, flags: PythonCodeFlags) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
         """Return the scoring function, after a first program has run.
 
         Raises:
@@ -90,16 +90,16 @@ class PythonCode(Reward):
                 )
         return super().build(flags)
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: PythonCodeFlags) -> None:
         """Check that the row has tests."""
         read_tests(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: PythonCodeFlags) -> Rewards:
         """Run the programs."""
         return in_parallel(partial(_score, flags=flags), samples)
 
 
-def _score(sample: Sample, flags: Any) -> float:
+def _score(sample: Sample, flags: PythonCodeFlags) -> float:
     tests, expected = read_tests(sample.prompt)
     program = last_code_block(sample.response, "python", "py")
     if program is None:

@@ -20,7 +20,7 @@ SECONDS = 1.0  # of processor time per sample
 SECONDS_TO_PREPARE = 60.0  # for making the task's data set, once per process
 
 
-class ReasoningGym(Reward):
+class ReasoningGym(Reward[None]):
     """What the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
 
     The answer is the content of the last ``<answer>`` element of the response, else the whole stripped response.
@@ -34,7 +34,7 @@ class ReasoningGym(Reward):
     needs_label = False
     limit = f"{SECONDS:g} s"
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Call the task's scorer."""
         return in_parallel(score_alone, samples)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 from miles.base.flags import Errors, flag
 from miles.base.text import one_line
@@ -27,7 +27,7 @@ class RegexFlags:
     )
 
 
-class Regex(Reward):
+class Regex(Reward[RegexFlags]):
     r"""1 if the pattern is found in what follows the reasoning, else 0.
 
     The pattern may be found anywhere: begin it with ``\A\s*`` and end it with ``\s*\Z`` to ask for the whole answer. A
@@ -42,7 +42,7 @@ class Regex(Reward):
     reads = ("reward_regex",)
     own_flags = RegexFlags
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: RegexFlags, errors: Errors) -> None:
         """Check that the pattern is one."""
         if flags.reward_regex is not None:
             try:
@@ -50,12 +50,12 @@ class Regex(Reward):
             except (re.error, RecursionError, OverflowError) as error:
                 errors.refuse("reward_regex", flags.reward_regex, f"is no pattern ({error})", "correct it")
 
-    def check_prompt(self, prompt: Prompt, flags: Any) -> None:
+    def check_prompt(self, prompt: Prompt, flags: RegexFlags) -> None:
         """Check that a label is a pattern."""
         if flags.reward_regex is None and is_found(reference_text(prompt, "regex"), "") is None:
             raise _no_pattern(prompt)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: RegexFlags) -> Rewards:
         """Search for the pattern."""
         return in_parallel(partial(_score, pattern=flags.reward_regex), samples)
 

@@ -35,7 +35,7 @@ class RemoteRmFlags:
     rm_url_timeout: float = flag(60.0, "seconds that an attempt at --rm-url may take", above=0)
 
 
-class RemoteRm(Reward):
+class RemoteRm(Reward[RemoteRmFlags]):
     """What the server at ``--rm-url`` answers.
 
     A request that fails after all its attempts, or is answered by anything but a number, is a failure of its answers,
@@ -58,15 +58,15 @@ class RemoteRm(Reward):
     )
     own_flags = RemoteRmFlags
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: RemoteRmFlags, errors: Errors) -> None:
         """Check the URL."""
         check_url("rm_url", flags.rm_url, "--rm-type remote_rm asks a server", errors)
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: RemoteRmFlags) -> Rewards:
         """Refuse: rewards come from the function of ``build``, which keeps its connections."""
         raise TypeError("remote_rm keeps connections; call the function that build() returns")
 
-    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+    def build(self, flags: RemoteRmFlags) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
         """Return a function that asks the server."""
         return RemoteScorer(flags)
 
@@ -79,7 +79,7 @@ class RemoteScorer:
         first_wait: Seconds before the second attempt.
     """
 
-    def __init__(self, flags: Any, first_wait: float = 0.5) -> None:
+    def __init__(self, flags: RemoteRmFlags, first_wait: float = 0.5) -> None:
         assert flags.rm_url is not None, "checked"
         self._client = JsonClient(
             flags.rm_url,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from miles.tasks.rewards.base import Reward, Rewards
 from miles.types.sample import Sample
 
 
-class Zero(Reward):
+class Zero(Reward[None]):
     """No reward: for runs that learn from a teacher alone (``--use-opd``)."""
 
     name = "zero"
     summary = "0, for runs that learn from a teacher alone (--use-opd)"
     needs_label = False
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
         """Return 0 for every sample."""
         return zero(samples)
 

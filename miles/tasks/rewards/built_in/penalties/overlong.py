@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from miles.base.flags import Errors, flag
 from miles.tasks.rewards.base import Reward, Rewards
@@ -24,7 +24,7 @@ class OverlongFlags:
     )
 
 
-class Overlong(Reward):
+class Overlong(Reward[OverlongFlags]):
     """The length reward of DAPO, equation 13: 0 up to L_max - L_cache tokens, then down to -1 at L_max, and -1 beyond.
 
     In between it is ``R(y) = ((L_max - L_cache) - |y|) / L_cache``. The paper has L_max 20480 and L_cache 4096, and
@@ -37,7 +37,7 @@ class Overlong(Reward):
     reads = ("overlong_max_len", "overlong_buffer_len")
     own_flags = OverlongFlags
 
-    def check(self, flags: Any, errors: Errors) -> None:
+    def check(self, flags: OverlongFlags, errors: Errors) -> None:
         """Check that the limit is given and the buffer is within it."""
         errors.require("overlong_max_len", flags.overlong_max_len, "--rm-type overlong needs the length limit")
         limit = flags.overlong_max_len
@@ -45,12 +45,11 @@ class Overlong(Reward):
             rule = f"is more than --overlong-max-len {limit}"
             errors.refuse("overlong_buffer_len", flags.overlong_buffer_len, rule, "give less")
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: OverlongFlags) -> Rewards:
         """Compare lengths with the limit."""
-        return [
-            overlong_penalty(len(sample.response_ids), flags.overlong_max_len, flags.overlong_buffer_len)
-            for sample in samples
-        ]
+        longest = flags.overlong_max_len
+        assert longest is not None, "check() requires it"
+        return [overlong_penalty(len(sample.response_ids), longest, flags.overlong_buffer_len) for sample in samples]
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:

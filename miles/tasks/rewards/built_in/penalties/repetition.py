@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from miles.base.flags import flag
 from miles.tasks.rewards.base import Reward, Rewards
@@ -16,7 +15,7 @@ class RepetitionFlags:
     repetition_ngram: int = flag(4, "tokens in a row that count as a repetition if they come again", at_least=1)
 
 
-class Repetition(Reward):
+class Repetition(Reward[RepetitionFlags]):
     """Minus the share of n-grams that came before: ``distinct / all - 1``, from 0 to almost -1.
 
     The n-grams are of response tokens, so that this is the same for every language. A response shorter than n tokens
@@ -29,7 +28,7 @@ class Repetition(Reward):
     reads = ("repetition_ngram",)
     own_flags = RepetitionFlags
 
-    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+    def score(self, samples: Sequence[Sample], flags: RepetitionFlags) -> Rewards:
         """Count distinct n-grams."""
         return [0.0 - repeated_share(sample.response_ids, flags.repetition_ngram) for sample in samples]
 
