@@ -23,7 +23,7 @@ OTHER_PART = "belongs to another backend or engine"
 READ_AS = "read as"
 
 HEADINGS = {
-    NO_EFFECT: "no effect, here and in the launchers that these flags come from",
+    NO_EFFECT: "no effect in this run",
     SAME: "the run does this anyway",
     SPEED: "speed only: results are the same",
     MEMORY: "memory only: results are the same, and more memory may be needed",
