@@ -12,6 +12,7 @@ from miles.base.storage import is_url
 from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun, runs_at
 from miles.config.command_parser import CommandParser
+from miles.types.metrics import held_out_metrics
 
 HEADINGS = ("RUN", "STATE", "ITERATIONS", "REWARD", "HELD-OUT", "CHECKPOINTS")
 
@@ -74,7 +75,7 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
     if "error" in run:
         return (run["run"], run["state"], run["error"], "", "", "")
     metrics = run["metrics"]
-    held_out = [f"{v:.3f}" for name, v in metrics.items() if name.startswith("eval/") and name.endswith("/accuracy")]
+    held_out = [f"{metrics[name]:.3f}" for name in held_out_metrics(metrics).values()]
     reward = metrics.get("rollout/reward")
     return (
         run["run"],

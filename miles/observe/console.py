@@ -18,7 +18,7 @@ from rich.text import Text
 
 from miles.base.text import one_line
 from miles.observe.run_files import RunHeader, dump_line
-from miles.types.metrics import Metric
+from miles.types.metrics import Metric, held_out_metrics
 
 
 class PhaseTimer:
@@ -272,19 +272,16 @@ LONGEST_SECONDS = 1e10
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
 # What a line shows, from left to right: the metric's name, its label, its format, and which one is left out first if
-# not all fit (the highest number).
+# not all fit (the highest number). A policy gradient's loss says nothing: its value is near 0 however well it learns.
 _SHOWN = (
-    ("rollout/reward", "reward", ".3f", 0),
-    ("rollout/response_length", "length", ".1f", 1),
-    ("train/pg_loss", "loss", ".4f", 2),
-    ("train/grad_norm", "grad", ".3f", 3),
-    ("train/entropy_loss", "entropy", ".3f", 4),
-    ("train/kl_loss", "kl", ".2e", 5),
-    ("train/ppo_kl", "ppo_kl", ".2e", 7),
-    ("train/value_loss", "value", ".4f", 6),
-    ("perf/tokens_per_second", "tok/s", ".0f", 8),
+    ("rollout/reward", "reward", ".2f", 0),
+    ("train/loss", "loss", ".4g", 1),
+    ("train/value_loss", "value", ".3g", 3),
+    ("train/grad_norm", "grad", ".2g", 4),
+    ("train/kl_loss", "kl", ".1g", 5),
+    ("rollout/response_length", "length", ".0f", 6),
 )
-_HELD_OUT = ("eval/", "/accuracy")
+_POLICY_GRADIENT = "train/pg_loss"
 
 
 class RunOutput(Protocol):
@@ -349,10 +346,10 @@ class TimeLeft:
 
 
 def in_words(seconds: float) -> str:
-    """Spell a duration: ``42s``, ``1m30s``, ``3h05m``, ``2d04h``; ``?`` if it is no duration.
+    """Spell a duration: ``42 s``, ``1m30s``, ``3h05m``, ``2d04h``; ``?`` if it is no duration.
 
     >>> [in_words(seconds) for seconds in (4.24, 90, 3700, 200_000, 10_000_000)]
-    ['4s', '1m30s', '1h01m', '2d07h', '115d']
+    ['4 s', '1m30s', '1h01m', '2d07h', '115d']
     """
     if not 0 <= seconds < LONGEST_SECONDS:
         return "?"
@@ -361,10 +358,16 @@ def in_words(seconds: float) -> str:
         if total >= size:
             large = total // size
             return f"{large}{name}" if large >= 100 else f"{large}{name}{total % size // smaller_size:02d}{smaller}"
-    return f"{total}s"
+    return f"{total} s"
 
 
-def step_line(step: int, values: Mapping[str, float], total: int | None = None, left: float | None = None) -> Text:
+def step_line(
+    step: int,
+    values: Mapping[str, float],
+    total: int | None = None,
+    left: float | None = None,
+    first: Mapping[str, float] | None = None,
+) -> Text:
     """Return the line of one step, of at most 80 columns. Metrics that the step lacks, or that do not fit, are absent.
 
     Args:
@@ -372,15 +375,23 @@ def step_line(step: int, values: Mapping[str, float], total: int | None = None, 
         values: Its metrics.
         total: The steps of the run.
         left: The seconds that are left.
+        first: What each evaluation set had in the first evaluation of the run, to which the newest is compared.
     """
     number = f"{step:>{len(str(total))}}/{total}" if total else f"{step:>4}"
     took = values.get("time/step")
-    timing = [] if took is None else [("", f"{took:.1f}s" if 0 <= took < 1000 else in_words(took))]
+    timing = [] if took is None else [("", f"{took:.1f} s" if 0 <= took < 100 else in_words(took))]
     timing += [("left", in_words(left))] if left is not None else []
-    parts = [(rank, label, _spelled(values[name], spec)) for name, label, spec, rank in _SHOWN if name in values]
+    hidden = "train/loss" if _POLICY_GRADIENT in values else None
+    parts = [
+        (rank, label, _spelled(values[name], spec))
+        for name, label, spec, rank in _SHOWN
+        if name in values and name != hidden
+    ]
     sets = _held_out(values)
     if len(sets) == 1:
-        parts.insert(1, (1, "held-out", _spelled(sets[0][1], ".3f")))
+        name, value = sets[0]
+        change = "" if first is None or name not in first else f" ({value - first[name]:+.2f})"
+        parts.insert("rollout/reward" in values, (2, "held-out", _spelled(value, ".2f") + change))
     fixed = len(f"step {number}") + sum(2 + len(f"{label} {value}".strip()) for label, value in timing)
     while parts and fixed + sum(3 + len(label) + len(value) for _, label, value in parts) > WIDTH:
         parts.remove(max(parts, key=lambda part: part[0]))
@@ -393,13 +404,13 @@ def step_line(step: int, values: Mapping[str, float], total: int | None = None, 
 
 
 def held_out_lines(values: Mapping[str, float]) -> list[str]:
-    """Return lines with the accuracy on each evaluation set, if there are several."""
+    """Return lines with the accuracy or the reward on each evaluation set, if there are several."""
     sets = _held_out(values)
     if len(sets) < 2:
         return []
     lines = ["held-out"]
     for name, value in sets:
-        part = f"{name} {value:.3f}"
+        part = f"{name} {value:.2f}"
         if len(lines[-1]) + 2 + len(part) > WIDTH and lines[-1] != "held-out":
             lines.append(" " * len("held-out"))
         lines[-1] += f"  {part}"
@@ -407,9 +418,7 @@ def held_out_lines(values: Mapping[str, float]) -> list[str]:
 
 
 def _held_out(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    start, end = _HELD_OUT
-    found = [(name, value) for name, value in values.items() if name.startswith(start) and name.endswith(end)]
-    return [(name.removeprefix(start).removesuffix(end), value) for name, value in found]
+    return [(name, values[metric]) for name, metric in held_out_metrics(values).items()]
 
 
 def _spelled(value: float, spec: str) -> str:
@@ -424,6 +433,7 @@ class ConsoleSink:
         self._console = console or Console()
         self._total = header.total_steps
         self._left = TimeLeft(header.total_steps)
+        self._first: dict[str, float] = {}  # of the first evaluation, by set
         self._progress: Progress | None = None
         self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
@@ -471,7 +481,8 @@ class ConsoleSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of the step; a step that trained moves the bar."""
         left = self._left.log(step, values)
-        self._print(step_line(step, values, self._total, left))
+        self._print(step_line(step, values, self._total, left, self._first))
+        self._first = dict(_held_out(values)) | self._first
         for line in held_out_lines(values):
             self._print(line)
         if self._progress is not None and trains(values):

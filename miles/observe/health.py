@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from miles.observe import run_files
 from miles.tasks.rewards.passing import deciding_part
+from miles.types.metrics import held_out_metrics
 
 Settings = Mapping[str, Mapping[str, Any]]  # section to field to value, as run.json has them
 READ_AT_ONCE = 1 << 24
@@ -220,13 +221,13 @@ Chart = dict[str, Any]
 
 
 def evaluation_names(names: Iterable[str]) -> list[str]:
-    """Return the metrics of held-out rewards, one per evaluation set."""
-    return sorted(name for name in names if name.startswith("eval/") and name.endswith("/accuracy"))
+    """Return the metrics of held-out reward, one per evaluation set."""
+    return [*held_out_metrics(names).values()]
 
 
-def set_name(accuracy: str) -> str:
+def set_name(metric: str) -> str:
     """Return the name of the evaluation set that a metric of ``evaluation_names`` is of."""
-    return accuracy.removeprefix("eval/").removesuffix("/accuracy")
+    return metric.removeprefix("eval/").rpartition("/")[0]
 
 
 def _chart(question: str, title: str, unit: str, series: Mapping[str, str]) -> Chart:
@@ -432,11 +433,11 @@ class Curves:
         part = self._deciding_part("rollout/")
         return self.ends("rollout/reward" if part is None else part)
 
-    def _success_in(self, accuracy: str) -> list[float]:
-        return self.of(self._success_metric(accuracy))
+    def _success_in(self, metric: str) -> list[float]:
+        return self.of(self._success_metric(metric))
 
-    def _success_metric(self, accuracy: str) -> str:
-        return self._deciding_part(accuracy.removesuffix("accuracy")) or accuracy
+    def _success_metric(self, metric: str) -> str:
+        return self._deciding_part(f"{metric.rpartition('/')[0]}/") or metric
 
     def _deciding_part(self, prefix: str) -> str | None:
         """Return the metric of the part that decides whether a sample passes; None without parts."""

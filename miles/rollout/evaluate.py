@@ -60,9 +60,9 @@ async def evaluate(
 ) -> tuple[dict[str, Metric], list[Sample]]:
     """Return the metrics of every set, and all scored samples in the order of sets, prompts and seeds.
 
-    The metrics are ``eval/<name>/…``: accuracy (the mean reward), reward_parts/NAME, response_length,
-    truncated_fraction, aborted_fraction, reward_errors and, with more than one sample per prompt, pass@k for powers of
-    two. The prompts of all sets are in flight together.
+    The metrics are ``eval/<name>/…``: reward (the mean), also as accuracy if every reward is 0 or 1,
+    reward_parts/NAME, response_length, truncated_fraction, aborted_fraction, reward_errors and, with more than one
+    sample per prompt, pass@k for powers of two. The prompts of all sets are in flight together.
     """
     per_set = await gather_or_cancel(_evaluate_set(eval_set, tools, seed) for eval_set in eval_sets)
     metrics: dict[str, Metric] = {}
@@ -84,8 +84,10 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
     produced = await gather_or_cancel(produce_group(group, tools, spec) for group in drawn)
     groups = [p.group for p in produced]
     samples = [sample for group in groups for sample in group.samples]
+    rewards = [value for group in groups for value in group.rewards]
     metrics = {
-        "accuracy": Metric.mean(value for group in groups for value in group.rewards),
+        "reward": Metric.mean(rewards),
+        **({"accuracy": Metric.mean(rewards)} if {*rewards} <= {0.0, 1.0} else {}),
         **reward_part_metrics(samples),
         **response_metrics(samples),
         "reward_errors": Metric(sum(p.reward_errors for p in produced), 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -36,3 +37,17 @@ class Metric:
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Read every metric."""
     return {name: metric.value for name, metric in metrics.items()}
+
+
+_HELD_OUT = re.compile(r"eval/((?:(?!/reward_parts/).)+)/(accuracy|reward)")
+
+
+def held_out_metrics(names: Iterable[str]) -> dict[str, str]:
+    """Return the metric of each evaluation set that tells how good its answers are: the mean reward.
+
+    Runs of earlier versions have it under the name of accuracy alone.
+
+    >>> held_out_metrics(["eval/a/accuracy", "eval/a/reward", "eval/old/accuracy", "eval/a/reward_parts/x"])
+    {'a': 'eval/a/reward', 'old': 'eval/old/accuracy'}
+    """
+    return {found[1]: name for name in sorted(names) if (found := _HELD_OUT.fullmatch(name)) is not None}

@@ -103,7 +103,8 @@ class SetResult:
         name: The set.
         prompts: How many it has.
         samples_per_prompt: Answers to each.
-        estimates: ``accuracy`` (the mean reward) and, with several answers, ``pass@k``: means over prompts.
+        estimates: ``accuracy``, or ``reward`` if not all are 0 or 1, and, with several answers, ``pass@k``: means over
+            prompts.
         means: Plain means: response_length, truncated_fraction, …
         samples: All scored answers.
     """
@@ -160,7 +161,9 @@ async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResul
     by_prompt += [[]] * (len(eval_set.prompts) - len(by_prompt))  # every answer was dropped
     rewards = [[float(s.reward) for s in group if s.reward is not None] for group in by_prompt]
     passed = [_passes(group, eval_set.samples_per_prompt) for group in by_prompt]
-    means = {name: value for name, value in values.items() if name != "accuracy" and not name.startswith("pass@")}
+    means = {
+        name: v for name, v in values.items() if name not in ("accuracy", "reward") and not name.startswith("pass@")
+    }
     per_prompt = eval_set.samples_per_prompt
     return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(rewards, passed), means, samples)
 
@@ -174,7 +177,9 @@ def _passes(samples: Sequence[Sample], wanted: int) -> list[bool]:
 def estimates(
     rewards_by_prompt: Sequence[Sequence[float]], passes_by_prompt: Sequence[Sequence[bool]]
 ) -> dict[str, Estimate]:
-    """Return accuracy, the mean reward, and pass@k for powers of two, each with its interval over prompts.
+    """Return the mean reward, called accuracy if each is 0 or 1, and pass@k for powers of two.
+
+    Each has its interval over prompts.
 
     Answers without a reward (``--reward-error drop``) are in the passes alone, as failures.
 
@@ -188,7 +193,9 @@ def estimates(
     answered = [rewards for rewards in rewards_by_prompt if rewards]
     if not answered:
         raise InputError("the reward function failed on every answer (--reward-error drop); correct it")
-    found = {"accuracy": mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])}
+    is_accuracy = {reward for rewards in answered for reward in rewards} <= {0.0, 1.0}
+    means = mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])
+    found = {"accuracy" if is_accuracy else "reward": means}
     most = max(map(len, passes_by_prompt))
     for k in powers_of_two(most) if most > 1 else ():
         found[f"pass@{k}"] = mean_over_prompts(

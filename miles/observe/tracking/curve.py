@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.observe.run_files import METRICS, RunFiles
+from miles.types.metrics import held_out_metrics
 
 Row = Mapping[str, float]
 
@@ -34,9 +35,9 @@ def column(rows: Sequence[Row], name: str, label: str = "") -> Series:
 
 
 def evaluation_series(rows: Sequence[Row]) -> list[Series]:
-    """Return held-out accuracy, one series per evaluation set."""
-    names = sorted({n for row in rows for n in row if n.startswith("eval/") and n.endswith("/accuracy")})
-    return [column(rows, n, n.removeprefix("eval/").removesuffix("/accuracy")) for n in names]
+    """Return held-out reward, one series per evaluation set."""
+    metrics = held_out_metrics({name for row in rows for name in row})
+    return [column(rows, metric, name) for name, metric in metrics.items()]
 
 
 def _import_matplotlib() -> Any:

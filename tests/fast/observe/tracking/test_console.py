@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_plain_and_unwrapped_without_a_terminal() -> None:
 
 def test_a_terminal_gets_a_bar_with_the_phase_and_the_time_left_that_reaches_its_end() -> None:
     text = printed(console_is_terminal=True)
-    assert "3/3" in text and "left 0s" in text and "train" in text
+    assert "3/3" in text and "left 0 s" in text and "train" in text
 
 
 def test_a_terminal_shows_how_far_a_phase_is() -> None:
@@ -139,24 +140,56 @@ def test_loading_is_shown_on_a_terminal_only(is_terminal: bool, log_format: str)
     assert ("loading" in file.getvalue()) == (is_terminal and log_format == "text")
 
 
-def test_the_line_names_what_was_measured() -> None:
-    values = {
-        "rollout/reward": 0.25,
-        "eval/unseen/accuracy": 0.75,
-        "train/grad_norm": 1.5,
-        "time/step": 2.0,
-        "time/train": 1.5,
-    }
-    line = step_line(3, values, total=20, left=34.0).plain
-    assert line == "step  3/20  reward 0.250  held-out 0.750  grad 1.500  2.0s  left 34s"
+POLICY_STEP = {
+    "rollout/reward": 0.5625,
+    "eval/unseen/reward": 0.41,
+    "train/loss": -0.00001,
+    "train/pg_loss": 0.0,
+    "train/grad_norm": 2.14,
+    "train/kl_loss": 0.0021,
+    "rollout/response_length": 9.2,
+    "time/step": 0.2,
+    "time/train": 0.1,
+}
+
+
+def test_the_line_says_what_tells_that_it_learns() -> None:
+    line = step_line(12, POLICY_STEP, total=80, left=14.0, first={"unseen": 0.36}).plain
+    assert line == "step 12/80  reward 0.56  held-out 0.41 (+0.05)  grad 2.1  0.2 s  left 14 s"
+    without = {name: value for name, value in POLICY_STEP.items() if not name.startswith("eval/")}
+    line = step_line(12, without, total=80, left=14.0).plain
+    assert line == "step 12/80  reward 0.56  grad 2.1  kl 0.002  length 9  0.2 s  left 14 s"
+    assert step_line(1, {"train/loss": 2.3456, "train/grad_norm": 12.0}).plain == "step    1  loss 2.346  grad 12"
+    critic = {"train/loss": 0.5, "train/value_loss": 0.25, "train/pg_loss": 0.25}
+    assert step_line(1, critic).plain == "step    1  value 0.25"
+
+
+def test_what_does_not_fit_is_left_out_in_one_order() -> None:
+    names = ["reward", "held-out", "grad", "kl", "length"]
+    order = list[str]()
+    for width in range(WIDTH, 20, -1):
+        with patch("miles.observe.console.WIDTH", width):
+            line = step_line(12, POLICY_STEP, total=80, left=14.0, first={"unseen": 0.36}).plain
+        order += [name for name in names if f" {name} " not in line and name not in order]
+    assert order == ["length", "kl", "grad", "held-out", "reward"]
+
+
+def test_a_held_out_value_is_compared_with_the_first_of_the_run() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=False, width=80))
+    for step, value in ((0, 0.25), (1, 0.5), (2, 0.2)):
+        sink.log(step, {"eval/x/reward": value})
+    sink.close()
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
+    assert [line.partition("held-out ")[2] for line in lines] == ["0.25", "0.50 (+0.25)", "0.20 (-0.05)"]
 
 
 def test_several_evaluation_sets_have_lines_of_their_own() -> None:
-    values = {f"eval/set_{number}/accuracy": number / 10 for number in range(10)}
+    values = {f"eval/set_{number}/reward": number / 10 for number in range(10)}
     assert step_line(0, values).plain == "step    0"
     lines = held_out_lines(values)
     assert all(len(line) <= WIDTH for line in lines)
-    assert all(f"set_{number} 0.{number}00" in "".join(lines) for number in range(10))
+    assert all(f"set_{number} 0.{number}0" in "".join(lines) for number in range(10))
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.floats()), st.integers(0, 10**6), st.floats(0, 1e12))
