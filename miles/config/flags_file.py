@@ -22,8 +22,10 @@ from typing import NoReturn
 
 from miles.base.flags import LONGEST_VALUE
 from miles.base.text import one_line
+from miles.config.spelling import flags_in, without_flags
 
 LARGEST_FILE = 1_000_000  # characters
+_STACKED = "--config"  # its files add up, and a later one does not take the place of an earlier one
 MOST_FILES = 1000  # that a command line reads, with those that they name
 
 _NAME = r"[A-Za-z_]\w*"
@@ -44,10 +46,19 @@ _RUN_IT = "start the script itself with bash, or keep only its variables and arr
 def with_words_of_files(words: Iterable[str]) -> list[str]:
     """Return the words of a command with those of each file in place of its ``@file``. A file may name others.
 
+    Flags after a file take the place of those in it.
+
     Raises:
         ValueError: A file cannot be read, or files include each other without end; the message says what to do.
     """
-    return _Files().words(words)
+    files, given = _Files(), list(words)
+    parts = [files.words([word]) for word in given]
+    later = set[str]()
+    for number, word in reversed([*enumerate(given)]):
+        if word.startswith("@"):
+            parts[number] = without_flags(parts[number], later)
+        later |= {*flags_in(parts[number])} - {_STACKED}
+    return [word for part in parts for word in part]
 
 
 class _Files:

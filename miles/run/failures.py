@@ -22,6 +22,7 @@ from miles.run.failure_files import FailureFiles
 from miles.run.liveness import DEATHS, ActorLost, how_it_died
 from miles.run.remote_checkpoints import pending_in
 from miles.run.stop_requests import StopRequests
+from miles.tasks.rewards.scoring import RewardError
 from miles.training.checkpoint_files import at, newest
 
 _LONGEST_SENTENCE = 5000  # one about flags may list many names
@@ -64,6 +65,10 @@ def exit_with_message(
             print(few_lines(f"train.py: error: {words_of(cause)}", limit=_LONGEST_SENTENCE), file=sys.stderr)
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
+        elif isinstance(cause, RewardError):
+            shown = [f"train.py: error: {cause}", *getattr(cause, "__notes__", ())]
+            print(few_lines("\n".join(shown), limit=_LONGEST_SENTENCE), file=sys.stderr)
+            print(stopped("the reward function failed (above)", checkpoint, files), file=sys.stderr)
         elif isinstance(cause, WriteFailed):
             print(stopped(str(cause), checkpoint), file=sys.stderr)
         else:

@@ -15,15 +15,18 @@ import resource
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import CDLL
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
+import miles
 from miles.base.parent import die_with_parent
 from miles.base.processes import kill_all
 from miles.base.stacks import answer_requests
@@ -43,6 +46,7 @@ from miles.tasks.rewards.sandboxed import uses_more
 CHECK_SECONDS = 0.25  # between two looks at the memory
 LONGEST_FAULT = 300
 TRACEBACK_LINES = 40
+_MILES = str(Path(miles.__file__).parent)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -182,10 +186,20 @@ def _messages(requests: BinaryIO, token: bytes, reply: Callable[..., None]) -> I
 
 
 def _traceback_of(error: BaseException) -> str:
+    """Return the traceback of what the user's code raised, without frames of miles and of installed packages."""
+    if isinstance(error, ResultError):
+        return ""
     try:
-        return few_lines("".join(traceback.format_exception(error)), lines=TRACEBACK_LINES, limit=LONGEST_FAULT)
+        raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+        whole = traceback.TracebackException.from_exception(raised, compact=True)
+        whole.stack = traceback.StackSummary.from_list([frame for frame in whole.stack if _is_users(frame.filename)])
+        return few_lines("".join(whole.format(chain=False)), lines=TRACEBACK_LINES, limit=LONGEST_FAULT)
     except Exception:  # its frames or words are the user's, and long ones may not fit into the memory
         return f"(its traceback cannot be shown: {type(error).__name__})"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_MILES, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen"))
 
 
 class ResultError(Exception):

@@ -159,4 +159,6 @@ def _failure(samples: Sequence[Sample], fault: str, name: str, cause: Exception 
         "--reward-error drop"
     )
     error.__cause__ = cause
+    for note in getattr(cause, "__notes__", ()):  # the traceback of the user's file; causes do not leave a process
+        error.add_note(note)
     return error

@@ -83,6 +83,18 @@ def test_given_twice(accepted):
     assert accepted("--lr 1e-6 --lr 1e-5 --strict-flags"), "both are read; this is no flag without effect"
 
 
+def test_a_flag_after_a_file_takes_its_place_without_a_note(accepted, tmp_path):
+    (tmp_path / "a").write_text("--lr 1e-6\n--rollout-stop-token-ids 5 6 --seed 3")
+    validated = accepted(f"@{tmp_path}/a --lr 2e-6 --rollout-stop-token-ids 7")
+    assert not validated.accepted
+    assert (validated.settings.optimizer.lr, validated.settings.rollout.rollout_stop_token_ids) == (2e-6, (7,))
+    (tmp_path / "b").write_text("--lr 1e-6 --lr 3e-6 --seed 4")
+    validated = accepted(f"--seed 5 @{tmp_path}/a @{tmp_path}/b")
+    written = sorted(note.written for note in validated.accepted)
+    assert written == ["--lr 1e-6", "--seed 5"], "twice in one source, or before it"
+    assert (validated.settings.optimizer.lr, validated.settings.training.seed) == (3e-6, 4)
+
+
 TRANSFER = "--rollout-engine sglang --update-weight-transfer-mode"
 
 
