@@ -291,7 +291,8 @@ class _Worker:
             return  # nobody waits any more
         if "fault" in reply:
             error = UserCodeError(reply["fault"])
-            error.add_note(reply["traceback"])
+            if reply["traceback"]:
+                error.add_note(reply["traceback"])
             future.set_exception(error)
         else:
             results: list[Any] = [NotAReward(r) if isinstance(r, str) else r for r in reply["rewards"]]

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from miles.commands import init
-from miles.config.parser import judge, read_command
+from miles.compat.border import read_command
+from miles.config.parser import judge
 from miles.observe.run_files import RunFiles
 from tests.fast.docs.tutorial_page import MILES, REPO
 

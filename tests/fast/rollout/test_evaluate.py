@@ -23,11 +23,20 @@ def eval_set(name="held", samples_per_prompt=4, **options):
 async def test_metrics_by_hand(scripted_engine, tokenizer):
     metrics, samples = await evaluated(scripted_engine(delays=(4, 0, 1)), tokenizer, [eval_set()])
     values = {name.removeprefix("eval/held/"): metric.value for name, metric in metrics.items()}
-    assert values["accuracy"] == pytest.approx(2 / 12)
+    assert values["accuracy"] == values["reward"] == pytest.approx(2 / 12)
     assert [values[f"pass@{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 6, 1 / 3, 2 / 3])
     assert values["response_length"] == pytest.approx(sum(len(s.response_ids) for s in samples) / 12)
     assert values["truncated_fraction"] == values["reward_errors"] == 0
     assert [s.prompt.label for s in samples] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+async def test_a_mean_of_other_rewards_than_0_and_1_is_no_accuracy(scripted_engine, tokenizer):
+    async def half(samples):
+        return [0.5 * (s.prompt.label > 0) for s in samples]
+
+    tools = GroupTools(scripted_engine(), tokenizer, generate_group, half)
+    metrics, _ = await evaluate([eval_set()], tools, 1)
+    assert metrics["eval/held/reward"].value == pytest.approx(1 / 3) and "eval/held/accuracy" not in metrics
 
 
 async def test_evaluations_repeat_their_seeds_whatever_the_order(scripted_engine, tokenizer):

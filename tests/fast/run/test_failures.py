@@ -1,6 +1,7 @@
 """Messages of failed runs, tested without a run."""
 
 import os
+import pickle
 import pty
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import ray.exceptions
 from miles.config.checkpoint import CheckpointArguments
 from miles.run.failures import exit_with_message, how_to_resume
 from miles.run.stop_requests import StopRequested, StopRequests
+from miles.tasks.rewards.scoring import RewardError
 
 NOTHING_SAVED = CheckpointArguments()
 
@@ -54,6 +56,18 @@ def test_value_error_is_one_sentence(capsys):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "train.py: error: --lr -1: must be at least 0; give 0 or more\n"
+
+
+def test_a_reward_that_raised_is_one_sentence_and_the_lines_of_the_users_file(capsys):
+    error = RewardError("the reward function mine:score raised KeyError: 'x'; fix the reward function")
+    error.add_note('Traceback (most recent call last):\n  File "mine.py", line 3, in score')
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
+        raise ray.exceptions.RayTaskError("generate", "a traceback of miles", pickle.loads(pickle.dumps(error)))
+    assert ended.value.code == 1
+    first, *trace, last = capsys.readouterr().err.splitlines()
+    assert first == f"train.py: error: {error}"
+    assert trace == ["Traceback (most recent call last):", '  File "mine.py", line 3, in score']
+    assert last.startswith("train.py: the run stopped: the reward function failed (above); nothing was saved")
 
 
 def test_other_errors_show_their_traceback(capsys):

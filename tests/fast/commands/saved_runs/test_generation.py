@@ -72,8 +72,8 @@ def test_an_evaluation_repeats_and_says_how_sure_it_is(run, tiny_model, tmp_path
     assert (first.name, first.prompts, first.samples_per_prompt, len(first.samples)) == ("own", 3, 4, 12)
     assert first.estimates == again.estimates, "the seeds are those of the run"
     mean = sum(sample.reward for sample in first.samples) / 12
-    assert first.estimates["accuracy"].value == pytest.approx(mean)
-    assert first.estimates["accuracy"].low <= mean <= first.estimates["accuracy"].high
+    assert first.estimates["reward"].value == pytest.approx(mean)
+    assert first.estimates["reward"].low <= mean <= first.estimates["reward"].high
     assert {"pass@1", "pass@2", "pass@4"} <= first.estimates.keys() and first.means["response_length"] > 0
     assert (other.name, other.samples_per_prompt) == ("other", 1) and "pass@1" not in other.estimates
 

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_left_out_in_one_order() -> None:
     for width in range(WIDTH, 20, -1):
         with patch("miles.observe.console.WIDTH", width):
             line = step_line(12, POLICY_STEP, total=80, left=14.0, first={"unseen": 0.36}).plain
-        order += [name for name in names if f" {name} " not in line and name not in order]
+        order += [name for name in reversed(names) if f" {name} " not in line and name not in order]
     assert order == ["length", "kl", "grad", "held-out", "reward"]
 
 
