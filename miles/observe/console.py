@@ -389,9 +389,9 @@ def step_line(
     ]
     sets = _held_out(values)
     if len(sets) == 1:
-        name, value = sets[0]
-        change = "" if first is None or name not in first else f" ({value - first[name]:+.2f})"
-        parts.insert("rollout/reward" in values, (2, "held-out", _spelled(value, ".2f") + change))
+        [(only, now)] = sets
+        change = "" if first is None or only not in first else f" ({now - first[only]:+.2f})"
+        parts.insert("rollout/reward" in values, (2, "held-out", _spelled(now, ".2f") + change))
     fixed = len(f"step {number}") + sum(2 + len(f"{label} {value}".strip()) for label, value in timing)
     while parts and fixed + sum(3 + len(label) + len(value) for _, label, value in parts) > WIDTH:
         parts.remove(max(parts, key=lambda part: part[0]))
