@@ -193,7 +193,7 @@ async def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
             return metrics, collected.scored
 
     (first, again), after = await evaluate_and_collect(2)
-    assert first == again and "eval/held/accuracy" in first
+    assert first == again and "eval/held/reward" in first
     assert await evaluate_and_collect(0) == ([], after)
 
 
@@ -290,7 +290,7 @@ class Numbers:
 
 async def evaluate(args, tools):
     found = await tools.evaluate_sets()
-    return {"twice": 2 * found["eval/held/accuracy"], "version": np.int64(tools.version), "sets": len(tools.eval_sets)}
+    return {"twice": 2 * found["eval/held/reward"], "version": np.int64(tools.version), "sets": len(tools.eval_sets)}
 
 async def says_nothing(args, tools):
     return None
@@ -351,7 +351,7 @@ async def test_a_function_evaluates(settings, weights, functions):
 
     built_in = await build(flags)
     await built_in.update_weights(weights, 3)
-    accuracy = (await built_in.evaluate())["eval/held/accuracy"].value
+    accuracy = (await built_in.evaluate())["eval/held/reward"].value
     found = {name: metric.value for name, metric in (await evaluated("evaluate")).items()}
     assert found == {"eval/twice": 2 * accuracy, "eval/version": 3.0, "eval/sets": 1.0}
     with pytest.raises(ValueError, match="--eval-function-path .*says_nothing: returned None"):
