@@ -25,6 +25,7 @@ class TrainBackendSpec:
             ``module:function``; empty if there is nothing.
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         trains_recurrent_models: Whether it trains models with recurrent layers.
+        trains_images: Whether it trains models with their vision towers.
         trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
         long_samples_change_others: Whether one long sample changes the rotary frequencies of its whole micro-batch, as
             transformers' layers do with the kinds longrope and dynamic.
@@ -39,6 +40,7 @@ class TrainBackendSpec:
     importer: str = ""
     reads_megatron_flags: bool = False
     trains_recurrent_models: bool = False
+    trains_images: bool = False
     trains_adapters: bool = False
     long_samples_change_others: bool = False
     trains_without_ray: bool = False
@@ -106,6 +108,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.fsdp.checkpoint:export",
         "miles.training.fsdp.rehearsed:build",
         trains_recurrent_models=True,
+        trains_images=True,
         trains_adapters=True,
         long_samples_change_others=True,
         trains_without_ray=True,

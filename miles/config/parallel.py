@@ -138,7 +138,7 @@ def pad_recurrent_models(
         if config is None or (why := why_not_shared(config)) is None:
             continue
         what = f"{flag_name(name)} {path}, a {model_type(config)} {why}"
-        rule = f"cuts sequences, and the layers of {what}, need whole ones"
+        rule = f"cuts sequences, and {what}, needs whole ones"
         if parallel.dynamic_context_parallel:
             errors.refuse("dynamic_context_parallel", True, rule, "drop it")
             break

@@ -56,6 +56,11 @@ class TrainingArguments:
         needs="no --dynamic-context-parallel",
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
+    freeze_vision_tower: bool = flag(
+        False,
+        "leave the vision tower and its projector as they are; by default they are trained with the rest",
+        needs="a model that reads images",
+    )
     bf16: bool = flag(
         False, "compute in bfloat16, with fp32 master weights and fp32 reductions: the default of a command"
     )

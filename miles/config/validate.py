@@ -37,6 +37,7 @@ from miles.config.rules.agents import check_agents
 from miles.config.rules.export_folder import check_export_folder
 from miles.config.rules.loss import check_loss, name_policy_loss
 from miles.config.rules.model import (
+    check_images,
     check_labels,
     check_model_context,
     check_stop_token_ids,
@@ -153,6 +154,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_training(settings.training, errors)
     check_checkpoint(settings.checkpoint, settings.evaluation, errors)
     check_evaluation(settings.evaluation, errors)
+    check_images(settings, errors)
     check_model_context(settings, errors)
     check_stop_token_ids(settings, errors)
     check_tokens_of_scorers(settings, errors)

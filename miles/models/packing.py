@@ -70,6 +70,8 @@ WITH_TEXT_MODEL = (
     "qwen3_5_moe",
     "qwen4_exp",
 )
+# Types for text and images that are trained whole: those of families/vision.
+WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 # Types that are not what transformers computes, or do not run, on the attention of FSDP and of the torch engine; or
 # that are no model of text alone.
 _DIFFERENT = (
@@ -146,7 +148,12 @@ _GENERATED_LAYERS = _PLAIN_LAYERS - {"attention"} | {"linear_attention"}
 
 def is_compared_by_test(config: dict[str, Any]) -> bool:
     """Return whether a test of ours compares this type of model with transformers. ``config`` is a config.json."""
-    return model_type(config) in PACKABLE + RECURRENT
+    return model_type(config) in PACKABLE + RECURRENT or reads_images(config)
+
+
+def reads_images(config: dict[str, Any]) -> bool:
+    """Return whether this model is loaded with its vision tower."""
+    return config.get("model_type") in WITH_IMAGES
 
 
 def has_recurrent_state(config: dict[str, Any]) -> bool:
@@ -167,12 +174,16 @@ def why_not_shared(config: dict[str, Any]) -> str | None:
     """Return why ranks cannot share the sequences of this model, as words after its type; None if they can."""
     if has_recurrent_state(config):
         return "with recurrent state"
+    if reads_images(config):
+        return "with images"
     return "with sparse attention" if model_type(config) in SPARSE else None
 
 
 def _why_not_read(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return why no engine or backend on transformers reads this model, and what to do; None if they may."""
     kind = str(config.get("model_type"))
+    if reads_images(config):
+        return None
     if "vision_config" in config and kind not in WITH_TEXT_MODEL:
         rule = f"a {kind} is a vision-language model, and transformers has no class for its text model alone"
         return rule, "choose a language model"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from miles.types.images import PromptImages
     from miles.types.replay import TokenSets
 
 
@@ -38,7 +39,8 @@ class Prompt:
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
     row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
-    its column of prompts holds, as it is: text or messages; ``tools`` those of the column ``--tool-key``.
+    its column of prompts holds, as it is: text or messages; ``tools`` those of the column ``--tool-key``; ``images``
+    what takes the place of placeholders in ``token_ids``.
     """
 
     text: str
@@ -49,6 +51,7 @@ class Prompt:
     prompt_set: str = ""
     input: Any = field(default=None, compare=False)  # saved samples have neither
     tools: Any = field(default=None, compare=False)
+    images: PromptImages | None = None
 
     @property
     def prefill(self) -> str:

@@ -86,7 +86,7 @@ ROOMS = {
     "types": ("base",),
     "models": ("base", "types"),
     "objective": ("base", "types"),
-    "tasks": ("base", "types"),
+    "tasks": ("base", "types", "models"),
     "config": ("base", "types", "models", "objective", "tasks"),
     "compat": ("base", "types", "models", "objective", "tasks", "config"),
     "engine": ("base", "types", "models", "config"),

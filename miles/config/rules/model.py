@@ -13,10 +13,10 @@ from miles.config.abilities import has_servers
 from miles.config.components import train_backend_spec
 from miles.config.files import fault_of_tokens, ordinary_tokens
 from miles.config.host_share import PROMPT, text_config
-from miles.config.model import ModelArguments, local_vocab_size, vocab_size_of
+from miles.config.model import ModelArguments, local_config, local_vocab_size, vocab_size_of
 from miles.config.settings import Settings
 from miles.config.sglang.flags import SERVER, VLLM, has_flag, value_of
-from miles.models.packing import longest_generated, longest_trained
+from miles.models.packing import WITH_IMAGES, longest_generated, longest_trained, reads_images
 from miles.tasks.data.settings import columns_to_choose, find_column
 
 _CONTEXT = "--context-length"  # SGLang's flag
@@ -114,6 +114,23 @@ def _is_stretched(config: dict[str, Any]) -> bool:
 
 
 # Check token ids against the model's vocabulary, and the tokens of the models that score its answers.
+
+
+def check_images(settings: Settings, errors: Errors) -> None:
+    """Refuse images for a model that reads none, and for a backend that trains none."""
+    data, config = settings.data, None
+    if errors.none_about("hf_checkpoint"):
+        with errors.catching():
+            config = local_config(settings.model, "hf_checkpoint")
+    backend = settings.training.train_backend
+    if settings.trains and data.multimodal_keys is not None and not train_backend_spec(backend).trains_images:
+        rule = f"--train-backend {backend} trains no images: it would need vision towers and 3-D rotary positions"
+        errors.refuse("multimodal_keys", data.multimodal_keys, rule, "give --train-backend fsdp")
+    elif config is not None and not reads_images(config):
+        why = f"by a {config.get('model_type')}, which reads no images here"
+        what_to_do = f"give a model of the type {', '.join(WITH_IMAGES)}, or train on the text columns"
+        if errors.none_about("multimodal_keys"):
+            errors.refuse_ignored(data, ["multimodal_keys"], why, what_to_do)
 
 
 def check_stop_token_ids(settings: Settings, errors: Errors) -> None:

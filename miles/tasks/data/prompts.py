@@ -220,7 +220,8 @@ def _prompt(
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
     given, tools = row.find(columns.input), rendered.tools
-    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, given, tools)
+    images = rendered.images
+    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, given, tools, images)
     try:
         columns.check(prompt)
     except ValueError as error:

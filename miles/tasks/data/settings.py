@@ -26,6 +26,7 @@ _NOT_OF_TEMPLATES = (
     *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
+IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, where an image of the column of images goes
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 
@@ -75,6 +76,22 @@ class DataArguments:
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: Optional[str] = flag(
         None, "JSON object of keyword arguments of the chat template", needs="a chat template", has_lines=True
+    )
+    multimodal_keys: Optional[str] = flag(
+        None,
+        'JSON object that names the column of images, which fill <image> in the prompt: {"image": "images"} '
+        "(docs/images.md)",
+        needs="prompts to draw",
+        has_lines=True,
+    )
+    image_max_pixels: Optional[int] = flag(
+        None, "images of more pixels are made smaller", at_least=1, needs="a model that reads images"
+    )
+    image_min_pixels: Optional[int] = flag(
+        None, "images of fewer pixels are made larger", at_least=1, needs="a model that reads images"
+    )
+    allow_image_urls: bool = flag(
+        False, "fetch images whose place is an http:// or https:// address", needs="a model that reads images"
     )
     sft_roles: tuple[str, ...] = flag(
         ("assistant",),
@@ -151,6 +168,23 @@ def check_data(
     if kwargs and has_eval_sets and not data.apply_chat_template:
         rule = "is read for the conversations, and the prompts of evaluation have no template"
         errors.refuse("apply_chat_template_kwargs", data.apply_chat_template_kwargs, rule, "add --apply-chat-template")
+    _check_images(data, loads_samples, reads_conversations, errors)
+
+
+def _check_images(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:
+    keys = errors.json_object("multimodal_keys", data.multimodal_keys)
+    for name, column in keys.items():
+        if name != "image":
+            what_to_do = 'name the column of images, {"image": "images"}, and train on images and text'
+            errors.refuse("multimodal_keys", data.multimodal_keys, f"{name} is not trained on", what_to_do)
+        elif not isinstance(column, str) or not column:
+            errors.refuse("multimodal_keys", data.multimodal_keys, "names no column", 'write {"image": "images"}')
+    least, most = data.image_min_pixels, data.image_max_pixels
+    if least is not None and most is not None and least > most:
+        errors.refuse("image_min_pixels", least, f"is more than --image-max-pixels {most}", "exchange them")
+    if data.multimodal_keys is not None and not (data.apply_chat_template or reads_conversations or loads_samples):
+        rule = "images are rendered by the chat template"
+        errors.refuse("multimodal_keys", data.multimodal_keys, rule, "add --apply-chat-template")
 
 
 def explain_prompts(data: DataArguments) -> list[str]:

@@ -216,6 +216,7 @@ class _HuggingFace(Rows):
     def __init__(self, source: str) -> None:
         name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
         self._source, self._set = source, _load_hugging_face(source, name, split or "train")
+        _leave_encoded(self._set.info.features)
         self._types = {field.name: field.type for field in self._set.features.arrow_schema}
         files = [os.stat(file["filename"]) for file in self._set.cache_files]
         stamps = [[file.st_size, file.st_mtime_ns] for file in files]
@@ -238,6 +239,18 @@ class _HuggingFace(Rows):
             return
         for number, row in enumerate(rows, start=start + 1):
             yield Row(f"{self._source}:{number}", {n: _as_written(v, self._types[n], None) for n, v in row.items()})
+
+
+def _leave_encoded(feature: Any) -> None:
+    """Have ``datasets`` give the files of images, and not their pixels, wherever a column has them."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        feature.decode = False
+    parts = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+    for part in parts:
+        if part is not None:
+            _leave_encoded(part)
 
 
 class _ReasoningGym(Rows):

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
+    from miles.tasks.data.images import ImageReader
+    from miles.types.images import PromptImages
+
 # Text of special tokens inside chat messages, which is read as text.
 #
 # A tokenizer turns ``<|im_end|>`` anywhere in a text into the token that ends a turn. In a message it is part of what
@@ -48,6 +51,10 @@ class SpecialTokens:
     def are_in(self, value: Any) -> bool:
         """Return whether a text in ``value`` has the text of a special token."""
         return any(self._pattern.search(text) for text in _texts(value))
+
+    def are_hidden(self, text: str, hidden: dict[str, str]) -> bool:
+        """Return whether ``hide`` has replaced a special token that is in ``text``."""
+        return not hidden.keys().isdisjoint(text)
 
     def end(self, text: str) -> bool:
         """Return whether ``text`` ends with a special token."""
@@ -186,12 +193,13 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], float]:
 class RenderedPrompt:
     """The text of a prompt, and the tools of its row, which the text shows.
 
-    ``token_ids`` are there if the tokenizer would read the text as something else.
+    ``token_ids`` are there if the tokenizer would read the text as something else; ``images`` are its messages'.
     """
 
     text: str
     token_ids: tuple[int, ...] | None = None
     tools: Tools = None
+    images: PromptImages | None = None
 
 
 class PromptRenderer:
@@ -203,6 +211,7 @@ class PromptRenderer:
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.uses_template = data.apply_chat_template
+        self._data = data
         self._kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
         self._tool_key = data.tool_key
         self._tokenizer = tokenizer
@@ -230,9 +239,10 @@ class PromptRenderer:
         if not value or (isinstance(value, str) and not value.strip()):
             row.refuse("the prompt is empty; fill it or remove the row")
         if isinstance(value, list):
+            value = self.with_images(row, value)
             self._check_messages(row, value)
         elif self.uses_template:
-            value = [{"role": "user", "content": value}]
+            value = self.with_images(row, [{"role": "user", "content": value}])
         if self.uses_template:
             arguments, is_answer = turn_arguments(self._kwargs, value), value[-1]["role"] == "assistant"
             if is_answer and arguments["add_generation_prompt"]:
@@ -246,7 +256,57 @@ class PromptRenderer:
             notes.add(_ESCAPED if self.uses_template else _NOT_ESCAPED, row.where)
             if self.uses_template:
                 return self._escaped(row, value, tools)
-        return RenderedPrompt(self._apply(row, value, tools) if self.uses_template else value, tools=tools)
+        if not self.uses_template:
+            return RenderedPrompt(value, tools=tools)
+        text = self._apply(row, value, tools)
+        if not _has_images(value):
+            return RenderedPrompt(text, tools=tools)
+        return self._with_tokens(row, value, text, tools, {})
+
+    @cached_property
+    def _images(self) -> ImageReader | None:
+        from miles.tasks.data.images import ImageReader
+
+        return ImageReader.of_model(self._data, self._tokenizer.name_or_path)
+
+    def with_images(self, row: Row, messages: list[Any]) -> list[Any]:
+        """Return messages with the images of the row read, if there can be some; see ``ImageReader.messages``."""
+        contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
+        has_some = self._data.multimodal_keys is not None or any(isinstance(content, list) for content in contents)
+        if not (self.uses_template and has_some) or self._images is None:
+            return messages
+        return self._images.messages(row, messages)
+
+    def _with_tokens(
+        self, row: Row, messages: list[Any], text: str, tools: Tools, hidden: dict[str, str]
+    ) -> RenderedPrompt:
+        """Return the tokens of rendered messages with images: as the processor of the model reads them."""
+        from miles.tasks.data.images import files_of
+
+        assert self._images is not None
+        files = files_of(messages)
+        token_ids, unexpanded = (
+            self._processor_ids(row, written, hidden) for written in (self._images.expand(row, text, files), text)
+        )
+        images = self._images.prompt_images(row, files, token_ids, unexpanded)
+        return RenderedPrompt(reveal(text, hidden), tuple(token_ids), tools, images)
+
+    def _processor_ids(self, row: Row, text: str, hidden: dict[str, str]) -> list[int]:
+        if self._special.are_hidden(text, hidden):
+            return list(self._special.token_ids(row, text, hidden))
+        bos = self._tokenizer.bos_token  # a processor adds special tokens unless the template begins with one
+        writes_start = bos is not None and text.startswith(bos)
+        ids: list[int] = self._tokenizer(text, **({"add_special_tokens": False} if writes_start else {}))["input_ids"]
+        return ids
+
+    def expand_images(self, row: Row, messages: Sequence[Any], text: str) -> str:
+        """Return the text of rendered messages with the placeholders of their images as the tokenizer reads them."""
+        from miles.tasks.data.images import files_of
+
+        if not _has_images(messages):
+            return text
+        assert self._images is not None
+        return self._images.expand(row, text, files_of(messages))
 
     def render_conversation(self, row: Row, messages: Sequence[Any], opens_turn: bool = False) -> str:
         """Render a whole conversation; with ``opens_turn`` it ends at the start of the assistant's next turn.
@@ -276,6 +336,8 @@ class PromptRenderer:
     def _escaped(self, row: Row, messages: list[dict[str, Any]], tools: Tools) -> RenderedPrompt:
         (*kept, last), hidden = self._special.hide([*messages, {"role": "tools", "tools": tools}])
         rendered = self._apply(row, kept, last["tools"])
+        if _has_images(messages):
+            return self._with_tokens(row, messages, rendered, tools, hidden)
         return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)
 
     def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool | None = None) -> str:
@@ -285,6 +347,8 @@ class PromptRenderer:
             kwargs |= {"add_generation_prompt": opens_turn, _CONTINUE: False}
         if tools:
             kwargs["tools"] = tools
+        if _has_images(messages) and self._images is not None and self._images.template is not None:
+            kwargs.setdefault("chat_template", self._images.template)
         if _ASKS_FOR_NULL.search(self._template):
             messages = [{**message, "content": message.get("content")} for message in messages]
         try:
@@ -303,11 +367,17 @@ class PromptRenderer:
                 row.refuse(f'message {number} is {_kind(message)}; write {{"role": ..., "content": ...}}')
             calls = self._calls(row, number, message)
             for key in ("role", "content"):
-                if not isinstance(message.get(key), str) and not (calls and key == "content"):
+                is_read = key == "content" and (calls or self._has_parts(message))
+                if not isinstance(message.get(key), str) and not is_read:
                     row.refuse(f"message {number}: its {key} is {_kind(message.get(key))}; give text")
             self._check_role(row, number, message["role"])
-            if not calls and not message["content"].strip():
+            content = message.get("content")
+            if not calls and not (content.strip() if isinstance(content, str) else content):
                 row.refuse(f"message {number}: its content is empty; fill it or remove the message")
+
+    def _has_parts(self, message: Mapping[str, Any]) -> bool:
+        """Return whether the content is parts that ``with_images`` has read."""
+        return isinstance(message.get("content"), list) and self._images is not None
 
     def _calls(self, row: Row, number: int, message: dict[str, Any]) -> list[Any]:
         """Return the calls of a message; refuse what are none, and those that would be the whole text unseen."""
@@ -332,6 +402,11 @@ class PromptRenderer:
         row.refuse(
             f"message {number}: the chat template knows no role {one_line(role, 80)!r}; give one of {', '.join(ROLES)}"
         )
+
+
+def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = (message.get("content") for message in messages)
+    return any(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
 
 
 def turn_arguments(kwargs: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

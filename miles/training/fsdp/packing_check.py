@@ -56,7 +56,7 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
     shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
     if shared and (why := why_not_shared(config)):
         drop = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else "--context-parallel-size"
-        rule = f"the layers of a {model_type(config)} {why} need whole sequences"
+        rule = f"a {model_type(config)} {why} needs whole sequences"
         raise ValueError(f"{flag} {path}: {rule}; drop {drop}, which cuts them")
     if not parallel.pads and must_be_padded(config):
         raise ValueError(

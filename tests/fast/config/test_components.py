@@ -50,6 +50,7 @@ async def test_an_unknown_engine_is_refused() -> None:
 def test_errors_offer_the_choices_with_an_ability() -> None:
     assert names_with(TRAIN_BACKENDS, "trains_recurrent_models") == "fsdp"
     assert names_with(ENGINES, "has_servers") == "sglang or vllm"
+    assert names_with(TRAIN_BACKENDS, "trains_images") == "fsdp"
 
 
 def test_servers_release_memory_and_the_embedded_engine_does_not() -> None:

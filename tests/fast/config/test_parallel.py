@@ -144,7 +144,7 @@ WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with t
         (dict(model_type="whisper"), "a whisper has an encoder and a decoder"),
         (dict(model_type="qwen3", is_causal=False), "the tokens of a qwen3 with this config see those after them"),
         (dict(model_type="gemma3_text", use_bidirectional_attention=True), "the tokens of a gemma3_text with this"),
-        (dict(model_type="qwen3_vl", text_config={}, vision_config={}), "a qwen3_vl is a vision-language model"),
+        (dict(model_type="idefics3", text_config={}, vision_config={}), "a idefics3 is a vision-language model"),
         (dict(model_type="kimi_k25", vision_config={}), "a kimi_k25 is a vision-language model"),
         (dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text"), vision_config={}), None),
         (dict(model_type="deepseek_v4", sliding_window=128), "a deepseek_v4 that is computed by miles is not known"),

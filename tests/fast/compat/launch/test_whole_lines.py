@@ -78,7 +78,12 @@ REFUSED = [
     ("dense", f"{MEGATRON} --norm-epsilon 1e-3", "whose config.json gives --norm-epsilon 1e-06; drop it"),
     ("experts", f"{MEGATRON} --moe-layer-freq ['a']", "--moe-layer-freq ['a']: must be a list of whole numbers; write"),
     ("experts", f"{MEGATRON} --moe-layer-freq [0]*-1", "--moe-layer-freq [0]*-1: must be a list of whole numbers"),
-    ("dense", '--multimodal-keys {"image":"x"}', '--multimodal-keys {"image":"x"}: images and audio are not trained'),
+    (
+        "dense",
+        "--image-max-pixels 100",
+        "--image-max-pixels 100: would be ignored by a qwen3, which reads no images",
+    ),
+    ("dense", '--multimodal-keys {"video":"x"}', '--multimodal-keys {"video":"x"}: video is not trained on'),
     ("dense", "--sglang-router-ip 10.0.0.1", "--sglang-router-ip: a run starts its own router, and engines that run"),
     ("dense", "--sglang-router-ip 10.0.0.1", "give --rollout-external and --rollout-external-engine-addrs HOST:PORT"),
     (

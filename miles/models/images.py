@@ -1,0 +1,215 @@
+"""Images for vision-language models: decode them, and have the model's processor make tokens and tensors of them.
+
+A family of such models is one file of ``families/`` with a ``VISION`` list. Pillow, transformers' processors and
+torchvision are imported when the first image is read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles.base.text import InputError, one_line
+from miles.models.families import vision
+from miles.models.reading import read_config
+from miles.types.images import ImageTensors, PromptImages
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+MOST_PIXELS = 89_478_485  # of one image, as its header says; Pillow warns of larger ones, which may be bombs
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """The vision-language models of one ``model_type``.
+
+    Attributes:
+        model_type: That of the whole model.
+        inputs: What the processor makes of images for ``get_image_features``, with the images along the first axis.
+        encoders: The parts of the model's body that ``--freeze-vision-tower`` freezes: all that encodes images.
+    """
+
+    model_type: str
+    inputs: tuple[str, ...]
+    encoders: tuple[str, ...]
+
+    def grids(self, config: Any, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return the grid of tokens of each image, int64 [images, 3]; None without 3-D rotary positions."""
+        return None
+
+    def blank(self, config: Any) -> dict[str, np.ndarray]:
+        """Return tensors of the smallest image, for ranks that have none."""
+        raise NotImplementedError
+
+    def features(self, body: Any, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the features that take the place of embeddings [tokens, hidden]; then those added after layers."""
+        import torch
+
+        return [torch.cat(tuple(body.get_image_features(**tensors, return_dict=True).pooler_output))]
+
+
+@cache
+def vision_family(model_type: str) -> VisionFamily | None:
+    """Return the family of a type of model; None if it reads no images here."""
+    for file in iter_modules(vision.__path__):
+        found: tuple[VisionFamily, ...] = import_module(f"{vision.__name__}.{file.name}").VISION
+        for family in found:
+            if family.model_type == model_type:
+                return family
+    return None
+
+
+@cache
+def _config(model: str) -> Any:
+    return read_config(model)
+
+
+@cache
+def load_processor(model: str) -> Any:
+    """Return the processor of a folder, or of a name on the hub.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(model)
+        if not hasattr(processor, "image_processor"):  # a text model has a tokenizer in the place of a processor
+            raise ValueError("it has none for images")
+        return processor
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError) as error:
+        lacks = isinstance(error, ImportError) or "torchvision" in str(error)
+        what_to_do = (
+            'install torchvision: pip install "miles[images]"' if lacks else "copy its preprocessor_config.json"
+        )
+        raise InputError(
+            f"--hf-checkpoint {model}: cannot load the processor that reads its images ({type(error).__name__}: "
+            f"{one_line(str(error), 300)}); {what_to_do}"
+        ) from error
+
+
+def size_of(file: bytes) -> tuple[int, int]:
+    """Return width and height as the header of an encoded image says, turned as it is to be shown.
+
+    Raises:
+        ValueError: It is no image, or a huge one.
+    """
+    image = _open(file)
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are read; make it smaller")
+    return (height, width) if _exif(image).get(_ORIENTATION, 1) >= _ON_ITS_SIDE else (width, height)
+
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, 5  # of EXIF, and the first of its values that exchange width and height
+
+
+def _exif(image: Image) -> Mapping[int, Any]:
+    """Return the EXIF entries of a header. Behind the pixels of a PNG they are not looked for: that decodes it."""
+    return image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+
+
+def _open(file: bytes) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(file))
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"it is huge, and at most {MOST_PIXELS} pixels are read; make it smaller") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise ValueError("it is no image that Pillow reads") from error
+
+
+def bounded(size: tuple[int, int], least: int | None, most: int | None) -> tuple[int, int]:
+    """Return the size of an image with ``least`` to ``most`` pixels and nearly the same shape.
+
+    >>> bounded((400, 100), None, 10_000)
+    (200, 50)
+    """
+    width, height = size
+    pixels = width * height
+    if most is not None and pixels > most:
+        scale = math.sqrt(most / pixels)
+        return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
+    if least is not None and pixels < least:
+        scale = math.sqrt(least / pixels)
+        return math.ceil(width * scale), math.ceil(height * scale)
+    return size
+
+
+@lru_cache(maxsize=4096)
+def expansions(model: str, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
+    """Return the text that the processor puts in the place of each placeholder, for images of a prompt of these sizes.
+
+    It depends on the sizes alone, so blank images are processed, once for each combination.
+
+    Raises:
+        ValueError: The processor refuses an image of such a size.
+    """
+    from PIL import Image
+
+    processor = load_processor(model)
+    made = processor.image_processor([[Image.new("RGB", size) for size in sizes]], return_tensors="np")
+    return tuple(processor.replace_image_token(made, image_idx=number) for number in range(len(sizes)))
+
+
+def decoded(images: PromptImages) -> list[Image]:
+    """Return the pixels of the images, resized within the flags' bounds.
+
+    Raises:
+        InputError: A file is broken behind its header.
+    """
+    from PIL import Image, ImageOps
+
+    found = []
+    for number, (file, size) in enumerate(zip(images.files, images.sizes, strict=True), start=1):
+        try:
+            image = _open(file)
+            image = (ImageOps.exif_transpose(image) if _exif(image) else image).convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise InputError(
+                f"{images.where}: image {number} is broken behind its header ({one_line(str(error), 200)}); replace it"
+            ) from error
+        found.append(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
+    return found
+
+
+def encoded(images: PromptImages) -> list[bytes]:
+    """Return files whose pixels are those of ``decoded``, for an engine that has a processor itself."""
+    found = []
+    for file, size, image in zip(images.files, images.sizes, decoded(images), strict=True):
+        if size_of(file) != size:
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            file = buffer.getvalue()
+        found.append(file)
+    return found
+
+
+def tensors_of(images: PromptImages) -> ImageTensors:
+    """Return what the model's processor makes of the images, once in this process for each prompt.
+
+    Raises:
+        InputError: A file is broken behind its header.
+    """
+    if "tensors" not in images.cache:
+        config = _config(images.model)
+        family = vision_family(config.model_type)
+        assert family is not None, "validation refuses images for other models"
+        made = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
+        tensors = {name: np.asarray(made[name]) for name in family.inputs}
+        grids = family.grids(config, tensors)
+        images.cache["tensors"] = ImageTensors(tensors, images.counts, images.placeholder_id, grids)
+    found: ImageTensors = images.cache["tensors"]
+    return found

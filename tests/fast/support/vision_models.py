@@ -1,0 +1,94 @@
+"""Tiny vision-language models of every family, and images for them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
+from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+from miles.models.tiny import IMAGE_TEMPLATE, IMAGE_TOKENS, character_tokenizer, write_small_vision_model
+
+KINDS = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
+_TEXT = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+
+
+def write_vision_model(folder: Path, kind: str, seed: int = 1) -> str:
+    """Write a random model of a family, with its processor, and return its folder."""
+    if kind == "qwen2_5_vl":
+        write_small_vision_model(folder, seed, hidden=32)
+        return str(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_TOKENS, "<image>", "<video>"]})
+    ids = dict(zip(IMAGE_TOKENS, tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS)), strict=True))
+    image, video = ids["<|image_pad|>"], ids["<|video_pad|>"]
+    text = _TEXT | dict(vocab_size=len(tokenizer), max_position_embeddings=512, eos_token_id=0, pad_token_id=0)
+    torch.manual_seed(seed)
+    if kind == "qwen3_vl":
+        rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 1e4}
+        config = Qwen3VLConfig(
+            text_config=text | dict(head_dim=16, rope_parameters=rope),
+            vision_config=dict(hidden_size=32, intermediate_size=64, num_heads=2, depth=2, patch_size=4)
+            | dict(out_hidden_size=32, deepstack_visual_indexes=[0], num_position_embeddings=64),
+            image_token_id=image,
+            video_token_id=video,
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+        )
+        model = Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.float32)
+        sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024 * 16}}
+        processor = Qwen3VLProcessor(
+            Qwen2VLImageProcessor(**sizes), tokenizer, Qwen3VLVideoProcessor(**sizes), chat_template=IMAGE_TEMPLATE
+        )
+    else:
+        pinpoints = [[16, 16], [16, 32], [32, 16], [32, 32]]
+        image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+        vision = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+        config = LlavaOnevisionConfig(
+            text_config=text | dict(model_type="qwen2"),
+            vision_config=vision | dict(num_attention_heads=2, image_size=16, patch_size=4, vision_use_head=False),
+            image_token_index=image,
+            video_token_index=video,
+            image_grid_pinpoints=pinpoints,
+        )
+        model = LlavaOnevisionForConditionalGeneration._from_config(config, dtype=torch.float32)
+        side = {"height": 16, "width": 16}
+        processor = LlavaOnevisionProcessor(
+            LlavaOnevisionImageProcessor(size=side, image_grid_pinpoints=pinpoints),
+            tokenizer,
+            LlavaOnevisionVideoProcessor(size=side),
+            num_image_tokens=16,
+            vision_feature_select_strategy="full",
+            chat_template=IMAGE_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),
+        )
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def image(seed: int, width: int = 16, height: int = 12) -> Image.Image:
+    """Return an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(seed: int, width: int = 16, height: int = 12) -> bytes:
+    """Return the file of an image of random pixels."""
+    buffer = io.BytesIO()
+    image(seed, width, height).save(buffer, "PNG")
+    return buffer.getvalue()
