@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from miles.types.parallel import gathered_index, zigzag_positions
 from miles.types.replay import TokenSets, at_tokens
 from miles.types.support import Support
 from miles.types.train_batch import MicroBatch, SharedLogits, TokenColumns, TrainBatch, TrainShard
+
+if TYPE_CHECKING:
+    from miles.types.images import ImageTensors, MicroImages
 
 # Of a packed micro-batch on one rank. oneDNN's products of 779 rows take 10 % longer than those of 784; tensor cores
 # work on 8 rows at a time, too.
@@ -78,6 +81,7 @@ def collate(
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
         shared_logits=_shared_logits(part, layout, device),
+        images=_images(part, layout, device) if part.images and any(part.images) else None,
         padded=row_multiple is not None,
         positions=tuple(part.position_in_step),
     )
@@ -112,6 +116,34 @@ def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> S
         to_device(row, device),
         to_device(np.argsort(row, kind="stable"), device),
         np.cumsum([0, *counts]),
+    )
+
+
+def _images(part: TrainBatch, layout: _Layout, device: torch.device) -> MicroImages:
+    from miles.types.images import MicroImages  # a step of text reads none of it
+
+    assert part.images is not None
+    totals = np.asarray(part.total_lengths, np.int64)
+    starts = _starts(totals)
+    first: dict[ImageTensors, int] = {}  # of each prompt's images: the first of their rows of features
+    feature = np.full(totals.sum(), -1, np.int64)
+    axes = np.concatenate([np.tile(np.arange(total), (3, 1)) for total in totals], axis=1)
+    for start, tokens, images in zip(starts.tolist(), part.tokens, part.images, strict=True):
+        if images is None:
+            continue
+        row = first.setdefault(images, sum(sum(other.counts) for other in first))
+        feature[start + images.places(tokens)] = row + np.arange(sum(images.counts))
+        positions = images.positions(tokens)
+        if positions is not None:
+            axes[:, start : start + len(tokens)] = positions
+    sample, position = layout.token_sample, layout.position_ids
+    inside = (sample >= 0) & (position < totals[sample])
+    token = np.where(inside, starts[sample] + position, 0)
+    has_axes = any(images.grids is not None for images in first)
+    return MicroImages(
+        tuple(first),
+        to_device(np.where(inside, feature[token], -1), device),
+        to_device(np.where(inside, axes[:, token], position), device) if has_axes else None,
     )
 
 
@@ -237,7 +269,7 @@ def _share_prefixes(part: TrainBatch, lengths: np.ndarray) -> tuple[np.ndarray, 
     if not len(part):
         return np.zeros(1, np.int64), np.zeros(1, np.int64)
     keys = [
-        _key_of(tokens[:length], part.experts[i] if part.experts else None)
+        _key_of(tokens[:length], part.experts[i] if part.experts else None, id(part.images[i]) if part.images else None)
         for i, (tokens, length) in enumerate(zip(part.tokens, lengths.tolist(), strict=True))
     ]
     starts = _starts(lengths)
@@ -250,12 +282,16 @@ def _share_prefixes(part: TrainBatch, lengths: np.ndarray) -> tuple[np.ndarray, 
     return np.searchsorted(kept, copy_of), kept
 
 
-def _key_of(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
-    """Return the bytes of each token and its experts, uint8 [tokens, width]; they sort as the token ids do.
+def _key_of(tokens: np.ndarray, experts: np.ndarray | None, images: int | None) -> np.ndarray:
+    """Return the bytes of each token, its images and its experts, uint8 [tokens, width]; they sort as token ids do.
+
+    ``images`` is a number for the images of each prompt.
 
     The engine chooses no experts for the last token of a response.
     """
     key = tokens.astype(">i8").view(np.uint8).reshape(len(tokens), 8)
+    if images is not None:  # equal placeholders of other images are other tokens
+        key = np.concatenate([key, np.full((len(tokens), 1), images).view(np.uint8)], axis=1)
     if experts is None:
         return key
     chosen = np.full((len(tokens), *experts.shape[1:]), -1, np.int16)

@@ -29,6 +29,8 @@ from miles.types.train_batch import TrainBatch, TrainShard
 if TYPE_CHECKING:
     import torch
 
+    from miles.types.images import ImageTensors
+
 Supports = Literal["left out", "if given", "required"]
 AdvantagesOf = Callable[[Sequence[Sample]], list[float]]  # one finite number per sample
 
@@ -242,8 +244,15 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool)
         trajectory_ids=trajectory_ids,
         position_in_step=list(range(len(rows))),
         supports=_supports(samples) if with_supports else None,
+        images=_images(samples) if any(s.prompt.images is not None for s in samples) else None,
         **vars(denominators),
     )
+
+
+def _images(samples: Sequence[Sample]) -> list[ImageTensors | None]:
+    from miles.models.images import tensors_of
+
+    return [None if s.prompt.images is None else tensors_of(s.prompt.images) for s in samples]
 
 
 def _teacher_log_probs(samples: Sequence[Sample]) -> list[np.ndarray]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from miles.config.settings import Settings
     from miles.engine.weight_sync.deltas import CopySource, WeightFolder
+    from miles.types.images import PromptImages
     from miles.types.replay import TokenSets
     from miles.types.sample import Sample
 
@@ -72,6 +73,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParams
+    images: PromptImages | None = None  # what takes the place of the placeholders in ``prompt_ids``
 
 
 @dataclass(frozen=True)

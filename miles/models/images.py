@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
@@ -67,6 +67,52 @@ def vision_family(model_type: str) -> VisionFamily | None:
             if family.model_type == model_type:
                 return family
     return None
+
+
+def text_inputs(
+    body: Any, ids: torch.Tensor, feature: torch.Tensor | None, features: list[torch.Tensor] | None
+) -> dict[str, Any]:
+    """Return what the language part of a model reads instead of the tokens ``ids`` [rows, T].
+
+    Args:
+        body: The model without its head.
+        ids: The tokens.
+        feature: For each token the row of the features in the place of its embedding, int64 [rows, T]; -1 for text.
+        features: As ``VisionFamily.features`` returns them; None without images.
+    """
+    import torch
+
+    embeddings = body.get_input_embeddings()(ids)
+    if feature is None or features is None:
+        return {"inputs_embeds": embeddings}
+    is_image = feature >= 0
+    images = features[0][feature.clamp(min=0)].to(embeddings.dtype)
+    inputs = {"inputs_embeds": torch.where(is_image[..., None], images, embeddings)}
+    if features[1:]:
+        deeper = [layer[feature[is_image]] for layer in features[1:]]
+        inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}
+    return inputs
+
+
+def joined(batches: Sequence[ImageTensors], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the tensors of the images of several prompts, along the first axis; others are padded to the longest."""
+    import torch
+
+    found = {}
+    for name in batches[0].tensors:
+        arrays = [batch.tensors[name] for batch in batches]
+        shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
+        widths = ([(0, 0), *((0, n - m) for n, m in zip(shape, a.shape[1:], strict=True))] for a in arrays)
+        whole = np.concatenate([np.pad(a, width) for a, width in zip(arrays, widths, strict=True)])
+        found[name] = torch.from_numpy(whole).to(device)
+    return found
+
+
+def blank(config: Any) -> ImageTensors:
+    """Return an image that no token stands for."""
+    family = vision_family(config.model_type)
+    assert family is not None
+    return ImageTensors(family.blank(config), (), -1)
 
 
 @cache

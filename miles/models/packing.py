@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.models.reading import attends_by_itself, may_have_state, why_not_loaded
+from miles.models.reading import WITH_IMAGES, attends_by_itself, may_have_state, why_not_loaded
 
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
 # padded, and the same for types with recurrent state.
@@ -70,8 +70,6 @@ WITH_TEXT_MODEL = (
     "qwen3_5_moe",
     "qwen4_exp",
 )
-# Types for text and images that are trained whole: those of families/vision.
-WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 # Types that are not what transformers computes, or do not run, on the attention of FSDP and of the torch engine; or
 # that are no model of text alone.
 _DIFFERENT = (

@@ -136,6 +136,8 @@ def _models() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
 
 
+# Types for text and images that are loaded whole, with the vision tower: those of families/vision.
+WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 _READER = "PytorchStreamReader"  # begins what torch says about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message
 
@@ -168,15 +170,14 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
             read. The message names the first ones.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM  # slow to import
 
     again = "copy or download the folder again"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, which its annotation does not say
+        loaded: Any = class_of(config).from_pretrained(  # a pair, which its annotation does not say
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attention_of(config, attn_implementation),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
@@ -204,6 +205,18 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
         )
     choose_experts(model)
     return model
+
+
+def class_of(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that loads this model as it is trained and generates."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # slow to import
+
+    return AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
+
+
+def attention_of(config: PretrainedConfig, text: str) -> str | dict[str, str]:
+    """Return the attention of each part of a model: ``text`` for its language part, torch's own for a vision tower."""
+    return {"text_config": text, "vision_config": "sdpa"} if config.model_type in WITH_IMAGES else text
 
 
 def choose_experts(model: PreTrainedModel) -> None:

@@ -279,6 +279,7 @@ async def generate_group(
         prompt_ids=group.prompt.token_ids,
         seeds=tuple(seed_of(group.group_index, k) for k in range(n_samples)),
         sampling=fit_context(sampling, group.prompt, max_context_len),
+        images=group.prompt.images,
     )
     generations = await engine.generate(request)
     assert len(generations) == n_samples, f"the engine gave {len(generations)} responses for {n_samples} seeds"

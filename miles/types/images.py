@@ -41,7 +41,7 @@ class PromptImages:
         return self.__dict__ | {"cache": {}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageTensors:
     """The images of one prompt as the model's processor makes them, shared by all samples of a group.
 
@@ -69,8 +69,12 @@ class ImageTensors:
         Placeholders behind them were sampled, and are text.
 
         Raises:
-            ValueError: The sample has fewer placeholders than the images have tokens.
+            ValueError: The sample has fewer placeholders than the images have tokens, or the images other features.
         """
+        if self.grids is not None and (self.grids.prod(1) != self.counts).any():
+            raise ValueError(
+                f"images take {sum(self.counts)} tokens, and their grids have {self.grids.prod(1).sum()} features"
+            )
         places = np.flatnonzero(token_ids == self.placeholder_id)
         if len(places) < sum(self.counts):
             raise ValueError(

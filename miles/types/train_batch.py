@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles.types.groups import ContextGroup
+    from miles.types.images import ImageTensors, MicroImages
     from miles.types.replay import TokenSets
     from miles.types.support import Support
 
@@ -67,6 +68,7 @@ class TrainBatch:
     top_entropy: list[np.ndarray] | None = None  # float32 0/1 [response], tokens of --top-entropy-quantile
     supports: list[TokenSets] | None = None  # [response], what truncated sampling drew each token from
     experts: list[np.ndarray] | None = None  # [positions, layers, k], the engine's choices, from the first token on
+    images: list[ImageTensors | None] | None = None  # of the prompt: one object for all samples of a group
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -242,6 +244,7 @@ class MicroBatch:
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
     experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     shared_logits: SharedLogits | None = None  # if several response tokens read the logits of one token
+    images: MicroImages | None = None
     padded: bool = False
     positions: tuple[int, ...] = ()  # S entries, of the samples in the whole step
 

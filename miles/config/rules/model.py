@@ -16,7 +16,8 @@ from miles.config.host_share import PROMPT, text_config
 from miles.config.model import ModelArguments, local_config, local_vocab_size, vocab_size_of
 from miles.config.settings import Settings
 from miles.config.sglang.flags import SERVER, VLLM, has_flag, value_of
-from miles.models.packing import WITH_IMAGES, longest_generated, longest_trained, reads_images
+from miles.models.packing import longest_generated, longest_trained, reads_images
+from miles.models.reading import WITH_IMAGES
 from miles.tasks.data.settings import columns_to_choose, find_column
 
 _CONTEXT = "--context-length"  # SGLang's flag
@@ -126,11 +127,10 @@ def check_images(settings: Settings, errors: Errors) -> None:
     if settings.trains and data.multimodal_keys is not None and not train_backend_spec(backend).trains_images:
         rule = f"--train-backend {backend} trains no images: it would need vision towers and 3-D rotary positions"
         errors.refuse("multimodal_keys", data.multimodal_keys, rule, "give --train-backend fsdp")
-    elif config is not None and not reads_images(config):
-        why = f"by a {config.get('model_type')}, which reads no images here"
+    elif data.multimodal_keys is not None and config is not None and not reads_images(config):
         what_to_do = f"give a model of the type {', '.join(WITH_IMAGES)}, or train on the text columns"
-        if errors.none_about("multimodal_keys"):
-            errors.refuse_ignored(data, ["multimodal_keys"], why, what_to_do)
+        rule = f"a {config.get('model_type')} reads no images here"
+        errors.refuse("multimodal_keys", data.multimodal_keys, rule, what_to_do)
 
 
 def check_stop_token_ids(settings: Settings, errors: Errors) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +24,21 @@ from miles.engine.embedded.attention import (
 )
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.models.end_tokens import end_token_ids
-from miles.models.packing import SPARSE, has_recurrent_state, longest_generated, model_type, why_not_generated
+from miles.models.packing import (
+    SPARSE,
+    has_recurrent_state,
+    longest_generated,
+    model_type,
+    reads_images,
+    why_not_generated,
+)
 from miles.models.reading import read_config, read_model
 from miles.models.routers import Routers
 from miles.types.head import head_logits
 from miles.types.weights import WeightChunk
+
+if TYPE_CHECKING:
+    from miles.types.images import ImageTensors, PromptImages
 
 # Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.
 SAVED_BY_PREFIX = 64
@@ -57,6 +67,7 @@ class ModelRunner:
         plain = config.to_dict()
         self.is_recurrent = has_recurrent_state(plain)
         self._is_sparse = model_type(plain) in SPARSE
+        self._reads_images = reads_images(plain)
         states = LayerStates(config.get_text_config()) if self.is_recurrent or self._is_sparse else None
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
@@ -89,7 +100,9 @@ class ModelRunner:
             yield self._routers.take_numpy
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], first_row: int) -> torch.Tensor:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], first_row: int, images: Sequence[PromptImages | None] = ()
+    ) -> torch.Tensor:
         """Run P whole prompts, and store them in row ``first_row`` and those after it.
 
         What all of them start with, such as a system prompt, is run once if that saves ``SAVED_BY_PREFIX`` tokens.
@@ -113,6 +126,10 @@ class ModelRunner:
         self._last_positions = (lengths - 1 - shared).to(self.device)
         states = None if self.cache.states is None else self.cache.states.fresh()
         mask = step.mask(width, self.device) if self._is_sparse else None
+        if self._reads_images:
+            from miles.models.images import tensors_of  # a text model reads none of it
+
+            return self._forward_images(ids, step, [tensors_of(one) if one is not None else None for one in images])
         logits = self._forward(ids[:, shared:], positions[None, shared:], step, states, mask)
         if self.is_recurrent:
             assert self.cache.states is not None and states is not None
@@ -129,7 +146,13 @@ class ModelRunner:
         return shared if shared * (len(prompts) - 1) >= SAVED_BY_PREFIX else 0
 
     @torch.inference_mode()
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        width: int,
+        images: Sequence[PromptImages | None] = (),
+    ) -> torch.Tensor:
         """Run one token of each of rows 0 .. B - 1, at ``positions``; attention reads ``width`` tokens of each row.
 
         Returns:
@@ -145,6 +168,9 @@ class ModelRunner:
             self.cache.states.keep_rows(len(tokens))
         chosen_from = visible[:, None, None] if self._is_sparse else None
         ids = torch.tensor(tokens, device=self.device)[:, None]
+        if self._reads_images:
+            turned = at + torch.tensor([_offset(one) for one in images or [None] * len(tokens)], device=self.device)
+            return self._forward_text({"inputs_embeds": self.model.get_input_embeddings()(ids)}, turned[:, None], step)
         return self._forward(ids, at[:, None], step, self.cache.states, chosen_from)
 
     @torch.inference_mode()
@@ -219,12 +245,50 @@ class ModelRunner:
         logits: torch.Tensor = output.logits
         return logits[:, -1]
 
+    def _forward_images(self, ids: torch.Tensor, step: Step, images: Sequence[ImageTensors | None]) -> torch.Tensor:
+        """Return the logits that follow prompts, padded in ``ids`` [P, T], with the features of their images."""
+        from miles.models.images import joined, text_inputs, vision_family
+
+        body, family = self.model.base_model, vision_family(self.model.config.model_type)
+        assert family is not None
+        feature, axes = torch.full(ids.shape, -1), torch.arange(ids.shape[1]).repeat(3, len(ids), 1)
+        first: dict[ImageTensors, int] = {}  # of each prompt's images: the first of their rows of features
+        for number, (row, one) in enumerate(zip(ids.cpu().numpy(), images or [None] * len(ids), strict=True)):
+            if one is None:
+                continue
+            start = first.setdefault(one, sum(sum(other.counts) for other in first))
+            feature[number, torch.from_numpy(one.places(row))] = start + torch.arange(sum(one.counts))
+            positions = one.positions(row)
+            if positions is not None:
+                axes[:, number] = torch.from_numpy(positions)
+        features = family.features(body, joined(tuple(first), self.device)) if first else None
+        inputs = text_inputs(body, ids, feature.to(self.device), features)
+        has_axes = any(one.grids is not None for one in first)
+        return self._forward_text(inputs, (axes if has_axes else axes[0]).to(self.device), step)
+
+    def _forward_text(self, inputs: dict[str, Any], positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return the logits of the last token of each row, by the language part of a model that reads images."""
+        output = self.model.base_model.language_model(**inputs, position_ids=positions, use_cache=False, kv_step=step)
+        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state)
+        return logits[:, -1]
+
     def _keep_last_positions(self, _: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """Cut hidden states [P, T, H] to each prompt's last token, before the output projection of a prefill."""
         if self._last_positions is None:
             return None
         hidden = args[0]
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last_positions][:, None],)
+
+
+def _offset(images: PromptImages | None) -> int:
+    """Return how far rotary positions behind a prompt are from the places of its tokens."""
+    if images is None:
+        return 0
+    from miles.models.images import tensors_of
+
+    tensors = tensors_of(images)
+    grids = tensors.grids
+    return 0 if grids is None else int(grids[:, 1:].max(1).sum()) - sum(tensors.counts)
 
 
 def common_start(prompts: Sequence[Sequence[int]]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.sampling import RowSampling, StopText, sample, seeded_uniforms
 from miles.types.replay import TokenSetsBuilder
 
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
+
+ReadPrompt: TypeAlias = "tuple[tuple[int, ...], PromptImages | None]"
 PREFILL_TOKENS = 16384  # per prefill pass, with padding
 MASK_STEP = 16  # attended widths are multiples of this, which suits the fused kernels
 
@@ -40,6 +45,7 @@ class Sequence:
     stop_text: StopText | None = None
     support: TokenSetsBuilder | None = None  # what each token was drawn from, if it is asked for
     experts: list[np.ndarray] = field(default_factory=list)  # of the positions that were read, if they are asked for
+    images: PromptImages | None = None
 
     @classmethod
     def start(
@@ -51,11 +57,19 @@ class Sequence:
         version: int,
         stop_text: StopText | None = None,
         vocab_size: int = 0,
+        images: PromptImages | None = None,
     ) -> Sequence:
         """Return a sequence without tokens, with its random numbers drawn."""
         uniforms = seeded_uniforms(seed, sampling.max_new_tokens)
         support = TokenSetsBuilder(vocab_size) if sampling.returns_support else None
-        return cls(prompt_ids, sampling, stop_ids, uniforms, version, stop_text=stop_text, support=support)
+        return cls(
+            prompt_ids, sampling, stop_ids, uniforms, version, stop_text=stop_text, support=support, images=images
+        )
+
+    @property
+    def prompt(self) -> ReadPrompt:
+        """What is prefilled; sequences with the same prompt share it."""
+        return self.prompt_ids, self.images
 
     @property
     def position(self) -> int:
@@ -111,16 +125,18 @@ class RunningBatch:
 
     def admit(self, sequences: Many[Sequence], version: int) -> None:
         """Prefill the prompts of new sequences, each distinct prompt once, and draw their first tokens."""
-        by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
+        by_prompt: dict[ReadPrompt, list[Sequence]] = {}
         self._runner.cache.reserve(len(self.sequences) + len(sequences), 0)  # each may need a row of its own
         for sequence in sequences:
             self._runner.cache.expect(len(sequence.prompt_ids) + sequence.sampling.max_new_tokens)
-            by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
-        prompts = sorted(by_prompt, key=len, reverse=True)  # similar lengths together: little padding
+            by_prompt.setdefault(sequence.prompt, []).append(sequence)
+        prompts = sorted(
+            by_prompt, key=lambda prompt: len(prompt[0]), reverse=True
+        )  # similar lengths together: little padding
         while prompts:
-            count = max(1, PREFILL_TOKENS // len(prompts[0]))
+            count = max(1, PREFILL_TOKENS // len(prompts[0][0]))
             if self._runner.is_recurrent:  # padding would enter the states
-                count = min(count, sum(len(prompt) == len(prompts[0]) for prompt in prompts))
+                count = min(count, sum(len(ids) == len(prompts[0][0]) for ids, _ in prompts))
             self._prefill(prompts[:count], by_prompt, version)
             prompts = prompts[count:]
 
@@ -128,9 +144,10 @@ class RunningBatch:
         """Decode one token of every sequence."""
         last_tokens = [row[0].token_ids[-1] for row in self._rows]
         positions = [row[0].position for row in self._rows]
+        images = [row[0].images for row in self._rows]
         width = -(-(max(positions) + 1) // MASK_STEP) * MASK_STEP
         with span(f"decode {len(positions)} rows"):
-            logits = self._decode(last_tokens, positions, width)
+            logits = self._decode(last_tokens, positions, width, images)
         if self._sampling is None:
             self._sampling = self._sampling_of(self.sequences)
         self._draw(0, logits, self._sampling, version)
@@ -156,9 +173,7 @@ class RunningBatch:
             self._runner.cache.clear()
         return retired
 
-    def _prefill(
-        self, prompts: Many[tuple[int, ...]], by_prompt: dict[tuple[int, ...], list[Sequence]], version: int
-    ) -> None:
+    def _prefill(self, prompts: Many[ReadPrompt], by_prompt: dict[ReadPrompt, list[Sequence]], version: int) -> None:
         first_row = len(self._rows)
         with span(f"prefill {len(prompts)} prompts"):
             logits = self._prefill_rows(prompts, [by_prompt[prompt] for prompt in prompts])
@@ -167,25 +182,28 @@ class RunningBatch:
         sampling = self._sampling_of([s for prompt in prompts for s in by_prompt[prompt]])
         self._draw(first_row, logits, sampling, version)
 
-    def _decode(self, last_tokens: list[int], positions: list[int], width: int) -> torch.Tensor:
+    def _decode(
+        self, last_tokens: list[int], positions: list[int], width: int, images: Many[PromptImages | None]
+    ) -> torch.Tensor:
         """Return the logits that follow each row, and record the experts for the sequences that want them."""
         if not any(s.sampling.returns_experts for s in self.sequences):
-            return self._runner.decode(last_tokens, positions, width)
+            return self._runner.decode(last_tokens, positions, width, images)
         with self._runner.recording_experts() as take:
-            logits = self._runner.decode(last_tokens, positions, width)
+            logits = self._runner.decode(last_tokens, positions, width, images)
             for row, chosen in zip(self._rows, take(), strict=True):
                 _record(row, chosen[None])
         return logits
 
-    def _prefill_rows(self, prompts: Many[tuple[int, ...]], new: Many[list[Sequence]]) -> torch.Tensor:
+    def _prefill_rows(self, prompts: Many[ReadPrompt], new: Many[list[Sequence]]) -> torch.Tensor:
         """Return the logits that follow each prompt, and record the experts for the sequences that want them."""
+        ids, images = [prompt for prompt, _ in prompts], [images for _, images in prompts]
         if not any(s.sampling.returns_experts for row in new for s in row):
-            return self._runner.prefill(prompts, first_row=len(self._rows))
+            return self._runner.prefill(ids, len(self._rows), images)
         with self._runner.recording_experts() as take:
-            logits = self._runner.prefill(prompts, first_row=len(self._rows))
+            logits = self._runner.prefill(ids, len(self._rows), images)
             chosen = take()
         of_prompts = chosen.reshape(len(prompts), -1, *chosen.shape[1:])  # padded to the longest
-        for row, prompt, experts in zip(new, prompts, of_prompts, strict=True):
+        for row, prompt, experts in zip(new, ids, of_prompts, strict=True):
             _record(row, experts[: len(prompt)].copy())
         return logits
 

@@ -112,6 +112,7 @@ class TorchEngine:
                 self._version,
                 stop_text,
                 self._runner.vocab_size,
+                request.images,
             )
             for seed in request.seeds
         ]

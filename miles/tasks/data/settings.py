@@ -81,7 +81,6 @@ class DataArguments:
         None,
         'JSON object that names the column of images, which fill <image> in the prompt: {"image": "images"} '
         "(docs/images.md)",
-        needs="prompts to draw",
         has_lines=True,
     )
     image_max_pixels: Optional[int] = flag(

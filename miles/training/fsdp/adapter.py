@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from miles.base.flags import collect_errors
 from miles.config.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
+from miles.models.packing import reads_images
 from miles.training.adapter_folder import peft_config, write_adapter
 from miles.training.fsdp.layers import INDEXER
 
@@ -36,7 +37,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     _check_layers(model, lora)
-    config = peft_config(lora, list(lora.targets) or _all_linear(model), exclude_modules=list(lora.excluded) or None)
+    excluded = [*lora.excluded, *_outside_language(model)]
+    config = peft_config(lora, list(lora.targets) or _all_linear(model), exclude_modules=excluded or None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank draws the same A, and keeps its part
         inject_adapter_in_model(config, model)
@@ -65,6 +67,13 @@ def _linear_layers(model: nn.Module) -> list[str]:
     """Return the names of the linear layers that can learn: those of an indexer get no gradient."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [name for name in linear if INDEXER not in name.split(".")]
+
+
+def _outside_language(model: PreTrainedModel) -> list[str]:
+    """Return the linear layers of a vision tower and its projector: adapters are for the language part."""
+    if not reads_images(model.config.to_dict()):
+        return []
+    return [name for name in _linear_layers(model) if "language_model" not in name.split(".") and name != "lm_head"]
 
 
 def _all_linear(model: PreTrainedModel) -> str | list[str]:

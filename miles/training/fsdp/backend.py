@@ -130,6 +130,8 @@ class FsdpBackend:
             path, temperature, chunk_size, dtype, self._read, fp32_head=self.settings.training.fp32_lm_head
         )
         self._check(policy, flag, path)
+        if policy.tower is not None and self.settings.training.freeze_vision_tower:
+            policy.tower.freeze()
         if lora is not None and lora.trains_adapter:
             add_adapter(policy.language_model, lora, self.settings.training.seed)
         self._shard(policy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -16,16 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from miles.models.packing import longest_trained
-from miles.models.reading import choose_experts, read_config, read_model
+from miles.models.packing import longest_trained, reads_images
+from miles.models.reading import attention_of, choose_experts, class_of, read_config, read_model
 from miles.models.routers import Routers
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.fsdp.layers import choose_keys_within_samples, reset_states_between_samples
 from miles.training.packed_attention import NAME, PackedLayout
 from miles.types.train_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from miles.training.fsdp.vision_tower import VisionTower
 
 
 class LossCanary(nn.Module):
@@ -54,6 +57,7 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         super().__init__()
         self.language_model = language_model
         self._longest = longest_trained(language_model.config.get_text_config().to_dict())
+        self.tower = _vision_tower(language_model) if reads_images(language_model.config.to_dict()) else None
 
     def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
         """Return what the decoder makes of the tokens, [T, hidden].
@@ -68,11 +72,15 @@ class ShardedModule(nn.Module, Generic[Scorer]):
                 "embedding has other frequencies for all samples of a micro-batch, so --train-backend fsdp does not "
                 f"train it; give --rollout-max-context-len {longest}, or choose another model"
             )
-        states: torch.Tensor = self.language_model.base_model(
-            input_ids=micro.input_ids.view(micro.rows, -1),
-            position_ids=micro.position_ids.view(micro.rows, -1),
-            use_cache=False,
-            packed=PackedLayout.of(micro),
+        ids, positions = micro.input_ids.view(micro.rows, -1), micro.position_ids.view(micro.rows, -1)
+        body: Any = self.language_model.base_model
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.tower is not None:
+            body, inputs = body.language_model, self.tower.inputs(ids, micro.images)
+            if micro.images is not None and micro.images.positions is not None:
+                positions = micro.images.positions.view(3, micro.rows, -1)
+        states: torch.Tensor = body(
+            **inputs, position_ids=positions, use_cache=False, packed=PackedLayout.of(micro)
         ).last_hidden_state
         return states.flatten(0, 1)
 
@@ -90,6 +98,12 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         raise NotImplementedError
 
 
+def _vision_tower(language_model: PreTrainedModel) -> VisionTower:
+    from miles.training.fsdp.vision_tower import VisionTower  # a text model reads none of it
+
+    return VisionTower(language_model.base_model)
+
+
 class ValueHead(nn.Linear):
     """From a hidden state to its value, in fp32. It starts at 0: a critic that knows nothing predicts no reward."""
 
@@ -103,7 +117,7 @@ class ValueModel(ShardedModule[ValueScorer]):
 
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__(language_model)
-        self.value_head = ValueHead(language_model.config.hidden_size)
+        self.value_head = ValueHead(language_model.config.get_text_config().hidden_size)
 
     @property
     def in_fp32(self) -> nn.Module:
@@ -188,7 +202,7 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the same model from its configuration alone. Its weights are random."""
     config = read_config(path)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model = class_of(config).from_config(config, dtype=dtype, attn_implementation=attention_of(config, NAME))
     choose_experts(model)
     return _prepared(model)
 
@@ -279,8 +293,9 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
     It is the first list: what else is one, such as experts, is in the layers.
     """
+    within = "language_model." if reads_images(model.config.to_dict()) else ""  # the tower has layers too
     modules = model.base_model.named_modules()
-    return next((name, module) for name, module in modules if isinstance(module, nn.ModuleList))
+    return next((n, module) for n, module in modules if isinstance(module, nn.ModuleList) and n.startswith(within))
 
 
 def shard_model(

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from miles.models.families import vision
 from miles.models.images import vision_family
-from miles.models.packing import WITH_IMAGES
+from miles.models.reading import WITH_IMAGES
 
 
 def test_every_type_that_reads_images_has_its_family() -> None:

@@ -7,7 +7,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from miles.models.packing import WITH_IMAGES, WITH_TEXT_MODEL, why_not_generated, why_not_trained
+from miles.models.packing import WITH_TEXT_MODEL, why_not_generated, why_not_trained
+from miles.models.reading import WITH_IMAGES
 
 
 def test_a_model_for_images_is_refused_unless_transformers_has_its_text_model() -> None:

@@ -80,8 +80,8 @@ REFUSED = [
     ("experts", f"{MEGATRON} --moe-layer-freq [0]*-1", "--moe-layer-freq [0]*-1: must be a list of whole numbers"),
     (
         "dense",
-        "--image-max-pixels 100",
-        "--image-max-pixels 100: would be ignored by a qwen3, which reads no images",
+        '--apply-chat-template --multimodal-keys {"image":"x"}',
+        '--multimodal-keys {"image":"x"}: a qwen3 reads no images here; give a model of the type llava_onevision,',
     ),
     ("dense", '--multimodal-keys {"video":"x"}', '--multimodal-keys {"video":"x"}: video is not trained on'),
     ("dense", "--sglang-router-ip 10.0.0.1", "--sglang-router-ip: a run starts its own router, and engines that run"),

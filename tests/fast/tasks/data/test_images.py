@@ -12,10 +12,10 @@ import pytest
 from vision_models import KINDS, image, png, write_vision_model
 
 from miles.base.text import InputError
+from miles.base.tokenizer import load_tokenizer
 from miles.models.images import decoded, encoded, load_processor, tensors_of
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.tokenizer import load_tokenizer
 from miles.types.sample import Prompt
 
 DATA = DataArguments(
@@ -194,7 +194,7 @@ def test_reading_text_loads_nothing_for_images(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
     code = (
         "import sys; from miles.tasks.data.prompts import load_prompts; "
-        "from miles.tasks.data.settings import DataArguments; from miles.tasks.data.tokenizer import load_tokenizer; "
+        "from miles.tasks.data.settings import DataArguments; from miles.base.tokenizer import load_tokenizer; "
         "data = DataArguments(input_key='problem', label_key='answer', apply_chat_template=True); "
         f"print(len(load_prompts('{tmp_path}/rows.jsonl', data, load_tokenizer('{tmp_path}/model')))); "
         "print([name for name in sys.modules if 'miles' in name and ('image' in name or 'vision' in name)])"

@@ -1,0 +1,237 @@
+"""Packed samples with images against transformers, which computes each sample alone in float64."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from vision_models import KINDS, png, write_vision_model
+
+from miles.batch.collate import collate
+from miles.batch.convert import convert
+from miles.models.images import expansions, load_processor, tensors_of
+from miles.objective.settings import LossArguments
+from miles.training.fsdp.models import Policy, load_policy
+from miles.types.images import PromptImages
+from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.train_batch import TrainBatch
+
+CPU = torch.device("cpu")
+SIZES = [[], [(16, 12)], [(24, 16), (8, 8), (16, 24)], [(16, 12)]]  # of the images of each group
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_vision_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
+    """Return a prompt as rows are read; texts of all are alike, so that equal placeholders of two prompts are tried."""
+    processor = load_processor(model)
+    written = expansions(model, tuple(sizes)) if sizes else ()
+    text = "look: " + "and ".join(f"{one}" for one in written) + " what?"
+    ids = tuple(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not sizes:
+        return Prompt(text, ids)
+    counts = tuple(one.count(processor.image_token) for one in written)
+    files = tuple(png(seed + i, *size) for i, size in enumerate(sizes))
+    images = PromptImages(files, tuple(sizes), counts, processor.image_token_id, (), model, f"rows:{seed}")
+    return Prompt(text, ids, images=images)
+
+
+def groups_of(model: str) -> list[PromptGroup]:
+    rng = np.random.default_rng(0)
+    groups = []
+    for index, sizes in enumerate(SIZES):
+        prompt = prompt_with(model, sizes, seed=10 * index)
+        placeholder = load_processor(model).image_token_id
+        samples = []
+        for k, length in enumerate((5, 8)):
+            ids = rng.integers(1, 90, length).tolist()
+            if index == 1 and k == 0:
+                ids[2] = placeholder  # that was sampled is text
+            samples.append(
+                Sample(prompt, index, 2 * index + k, ids, "", [1] * length, [0.0] * length, reward=float(k - index))
+            )
+        groups.append(PromptGroup(index, prompt, samples))
+    return groups
+
+
+def batch_of(groups: list[PromptGroup]) -> TrainBatch:
+    return convert(groups, loss=LossArguments(), global_batch_size=2 * len(groups))[0]
+
+
+def alone(model: str, groups: list[PromptGroup]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the log-probs of every sample by transformers in float64, and the gradients of their weighted sum."""
+    reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    found, total = [], torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        for sample in group.samples:
+            ids = torch.tensor([sample.tokens])
+            images = group.prompt.images
+            inputs: dict[str, torch.Tensor] = {}
+            if images is not None:
+                made = tensors_of(images)
+                inputs = {name: torch.from_numpy(value) for name, value in made.tensors.items()}
+                inputs["pixel_values"] = inputs["pixel_values"].double()
+            hidden = _hidden(reference, ids, inputs, len(group.prompt.token_ids))
+            logits = reference.lm_head(hidden)[0, -len(sample.response_ids) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+            found.append(log_probs.detach())
+            total = total + (log_probs * weights(len(log_probs))).sum()
+    total.backward()
+    return found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+
+def _hidden(reference, ids, inputs, prompt_length) -> torch.Tensor:
+    """Compute a sample as transformers does; a placeholder in its response is given as the text that it is."""
+    body, placeholder = reference.base_model, reference.config.image_token_id
+    is_image = (ids == placeholder) & (torch.arange(ids.shape[1]) < prompt_length)
+    if not (ids[:, prompt_length:] == placeholder).any():
+        types = is_image.int()
+        extra = {"mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
+        return body(input_ids=ids, use_cache=False, **inputs, **extra).last_hidden_state
+    other = ids.clone()
+    other[:, prompt_length:][other[:, prompt_length:] == placeholder] = 1
+    embeds = body.get_input_embeddings()(ids)
+    kept = {}
+
+    def keep(_module, args, kwargs):
+        kept.update(kwargs)
+        given = kwargs["inputs_embeds"].clone()
+        given[:, prompt_length:] = embeds[:, prompt_length:]
+        return args, kwargs | {"inputs_embeds": given}
+
+    hook = body.language_model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        return _hidden(reference, other, inputs, prompt_length)
+    finally:
+        hook.remove()
+
+
+def weights(length: int) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, length, dtype=torch.float64)
+
+
+def packed(
+    policy: Policy, batch: TrainBatch, parts: list[range], **layout: object
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    policy.zero_grad()
+    found: list[torch.Tensor] = []
+    for part in parts:
+        micro = collate(batch, part, CPU, **layout)
+        log_probs = policy.scorer(micro)(with_entropy=False).log_probs
+        lengths = [batch.response_lengths[i] for i in part]
+        (log_probs * torch.cat([weights(n) for n in lengths]).float()).sum().backward()
+        found += log_probs.detach().split(lengths)
+    language = policy.language_model
+    return found, {name: p.grad for name, p in language.named_parameters() if p.grad is not None}
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("layout", [{}, {"row_multiple": 1}], ids=["packed", "rows"])
+def test_log_probs_and_gradients_are_those_of_each_sample_alone(model: str, layout: dict) -> None:
+    groups = groups_of(model)
+    batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
+    expected, gradients = alone(model, groups)
+    for parts in ([range(8)], [range(2), range(2, 5), range(5, 8)]):
+        found, own = packed(policy, batch, parts, **layout)
+        assert_near(found, expected)
+        scale = max(g.abs().max() for g in gradients.values())
+        for name, gradient in gradients.items():
+            assert (own[name].double() - gradient).abs().max() <= 1e-5 * scale, name
+
+
+def test_another_image_and_another_order_give_other_log_probs(model: str) -> None:
+    prompt = prompt_with(model, [(16, 12), (16, 12)], seed=1)
+    assert prompt.images is not None
+    first, second = prompt.images.files
+    prompts = [prompt]
+    for files in ((second, first), (png(7), second)):
+        prompts.append(replace(prompt, images=replace(prompt.images, files=files, cache={})))
+    groups = [
+        PromptGroup(i, one, [Sample(one, i, i, [5, 6, 7], "", [1] * 3, [0.0] * 3, reward=1.0)])
+        for i, one in enumerate(prompts)
+    ]
+    batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
+    found, _ = packed(policy, batch, [range(3)])  # the prompts have the same tokens
+    apart, _ = packed(policy, batch, [range(1), range(1, 2), range(2, 3)])
+    for one, other in zip(found, apart, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    assert (found[0] - found[1]).abs().max() > 1e-4 and (found[0] - found[2]).abs().max() > 1e-4
+
+
+def test_a_trained_tower_gets_gradients_of_zero_without_an_image(model: str) -> None:
+    policy = load_policy(model, 1.0, 64, torch.float32)
+    batch = batch_of(groups_of(model))
+    _, with_images = packed(policy, batch, [range(8)])
+    _, without = packed(policy, batch, [range(2)])
+    assert without.keys() == with_images.keys()
+    assert policy.tower is not None
+    policy.tower.freeze()
+    _, frozen = packed(policy, batch, [range(8)])
+    tower = with_images.keys() - frozen.keys()
+    assert tower and all((without[name] == 0).all() for name in tower)
+    assert all((frozen[name] - with_images[name]).abs().max() <= 1e-5 for name in frozen)
+
+
+def test_a_frozen_tower_encodes_the_images_of_a_prompt_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(model, 1.0, 64, torch.float32)
+    assert policy.tower is not None
+    policy.tower.freeze()
+    calls = []
+    encode = policy.tower._encode
+    monkeypatch.setattr(policy.tower, "_encode", lambda *args: calls.append(args) or encode(*args))
+    batch = batch_of(groups_of(model))
+    for _ in range(2):
+        packed(policy, batch, [range(8), range(2, 5), range(2)])
+    assert len(calls) == 3
+
+
+def test_placeholders_that_the_images_do_not_fill_are_refused(model: str) -> None:
+    prompt = prompt_with(model, [(16, 12)], seed=1)
+    assert prompt.images is not None
+    policy = load_policy(model, 1.0, 64, torch.float32)
+    for ids, counts in ((prompt.token_ids[:-1], 0), (prompt.token_ids, -1)):
+        images = replace(prompt.images, counts=(prompt.images.counts[0] + counts,), cache={})
+        if not counts:
+            place = ids.index(images.placeholder_id)
+            ids = ids[:place] + ids[place + 1 :]
+        one = replace(prompt, token_ids=ids, images=images)
+        sample = Sample(one, 0, 0, [5, 6], "", [1] * 2, [0.0] * 2, reward=1.0)
+        with pytest.raises(ValueError, match=r"placeholders of images|images take \d+ tokens"):
+            packed(policy, batch_of([PromptGroup(0, one, [sample])]), [range(1)])
+
+
+def test_the_embedded_engine_has_the_log_probs_of_the_trainer(model: str, tmp_path: Path) -> None:
+    import asyncio
+
+    from miles.engine.base import GenerationRequest, SamplingParams
+    from miles.engine.embedded.torch_engine import TorchEngine
+
+    groups = groups_of(model)
+    engine = TorchEngine(model, torch.float32, "cpu", 16)
+    sampling = SamplingParams(max_new_tokens=6)
+
+    async def generate() -> list:
+        requests = [GenerationRequest(g.prompt.token_ids, (1, 2), sampling, g.prompt.images) for g in groups]
+        try:
+            return list(await asyncio.gather(*map(engine.generate, requests)))
+        finally:
+            await engine.close()
+
+    for group, generations in zip(groups, asyncio.run(generate()), strict=True):
+        for sample, made in zip(group.samples, generations, strict=True):
+            n = len(made.token_ids)
+            sample.response_ids, sample.loss_mask = made.token_ids, [1] * n
+            sample.rollout_log_probs = made.log_probs
+    found, _ = packed(load_policy(model, 1.0, 64, torch.float32), batch_of(groups), [range(8)])
+    for group, pair in zip(groups, zip(found[::2], found[1::2], strict=True), strict=True):
+        for sample, log_probs in zip(group.samples, pair, strict=True):
+            assert np.abs(np.asarray(sample.rollout_log_probs) - log_probs.numpy()).max() <= 1e-4
