@@ -87,7 +87,7 @@ def text_inputs(
         return {"inputs_embeds": embeddings}
     is_image = feature >= 0
     images = features[0][feature.clamp(min=0)].to(embeddings.dtype)
-    inputs = {"inputs_embeds": torch.where(is_image[..., None], images, embeddings)}
+    inputs: dict[str, Any] = {"inputs_embeds": torch.where(is_image[..., None], images, embeddings)}
     if features[1:]:
         deeper = [layer[feature[is_image]] for layer in features[1:]]
         inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}

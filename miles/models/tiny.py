@@ -342,7 +342,8 @@ def write_small_vision_model(
 
     tokenizer = character_tokenizer(characters)
     tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS)})
-    start, image, end, video = (tokenizer.convert_tokens_to_ids(name) for name in IMAGE_TOKENS)
+    ids: Any = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
+    start, image, end, video = ids
     heads = max(1, hidden // 32)
     common = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
