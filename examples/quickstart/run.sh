@@ -2,6 +2,7 @@
 # Train SmolLM2-135M on one-digit products with GRPO, on two CPU cores.
 #   SEED=1 bash examples/quickstart/run.sh [MODEL_FOLDER]
 #   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        generate with SGLang, not the embedded engine
+#   ENGINE=vllm SEED=1 bash examples/quickstart/run.sh          generate with vLLM (docs/vllm.md)
 #   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     train with Megatron-Core, not FSDP2
 #   PYTHON=python3 SEED=1 bash examples/quickstart/run.sh        use this interpreter as it is; install nothing
 # It runs `miles quickstart`. Further flags are those of train.py and override the settings of the quickstart:

@@ -138,7 +138,7 @@ def _sampling(translation: Translation) -> None:
     top_k = translation.number("top_k")
     translation.carry("top_k", "--rollout-top-k", int(top_k) if top_k > 0 else -1)
     if translation.switch("use_vllm"):
-        translation.carry("use_vllm", "--rollout-engine", "sglang")
+        translation.carry("use_vllm", "--rollout-engine", "vllm")
         if translation.text("vllm_mode") == "colocate":
             translation.carry("vllm_mode", "--colocate")
 

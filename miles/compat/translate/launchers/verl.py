@@ -296,7 +296,8 @@ def _kl_in_rewards(translation: Translation) -> None:
 
 
 def _engine(translation: Translation) -> None:
-    translation.carry(ROLLOUT + "name", "--rollout-engine", "sglang")
+    name = translation.text(ROLLOUT + "name")
+    translation.carry(ROLLOUT + "name", "--rollout-engine", name if name in ENGINES else "sglang")
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
 

@@ -1,0 +1,169 @@
+"""Responses of real vLLM servers, weight updates to them, and servers that are killed or stopped.
+
+Run with --all; skipped where the environment that scripts/vllm.sh makes is missing.
+"""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+import torch
+from tolerance import SERVER_LOG_PROB_ERROR
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.vllm.environment import missing_vllm, vllm_python
+from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
+from miles.engine.servers.keys import keys_of
+from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.server_log import LogFile
+from miles.engine.vllm.engine import VllmEngine
+from miles.engine.vllm.launch import VllmProgram
+from miles.engine.weight_sync.sender import WeightSender
+from miles.types.weights import in_chunks
+from tests.fast.conftest import byte_tokenizer
+from tests.fast.engine.sglang_servers import log_probs_of, other_weights
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(missing_vllm(vllm_python()) is not None, reason="vLLM is missing: bash scripts/vllm.sh"),
+]
+KEYS = keys_of(ServerFlags(), external=False)
+PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37))]
+CHI_SQUARE_999 = 37.7  # of 15 degrees of freedom: one right engine in a thousand exceeds it
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a tiny Llama whose heads are as large as vLLM's attention on CPU takes them."""
+    path, tokenizer = tmp_path_factory.mktemp("tiny-llama"), byte_tokenizer()
+    shape = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    special = dict(eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.3, **shape, **special)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@asynccontextmanager
+async def started(model, logs, number=1, **flags):
+    program = VllmProgram(
+        vllm_python(), str(model), "float32", "cpu", 1, 7, KEYS, ("--max-model-len", "512"), reads_text=True
+    )
+    hosts = [ServerOnHost(program, LogFile(logs / f"{n}.log"), "127.0.0.1") for n in range(number)]
+    sglang = SglangArguments(**{"update_weight_transfer_mode": "disk", **flags})
+    size = LlamaConfig.from_pretrained(model).vocab_size
+    servers = [LocalServer(n, host) for n, host in enumerate(hosts)]
+    engine = VllmEngine(servers, sglang, size, WeightSender(sglang, logs / "weights"), None, keys=KEYS)
+    try:
+        await engine.start()
+        yield engine, hosts
+    finally:
+        await engine.close()
+
+
+async def generate(engine, prompts=PROMPTS, seeds=4, **given):
+    requests = [
+        GenerationRequest(p, tuple(range(seeds)), SamplingParams(**{"max_new_tokens": 12, **given})) for p in prompts
+    ]
+    return [answer for answers in await asyncio.gather(*map(engine.generate, requests)) for answer in answers]
+
+
+def assert_log_probs(generation, expected):
+    assert torch.tensor(generation.log_probs).double() == pytest.approx(expected, abs=SERVER_LOG_PROB_ERROR)
+
+
+def assert_of(model, answers, prompts=PROMPTS, seeds=4, temperature=1.0):
+    for prompt, answer in zip([p for p in prompts for _ in range(seeds)], answers, strict=True):
+        assert_log_probs(answer, log_probs_of(model, prompt, answer.token_ids, temperature))
+
+
+async def test_answers_are_the_models_before_and_after_an_update(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    async with started(folder, tmp_path) as (engine, _):
+        for temperature in (1.0, 0.7):
+            assert_of(model, await generate(engine, temperature=temperature), temperature=temperature)
+        await assert_support(engine, model)
+        await assert_frequencies(engine, model)
+        await assert_stops(engine)
+        first, again = [await generate(engine) for _ in range(2)]
+        assert [a.token_ids for a in first] == [a.token_ids for a in again], "a seed repeats a response"
+        assert len({tuple(a.token_ids) for a in first[:4]}) == 4, "other seeds give others"
+        with pytest.raises(ValueError, match="HTTP 400"):
+            await generate(engine, [(5,) * 600], 1)
+
+        other = other_weights(model)
+        running = asyncio.ensure_future(generate(engine, [PROMPTS[0]], 2, max_new_tokens=480))
+        await asyncio.sleep(0.2)
+        await engine.update_weights(list(in_chunks(other.named_parameters(), bucket_bytes=20_000)), 5)
+        updated = await generate(engine, max_new_tokens=16)
+        assert_of(other, updated)
+        assert all(answer.token_versions == [5] * len(answer.token_ids) for answer in updated)
+        for answer in await running:  # what was generated after the update is of the new weights alone
+            kept = answer.token_versions.count(0)
+            ids, new = answer.token_ids, torch.tensor(answer.log_probs[kept:]).double()
+            assert new == pytest.approx(log_probs_of(other, PROMPTS[0] + tuple(ids[:kept]), ids[kept:]), abs=1e-3)
+    other.save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    async with started(tmp_path / "other", tmp_path) as (fresh, _):
+        expected = await generate(fresh, max_new_tokens=16)
+    assert [a.token_ids for a in updated] == [a.token_ids for a in expected]
+
+
+async def assert_support(engine, model):
+    given = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "returns_support": True}
+    answers = await generate(engine, **given)
+    for prompt, answer in zip([p for p in PROMPTS for _ in range(4)], answers, strict=True):
+        logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        expected = []
+        for row, kept, token in zip(logits, answer.support.sets(), answer.token_ids, strict=True):
+            assert 1 <= len(kept) <= 20
+            expected.append(row[kept].log_softmax(-1)[kept.tolist().index(token)])
+        assert_log_probs(answer, torch.stack(expected))
+
+
+async def assert_frequencies(engine, model):
+    """Compare the first tokens of 1,600 answers with the model's probabilities, in 16 bins of about equal weight."""
+    answers = await generate(engine, [PROMPTS[0]], 1600, max_new_tokens=1)
+    probs = model(torch.tensor([PROMPTS[0]])).logits[0, -1].double().softmax(-1)
+    order = probs.argsort(descending=True)
+    bins = torch.empty_like(order)
+    bins[order] = (probs[order].cumsum(0) * 16).long().clamp(max=15)
+    expected = torch.zeros(16, dtype=torch.double).index_add(0, bins, probs) * len(answers)
+    counts = torch.bincount(bins[[answer.token_ids[0] for answer in answers]], minlength=16).double()
+    filled = expected > 5
+    assert float(((counts - expected)[filled] ** 2 / expected[filled]).sum()) < CHI_SQUARE_999
+
+
+async def assert_stops(engine):
+    (free,) = await generate(engine, [PROMPTS[0]], 1, max_new_tokens=24, temperature=0.0)
+    stop = free.token_ids[3]
+    (ended,) = await generate(engine, [PROMPTS[0]], 1, temperature=0.0, stop_token_ids=(stop,))
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1] and ended.finish_reason == "stop"
+    text = byte_tokenizer().decode(free.token_ids[3:7])
+    (ended,) = await generate(engine, [PROMPTS[0]], 1, max_new_tokens=24, temperature=0.0, stop_texts=("*", text))
+    assert ended.token_ids == free.token_ids[:7] and ended.finish_reason == "stop" and len(ended.log_probs) == 7
+    assert free.finish_reason == "length"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_server_that_ends_or_hangs_is_replaced_and_every_request_answered(folder, tmp_path, number):
+    before = set(os.listdir("/dev/shm"))
+    model = other_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    quick = {"rollout_health_check_interval": 1.0, "rollout_health_check_timeout": 10.0}
+    async with started(folder, tmp_path, use_fault_tolerance=True, **quick) as (engine, hosts):
+        await engine.update_weights(list(in_chunks(model.named_parameters(), bucket_bytes=20_000)), 3)
+        running = asyncio.ensure_future(generate(engine, max_new_tokens=100))
+        await asyncio.sleep(0.1)
+        group = psutil.Process(hosts[0].pid)
+        for process in (*group.children(recursive=True), group):
+            process.send_signal(number)
+        answers = await running
+        assert_of(model, answers)
+        assert {answer.weight_version for answer in answers} == {3} and engine.servers.all[0].starts == 2
+    assert set(os.listdir("/dev/shm")) <= before
