@@ -26,7 +26,10 @@ from miles.engine.base import Engine, GenerationRequest, LocalHost, SamplingPara
 from miles.types.weights import in_chunks
 
 TOKENS = 64
-RUN = "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 --bf16 --debug-rollout-only"
+RUN = (
+    "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 --bf16 "
+    "--debug-rollout-only"
+)
 
 
 def memory_mb() -> int:

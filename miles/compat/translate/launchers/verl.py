@@ -18,6 +18,7 @@ from miles.compat.translate.objective import (
     token_sum,
 )
 from miles.compat.translate.translation import Document, Translation, apply, write_estimator, write_kl_in_rewards
+from miles.config.components import ENGINES
 from miles.objective.aggregation import Aggregation
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
