@@ -13,6 +13,7 @@ from miles.config.sglang.rules import NOT_QUANTIZED, check_common
 from miles.config.spelling import group_words
 from miles.config.vllm.flags import OTHER_PARALLEL, OWNED_BY_LAUNCHER, TENSOR_PARALLEL
 
+CHUNKED_PREFILL = "--enable-chunked-prefill"
 MOST_KEPT = 4096  # tokens of a support, each some 60 bytes of an answer
 HEAD_SIZES_ON_CPU = (
     32,
@@ -70,6 +71,9 @@ def _check_words(settings: Settings, errors: Errors) -> None:
             errors.add(
                 f"{written} {given}: contradicts --rollout-num-gpus-per-engine {size}; give {given} to that, drop this"
             )
+        elif name == CHUNKED_PREFILL and is_on_cpu(settings):
+            rule = "vLLM ends on CPU when a request with a seed is prefilled in parts"
+            errors.add(f"{written}: {rule}; drop {written}")
         elif name in OTHER_PARALLEL and values != ("1",):
             errors.add(
                 f"{written}: an engine here is tensor parallel; give --rollout-num-gpus-per-engine, and drop {written}"

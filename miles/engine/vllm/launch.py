@@ -18,6 +18,9 @@ from miles.engine.vllm.guard import ADMIN_KEY, KEY
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "miles.engine.vllm.guard.Guard"
+# A prompt is prefilled at once: vLLM 0.32.0 ends on CPU when a request with a seed has one that is prefilled in parts
+# ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
+_ON_CPU = (("--enforce-eager", None, ()), ("--no-enable-chunked-prefill", None, ()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class VllmProgram:
             ("--tensor-parallel-size", str(self.num_devices), ("-tp",)),
             ("--dtype", self.dtype, ()),
             ("--seed", str(self.seed), ()),
-            *([("--enforce-eager", None, ())] if self.device == "cpu" else ()),
+            *(_ON_CPU if self.device == "cpu" else ()),
             *([("--enable-sleep-mode", None, ())] if self.releases_memory else ()),
         ]
         for flag, value, spellings in defaults:

@@ -49,6 +49,7 @@ def fake_vllm(tmp_path, monkeypatch):
         ),
         (f"{VLLM} --bf16 --fp32-lm-head", "--fp32-lm-head: is not possible with --rollout-engine vllm"),
         (f"{VLLM} --sglang-dtype float32", "--rollout-engine vllm.*SGLang|--sglang-dtype"),
+        (f"{VLLM} --device cpu --vllm-enable-chunked-prefill", "--vllm-enable-chunked-prefill: vLLM ends on CPU"),
         (f"{VLLM} --vllm-port 80", "--vllm-port: the launcher sets it"),
         (f"{VLLM} --vllm-tensor-parallel-size 2", "--vllm-tensor-parallel-size 2: contradicts"),
         (f"{VLLM} --vllm-pipeline-parallel-size 2", "--vllm-pipeline-parallel-size: an engine here is tensor parallel"),

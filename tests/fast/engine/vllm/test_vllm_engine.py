@@ -157,6 +157,7 @@ def test_the_command_line_has_what_the_run_says_and_the_flags_of_the_user():
     program = replace(PROGRAM, flags=("--dtype", "bfloat16", "--max-num-seqs", "8"), reads_text=True)
     words = program.arguments("127.0.0.1", 1)
     assert words.count("--dtype") == 1 and words[words.index("--dtype") + 1] == "bfloat16"
+    assert "--no-enable-chunked-prefill" in words  # vLLM ends on CPU with seeds and prompts in parts
     assert "--skip-tokenizer-init" not in words and words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     raw = replace(PROGRAM, raw_log_probs=True).arguments("127.0.0.1", 1)
     assert raw[raw.index("--logprobs-mode") + 1] == "raw_logprobs" and "--skip-tokenizer-init" in raw

@@ -91,6 +91,8 @@ async def test_answers_are_the_models_before_and_after_an_update(folder, tmp_pat
         await assert_support(engine, model)
         await assert_frequencies(engine, model)
         await assert_stops(engine)
+        many = [tuple(range(5 + n, 65 + n)) for n in range(64)]  # more tokens than vLLM prefills in one step
+        assert_of(model, await generate(engine, many, 1), many, 1)
         first, again = [await generate(engine) for _ in range(2)]
         assert [a.token_ids for a in first] == [a.token_ids for a in again], "a seed repeats a response"
         assert len({tuple(a.token_ids) for a in first[:4]}) == 4, "other seeds give others"
