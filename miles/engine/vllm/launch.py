@@ -105,10 +105,11 @@ class VllmProgram:
         path = folder / "path"
         path.mkdir(exist_ok=True)
         (path / "miles").symlink_to(Path(miles.__file__).parent)
-        cpu = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
+        # One thread: waiting threads of OpenMP starve their neighbours. Nothing is compiled: the few functions
+        # that vLLM compiles even so keep the first requests waiting, for half a minute or more on a busy host.
+        cpu = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
         assert self.keys.server is not None and self.keys.admin is not None
         return {
-            # One thread per server: waiting threads of OpenMP starve their neighbours.
             **(cpu | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.device == "cpu" else {}),
             **{name: value for name, value in given.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")},
             "PYTHONPATH": str(path),
