@@ -65,6 +65,7 @@ class Trl(Launcher):
 
     def translate(self, translation: Translation) -> Objective | None:
         """Translate ``GRPOConfig``."""
+        translation.take(["--config", "--config-path"])
         parts = (_prompts, _reports, _step, _generation, _end, _sampling, _precision, _adapter, _schedule, _advantages)
         for part in (*parts, _policy, _own_loss, _delta, _kl, _top_entropy, _reference, _adaptive_entropy):
             translation.attempt(part)

@@ -202,6 +202,11 @@ def _estimator(translation: Translation) -> None:
 
 def _critic(translation: Translation) -> None:
     if translation.text("algorithm.adv_estimator") == "gae":
+        model = "critic.model.path"
+        if translation.has(model) and translation.raw(model) == translation.raw("actor_rollout_ref.model.path"):
+            translation.take([model])
+        elif translation.has(model):
+            translation.miss(model, "the critic starts from the policy's model here")
         for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
             translation.carry(key, flag, translation.number(key))
     else:
@@ -297,8 +302,11 @@ def _kl_in_rewards(translation: Translation) -> None:
 
 
 def _engine(translation: Translation) -> None:
-    name = translation.text(ROLLOUT + "name")
-    translation.carry(ROLLOUT + "name", "--rollout-engine", name if name in ENGINES else "sglang")
+    engine = translation.text(ROLLOUT + "name")
+    translation.carry(ROLLOUT + "name", "--rollout-engine", engine if engine in ENGINES else "sglang")
+    backend, name = ACTOR + "strategy", translation.document.settings.get("--config-name")
+    if translation.text(backend) == "megatron" or (name is not None and "megatron" in str(name.value)):
+        translation.carry(backend, "--train-backend", "megatron")
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
 
