@@ -215,8 +215,8 @@ def _policy(translation: Translation) -> None:
     elif loss not in OWN_TOKEN_LOSS:
         translation.carry("epsilon", "--eps-clip", low)
         translation.carry("epsilon_high", "--eps-clip-high", high)
-        if level == "sequence" or loss == "luspo":
-            translation.carry("importance_sampling_level", "--policy-loss", "luspo" if loss == "luspo" else "gspo")
+        if level == "sequence":
+            translation.carry("importance_sampling_level", "--policy-loss", "gspo")
     translation.take(["epsilon", "epsilon_high", "importance_sampling_level"])
 
 

@@ -260,6 +260,9 @@ def _policy(translation: Translation) -> None:
             f"the threshold is {low:g} for falling and {high:g} for rising probabilities there, {high:g} for both here"
         )
         translation.differ(ends[0], why, worst=0)
+    if mode == "geo_mean":
+        why = "the loss is the mean of each micro-batch, added up there: as many times ours as a rank has micro-batches"
+        translation.differ(key, why, *words, worst=0)
     translation.take([*ends, ACTOR + "clip_ratio", ACTOR + "clip_ratio_c", ACTOR + "tau_pos", ACTOR + "tau_neg"])
     translation.take(POLICY_LOSS + name for names in OWN.values() for name in names)
 

@@ -417,7 +417,7 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.sh", f"{OPENRLHF} --async_train --colocate_all_models --partial_rollout", "--async-steps 1"),
         ("a.yaml", f"{TRL_SIZES}loss_type: sapo\nsapo_temperature_neg: 1.1\n", "--policy-loss sapo"),
         ("a.yaml", f"{TRL_SIZES}loss_type: vespo\nvespo_k_pos: 2.5\n", "--vespo-power-pos 2.5"),
-        ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss luspo"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss gspo"),
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
     ],
