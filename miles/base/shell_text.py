@@ -276,20 +276,35 @@ class _Reader:
         return [Word(value.text, line, value.is_known, value.is_quoted) for value in values] if not sign else unknown
 
     def _arithmetic(self, text: str) -> int | None:
-        """Return the value of ``$((…))``, or ``None`` if it is not known."""
+        def value(name: str) -> str | None:
+            words = self._script.variables.get(name)
+            if words is None:
+                return self._environment.get(name)
+            return words[0].text if len(words) == 1 and words[0].is_known else None
 
-        def value(match: re.Match[str]) -> str:
-            name = match[1] or match[3] or match[4]
-            words = self._script.variables.get(name) or ([Word(match[2], 0)] if match[2] else [])
-            if not words and name in self._environment:
-                words = [Word(self._environment[name], 0)]
-            return f"({words[0].text})" if len(words) == 1 and words[0].is_known else "?"
+        return arithmetic(text, value)
 
-        inner = re.sub(r"\$\{(\w+)(?::?-(\w+))?\}|\$(\w+)|\b([A-Za-z_]\w*)\b", value, text[3:-2])
-        try:
-            return _integer(ast.parse(inner.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return None
+
+def arithmetic(text: str, value: Callable[[str], str | None]) -> int | None:
+    """Return the value of ``$((…))``, or ``None`` if it is not known.
+
+    Args:
+        text: The arithmetic, with its brackets.
+        value: Returns what a variable stands for, or ``None``.
+
+    >>> arithmetic("$((N * 1024 + ${X:-2}))", {"N": "4"}.get)
+    4098
+    """
+
+    def filled(match: re.Match[str]) -> str:
+        found = value(match[1] or match[3] or match[4])
+        return f"({found or match[2] or '?'})"
+
+    inner = re.sub(r"\$\{(\w+)(?::?-(\w+))?\}|\$(\w+)|\b([A-Za-z_]\w*)\b", filled, text[3:-2])
+    try:
+        return _integer(ast.parse(inner.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
 
 
 def _integer(node: ast.expr) -> int:

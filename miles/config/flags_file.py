@@ -8,8 +8,8 @@ r"""Read an ``@file``: lines of flags, or a shell script that sets arrays of fla
        --num-experts $EXPERTS  # a comment
     )
 
-Of a script the words of all arrays are read, with the variables that it sets, or else those of the environment. No
-shell runs: a line that needs one is refused.
+Of a script the words of all arrays are read, with the variables that it sets, or else those of the environment, and
+arithmetic of them. No shell runs: a line that needs one is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from miles.base.flags import LONGEST_VALUE
+from miles.base.shell_text import arithmetic
 from miles.base.text import one_line
 from miles.config.spelling import flags_in, without_flags
 
@@ -39,6 +40,8 @@ _WHOLE_ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
 _SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset")
 # Signs that quotes make plain text, and what takes their place until the words are split.
 _QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
+_CLOSES = f"[){_QUOTED[')']}]"  # in quotes too
+_ARITHMETIC = re.compile(rf"\$\(\((?:[^(){_QUOTED[')']}]|\([^(){_QUOTED[')']}]*{_CLOSES})*{_CLOSES}{{2}}")
 _COMPUTED = re.compile(r"\$\(\([^)]*\)?\)?|\$\([^)]*\)?|`[^`]*`?")
 _RUN_IT = "start the script itself with bash, or keep only its variables and arrays in the file"
 
@@ -142,7 +145,8 @@ class FlagsFile:
         if line.endswith("\\") and not line.endswith("\\\\"):
             line = line[:-1]
         try:
-            words = shlex.split(_mask_quoted(line), comments=True)
+            masked = _mask_quoted(line)
+            words = shlex.split(_ARITHMETIC.sub(self._computed, masked) if self._is_script else masked, comments=True)
         except ValueError as error:
             raise ValueError(f"{error}; check its quotes") from None
         if self._is_script:
@@ -157,6 +161,11 @@ class FlagsFile:
         """Check the end of the file. Raises ``ValueError`` if an array is still open."""
         if self._in_array:
             raise ValueError("an array has no end; close it with )")
+
+    def _computed(self, match: re.Match[str]) -> str:
+        """Return the value of arithmetic, or its text if a variable in it is not known."""
+        found = arithmetic(_unmask(match[0]), lambda name: self._variables.get(name) or os.environ.get(name))
+        return match[0] if found is None else str(found)
 
     def _refuse_computed(self, words: list[str]) -> None:
         for word in words:

@@ -117,7 +117,11 @@ def verl(case: dict[str, Any], log_probs: torch.Tensor) -> float:
     mask = torch.tensor(case["columns"]["mask"], dtype=torch.float64)
 
     def loss_of(columns: Columns, _: int) -> torch.Tensor:
-        batch = {"response_mask": columns["mask"], "old_log_probs": columns["old"], "ref_log_prob": columns["ref"]}
+        batch: dict[str, Any] = {
+            "response_mask": columns["mask"],
+            "old_log_probs": columns["old"],
+            "ref_log_prob": columns["ref"],
+        }
         batch |= {"advantages": columns["advantages"], "dp_size": len(case["ranks"])}
         counts: dict[str, Any] = {"batch_num_tokens": mask.sum(), "global_batch_size": len(mask)}
         loss: torch.Tensor = losses.ppo_loss(config, {"log_probs": columns["log_probs"]}, _Padded(batch | counts))[0]

@@ -45,7 +45,7 @@ def test_variables_of_the_script_are_read(monkeypatch):
         ("A=(--x 1)\npython train.py\n", "python is a command"),
         ('DIR="$(dirname x)"\nA=(--x 1)\n', "$(dirname x) runs a command"),
         ("A=(--x `date`)", "`date` runs a command"),
-        ("N=2\nA=(--x $((N)))", "$((N)) is arithmetic"),
+        ("A=(--x $((NOWHERE)))", "$((NOWHERE)) is arithmetic"),
         ("A=(--x ${Y%.sh})", "${Y%.sh} needs a shell"),
         ('A=("${OTHER[@]}")', "${OTHER[@]} needs a shell"),
         ("A=(--x $NOWHERE)", "the variable NOWHERE is not set; set it in the environment"),
@@ -59,6 +59,11 @@ def test_what_needs_a_shell_is_refused_with_the_way_out(tmp_path, script, said):
         parse([f"@{tmp_path / 'model.sh'}"])
     (message,) = refused.value.messages
     assert message.startswith("cannot read the line") and said in message
+
+
+def test_arithmetic_of_known_variables_is_evaluated():
+    script = "N=2\nTOKENS=$((1024 * N))\nA=(--x $((N + 1)) --y \"$(( (TOKENS + 1) / 2 ))\" --z '$((N))')\n"
+    assert words(script) == ["--x", "3", "--y", "1024", "--z", "$((N))"]
 
 
 def test_an_array_without_an_end_is_refused(tmp_path):
