@@ -1,5 +1,6 @@
-"""Translate the configuration of another trainer into our flags, and say what its objective computed.
+"""Translate the configuration of another trainer into our flags, and say what differs.
 
-``reading/`` turns a file into settings by name; ``launchers/`` has one file per trainer, with what each of its settings
-means here; ``examples.py`` and ``reductions.py`` evaluate the objectives in plain floats; ``report.py`` prints.
+``reading.py`` turns a file, with those that it inherits from, into settings by name. ``launchers/`` has a file and a
+table (TOML) for each trainer: its settings, their defaults and what they mean here. ``translation.py`` collects what
+becomes of them, ``objective.py`` evaluates aggregations in plain floats, and ``report.py`` prints.
 """
