@@ -42,7 +42,7 @@ from miles.config.functions import names_functions
 from miles.config.notes import OTHERS, Note, report
 from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ROUTER, SERVER
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import cut_spaced_words, given_twice, group_words
 from miles.config.validate import Validated
 
@@ -87,8 +87,8 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
 
 
 def _known_flags(words: Sequence[str]) -> Collection[str]:
-    """Return the flags that exist, with those among ``words`` that are passed on to SGLang."""
-    passed_on = {word for word in words if word.startswith((SERVER, ROUTER))}
+    """Return the flags that exist, with those among ``words`` that are passed on to servers."""
+    passed_on = {word for word in words if word.startswith((SERVER, ROUTER, VLLM))}
     return parser.known_flags(words, FOREIGN_FLAGS) | FOREIGN_FLAGS.keys() | passed_on
 
 

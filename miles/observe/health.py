@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from array import array
@@ -13,6 +14,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.loss_types import LOSS_TYPES
+from miles.objective.settings import LossArguments
 from miles.observe import run_files
 from miles.tasks.rewards.passing import deciding_part
 from miles.types.metrics import held_out_metrics
@@ -277,7 +281,7 @@ def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:
 def main_metrics(names: Sequence[str], settings: Settings) -> list[str]:
     """Return the two metrics that say most about whether a run learns."""
     held_out = evaluation_names(names)[:1]
-    if given(settings, "loss_type") == "sft_loss":
+    if not learns_from_rewards(settings):
         wanted = [*held_out_losses(names)[:1], "train/loss", *held_out, "train/grad_norm"]
     else:
         wanted = [*held_out, "rollout/reward", "rollout/response_length", "train/loss"]
@@ -338,6 +342,17 @@ def given(settings: Settings, name: str) -> Any:
     return next((fields[name] for fields in settings.values() if name in fields), None)
 
 
+def _loss(settings: Settings) -> LossArguments:
+    """Return the settings of the objective, with defaults for settings that run.json lacks."""
+    names = {field.name for field in dataclasses.fields(LossArguments)}
+    return LossArguments(**{name: value for name, value in settings.get("loss", {}).items() if name in names})
+
+
+def learns_from_rewards(settings: Settings) -> bool:
+    """Return whether the loss uses advantages, as all but SFT's do."""
+    return LOSS_TYPES[_loss(settings).loss_type].uses_advantages
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a rule found.
@@ -384,7 +399,7 @@ class Rule:
     threshold: str
     advice: tuple[Advice, ...]
     check: Callable[[Curves], Finding | None]
-    judges: Callable[[Settings], bool] = lambda settings: given(settings, "loss_type") != "sft_loss"
+    judges: Callable[[Settings], bool] = learns_from_rewards
 
 
 @dataclass(frozen=True)
@@ -448,7 +463,7 @@ class Curves:
 
     def judged(self, settings: Settings) -> tuple[str, int, list[int], list[float]]:
         """Return what tells whether the run learns: name, 1 if more is better else -1, steps, measurements."""
-        if given(settings, "loss_type") == "sft_loss":
+        if not learns_from_rewards(settings):
             held_out = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
             return (*(("held-out loss", -1) if held_out else ("loss", -1)), *self._mean(held_out or ["train/loss"]))
         sets = [self._success_metric(name) for name in evaluation_names(self._metrics.names)]
@@ -544,10 +559,12 @@ def _times(value: float, of: float) -> str:
 
 def _compares_answers(settings: Settings) -> bool:
     """Return whether a group whose answers have one reward teaches nothing."""
-    return given(settings, "loss_type") != "sft_loss" and (
-        given(settings, "n_samples_per_prompt") != 1
-        and not given(settings, "use_opd")
-        and given(settings, "advantage_estimator") not in ("ppo", "vapo", "remax", "reinforce_plus_plus")
+    loss = _loss(settings)
+    return (
+        learns_from_rewards(settings)
+        and given(settings, "n_samples_per_prompt") != 1
+        and not loss.use_opd
+        and ESTIMATORS[loss.advantage_estimator].smallest_group(loss) > 1
     )
 
 
