@@ -48,12 +48,6 @@ def test_a_field_of_megatron_that_is_noted_is_not_passed_on():
         assert (verdict.note.heading, verdict.note.why) == FREE_FIELDS[field.name]
 
 
-def test_a_flag_that_is_only_read_is_not_set():
-    assert flags_set("x = settings.lr\nf(save=1, **{'load': 2}, words='--lr-decay-style cosine')") == {
-        *("--save", "--words", "--load", "--lr-decay-style")
-    }
-
-
 @pytest.mark.parametrize("name", sorted({*SHAPE_FIELDS, *FIXED}))
 def test_a_field_that_the_model_or_the_backend_sets_may_be_repeated_and_not_changed(name):
     there = FIXED[name][0] if name in FIXED else 7
