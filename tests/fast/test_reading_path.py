@@ -68,4 +68,5 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "observe/sample_records.py",
         "compat/translate/objective.py",
         "commands/rehearsal/trace.py",
-    }, "hooks, SFT, what a report stores, the worked example of other trainers, rehearsals"
+        "commands/conformance_parts/batch.py",
+    }, "hooks, SFT, what a report stores, the worked example and the losses of other trainers, rehearsals"
