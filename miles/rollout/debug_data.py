@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from miles.rollout.metrics import rollout_metrics
 from miles.types.replay import WHOLE, TokenSets
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
 
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
+
 _SAMPLE_FIELDS = (
     "trajectory_id",
     "response_ids",
@@ -42,7 +45,8 @@ _SAMPLE_FIELDS = (
 )
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 _GROUP_KEYS = {"group_index", "prompt", "samples", "dropped_trajectories", "baseline_reward", "baseline_tokens"}
-_PROMPT_KEYS = {"token_ids", *_PROMPT_FIELDS}
+_IMAGE_FIELDS = ("sizes", "counts", "placeholder_id", "unexpanded_ids", "model")
+_PROMPT_KEYS = {"token_ids", "images", *_PROMPT_FIELDS}
 _SAMPLE_KEYS = {*_SAMPLE_FIELDS, "status", "prompt", "teacher_log_probs", "reward_parts", "support", "experts"}
 _LARGEST_LOG_PROB = 1e-4  # a log-softmax of low precision may round to more than 0
 
@@ -166,7 +170,11 @@ def _encode(group: PromptGroup) -> str:
 
 
 def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"token_ids": list(prompt.token_ids)} | {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
+    record = {"token_ids": list(prompt.token_ids)} | {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
+    if (images := prompt.images) is not None:
+        files = [base64.b64encode(file).decode() for file in images.files]
+        record["images"] = {name: getattr(images, name) for name in _IMAGE_FIELDS} | {"files": files}
+    return record
 
 
 def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
@@ -235,6 +243,28 @@ def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
         metadata=_object(record["metadata"], "metadata of the prompt"),
         source=_text(record["source"], "source of the prompt"),
         prompt_set=_text(record.get("prompt_set", ""), "set of the prompt"),  # absent in earlier files
+        images=_decode_images(_object(record["images"], "images"), end) if "images" in record else None,
+    )
+
+
+def _decode_images(record: dict[str, Any], end: int) -> PromptImages:
+    from miles.types.images import PromptImages
+
+    _check_keys(record, {*_IMAGE_FIELDS, "files"}, "images of the prompt")
+    files = [
+        base64.b64decode(_text(file, "a file of images"), validate=True) for file in _list(record["files"], "files")
+    ]
+    sizes = [tuple(_integers(size, "sizes of images", 1, _LARGEST)) for size in _list(record["sizes"], "sizes")]
+    counts = _integers(record["counts"], "counts of images", 1, end)
+    if not len(files) == len(sizes) == len(counts) or any(len(size) != 2 for size in sizes):
+        raise ValueError(f"images have {len(files)} files, {len(sizes)} sizes and {len(counts)} counts")
+    return PromptImages(
+        tuple(files),
+        tuple((width, height) for width, height in sizes),
+        tuple(counts),
+        _integers([record["placeholder_id"]], "placeholder_id of images", 0, end)[0],
+        tuple(_integers(record["unexpanded_ids"], "unexpanded_ids of images", 0, end)),
+        _text(record["model"], "model of images"),
     )
 
 

@@ -38,6 +38,8 @@ from miles.engine.base import (
     connect_teacher,
     start_engine,
 )
+from miles.models.packing import reads_images
+from miles.models.reading import read_config
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -98,6 +100,7 @@ class RolloutPipeline:
         teacher: The servers of a teacher, which ``close`` disconnects from.
         agents: What runs agent programs; ``close`` stops its server.
         load: Measures the requests to the engine of ``tools``; None with generation workers.
+        reads_images: Whether the model has a processor.
     """
 
     def __init__(
@@ -118,8 +121,10 @@ class RolloutPipeline:
         teacher: ServedTeacher | None = None,
         agents: SessionGenerator | None = None,
         load: EngineLoad | None = None,
+        reads_images: bool = False,
     ) -> None:
         self.engine = engine
+        self._reads_images = reads_images
         self.num_iterations = num_iterations
         self.tokenizer = tokenizer
         self._tools = tools
@@ -230,8 +235,12 @@ class RolloutPipeline:
         return self._collector.progress if isinstance(self._collector, HasProgress) else None
 
     def save_tokenizer(self, folder: str) -> None:
-        """Add the tokenizer to a Hugging Face export."""
+        """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
         self.tokenizer.save_pretrained(folder)
+        if self._reads_images:
+            from miles.models.images import load_processor
+
+            load_processor(self.tokenizer.name_or_path).save_pretrained(folder)
 
     async def start_profile(self) -> None:
         """Have the generation workers record what they do."""
@@ -313,6 +322,7 @@ async def build_pipeline(
         teacher=teacher,
         agents=agents,
         load=load,
+        reads_images=reads_images(read_config(str(settings.model.hf_checkpoint)).to_dict()),
     )
 
 

@@ -16,7 +16,7 @@ from miles.tasks.data.checked_rows import PromptSet, caught, check_rows, name_of
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments, of_rows
 from miles.tasks.data.sources import open_rows
-from miles.tasks.data.tokenizer import PromptRenderer
+from miles.tasks.data.tokenizer import PromptRenderer, written_text
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Conversation(Prompt):
     @property
     def prompt(self) -> Prompt:
         """The prompt alone."""
-        return Prompt(self.text, self.token_ids, metadata=self.metadata, source=self.source)
+        return Prompt(self.text, self.token_ids, metadata=self.metadata, source=self.source, images=self.images)
 
 
 def load_conversations(
@@ -144,11 +144,12 @@ def _read(
     messages = row.column(data.input_key, "--input-key")
     if not isinstance(messages, list):
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
+    messages = renderer.with_images(row, messages)
     text = renderer.render_conversation(row, messages)
-    rendered: dict[tuple[int, str | None, bool], str] = {}
+    rendered: dict[tuple[int, str, bool], str] = {}
 
     def render(part: Sequence[dict[str, Any]], opens_turn: bool) -> str:
-        key = len(part), part[-1].get("content"), opens_turn  # all parts begin as the conversation does
+        key = len(part), written_text(part[-1]), opens_turn  # all parts begin as the conversation does
         if key not in rendered:
             rendered[key] = renderer.render_conversation(row, part, opens_turn)
         return rendered[key]
@@ -156,6 +157,8 @@ def _read(
     spans, has_ends = list[tuple[int, int]](), True
     for number, message in enumerate(messages):
         if message["role"] in data.sft_roles:
+            if isinstance(message.get("content"), list):
+                row.refuse(f"message {number + 1}: is trained on and has parts; write its text alone")
             start, end = _span(row, render, messages, number, text)
             if not renderer.ends_turn(text[start:end], message):
                 ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn
@@ -186,6 +189,7 @@ def _read(
         tuple(token_ids[:first]),
         metadata=metadata if isinstance(metadata, dict) else {},
         source=row.where,
+        images=renderer.images_of(row, messages, token_ids[:last]),
         response_ids=tuple(token_ids[first:last]),
         loss_mask=tuple(mask[first:last]),
         response=text[offsets[first][0] : offsets[last - 1][1]],
@@ -204,7 +208,7 @@ def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: 
     through = render(messages[: number + 1], False)
     if text.startswith(through) and through.startswith(before):
         return len(before), len(through.rstrip())
-    content = (message.get("content") or "").strip()
+    content = written_text(message).strip()
     whole = content + _end_of_turn(render, messages, number)
     start = text.find(whole, _place(render, messages, number, text))
     if start < 0 or not content:
@@ -225,7 +229,7 @@ def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text
     """Return a position in ``text`` behind the turns of the messages before ``number``."""
     position = 0
     for earlier, message in enumerate(messages[:number]):
-        content = (message.get("content") or "").strip()
+        content = written_text(message).strip()
         try:
             whole = content + _end_of_turn(render, messages, earlier)
         except InputError:  # some templates refuse a conversation without a user, as far as the system's message

@@ -199,9 +199,9 @@ class ImageReader:
         return "".join(part + image for part, image in zip(parts, (*written, ""), strict=True))
 
     def prompt_images(
-        self, row: Row, files: Sequence[ImageFile], token_ids: Sequence[int], unexpanded_ids: Sequence[int]
+        self, row: Row, files: Sequence[ImageFile], token_ids: Sequence[int], unexpanded_ids: Sequence[int] = ()
     ) -> PromptImages:
-        """Return the images of a prompt with these tokens.
+        """Return the images of a prompt with these tokens, or of a conversation, for which no engine is asked.
 
         Raises:
             InputError: The tokens have other placeholders than the images take.
@@ -209,8 +209,12 @@ class ImageReader:
         sizes = tuple(file.size for file in files)
         placeholder_id = int(self._processor.image_token_id)
         counts = tuple(text.count(self.placeholder) for text in expansions(self._model, sizes))
-        if token_ids.count(placeholder_id) != sum(counts) or unexpanded_ids.count(placeholder_id) != len(files):
-            row.refuse(f"its tokens have other placeholders {self.placeholder} than its images take; remove that text")
+        is_other = bool(unexpanded_ids) and unexpanded_ids.count(placeholder_id) != len(files)
+        if token_ids.count(placeholder_id) != sum(counts) or is_other:
+            row.refuse(
+                f"its tokens have other placeholders {self.placeholder} than its images take; remove that text, or the "
+                "images behind the last message that is trained on"
+            )
         return PromptImages(
             tuple(file.content for file in files),
             sizes,

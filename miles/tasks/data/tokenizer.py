@@ -320,11 +320,20 @@ class PromptRenderer:
         tools = self._tools(row)
         if self._special.are_in([list(messages), tools]):
             row.refuse("a message has the text of a special token, which would be trained on as that token; remove it")
-        return self._apply(row, list(messages), tools, opens_turn)
+        return self.expand_images(row, messages, self._apply(row, list(messages), tools, opens_turn))
+
+    def images_of(self, row: Row, messages: Sequence[Any], token_ids: Sequence[int]) -> PromptImages | None:
+        """Return the images of a conversation with these tokens; None if it has none."""
+        from miles.tasks.data.images import files_of
+
+        if not _has_images(messages):
+            return None
+        assert self._images is not None
+        return self._images.prompt_images(row, files_of(messages), token_ids)
 
     def ends_turn(self, written: str, message: Mapping[str, Any]) -> bool:
         """Return whether the template has ended the turn of a message in ``written``, its text as far as known."""
-        content = (message.get("content") or "").strip()
+        content = written_text(message).strip()
         return self._special.end(written) or not (message.get("tool_calls") or written.endswith(content))
 
     def _tools(self, row: Row) -> Tools:
@@ -402,6 +411,12 @@ class PromptRenderer:
         row.refuse(
             f"message {number}: the chat template knows no role {one_line(role, 80)!r}; give one of {', '.join(ROLES)}"
         )
+
+
+def written_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message; of one with parts, nothing, because templates join these in their own ways."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:

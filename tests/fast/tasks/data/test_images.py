@@ -201,3 +201,30 @@ def test_reading_text_loads_nothing_for_images(tmp_path: Path) -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.split("\n")[:2] == ["1", "[]"]
+
+
+def test_conversations_have_images_and_train_on_text(each_model: str, tmp_path: Path) -> None:
+    from miles.tasks.data.conversations import load_conversations
+
+    (tmp_path / "a.png").write_bytes(png(1))
+    say = [("user", "<image>?"), ("assistant", "7"), ("user", "and <image>?"), ("assistant", "8")]
+    row = {"problem": [{"role": role, "content": text} for role, text in say], "images": ["a.png", "a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (one,) = load_conversations(str(tmp_path / "rows.jsonl"), DATA, load_tokenizer(each_model))
+    assert one.prompt.images is one.images is not None
+    tokenizer, ids = load_tokenizer(each_model), [*one.token_ids, *one.response_ids]
+    trained = [token for token, mask in zip(one.response_ids, one.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "7<end>8<end>"
+    assert ids.count(one.images.placeholder_id) == sum(one.images.counts)
+
+
+def test_saved_samples_have_their_images(model: str, tmp_path: Path) -> None:
+    from miles.rollout.debug_data import load_rollout, save_rollout
+    from miles.types.sample import PromptGroup, Sample
+
+    (tmp_path / "a.png").write_bytes(png(1))
+    (prompt,) = prompts(tmp_path, [{"problem": "<image>", "images": "a.png"}], model)
+    group = PromptGroup(0, prompt, [Sample(prompt, 0, 0, [5], "", [1], [0.0], reward=1.0)])
+    save_rollout(f"{tmp_path}/{{rollout_id}}.jsonl", 0, [group])
+    (loaded,) = load_rollout(f"{tmp_path}/{{rollout_id}}.jsonl", 0)
+    assert loaded.prompt == prompt and loaded.prompt.images == prompt.images
