@@ -280,8 +280,7 @@ async def build_pipeline(
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     reward_function = _reward_function(reward)
     eval_sets = load_held_out(settings, tokenizer)
-    supply = build_supply(settings, tokenizer)
-    agents = session_generator(settings)
+    supply, agents = build_supply(settings, tokenizer), session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
