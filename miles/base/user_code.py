@@ -155,6 +155,23 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
     return getattr(module, name)
 
 
+def fault_of_signature(function: Callable[..., Any], arguments: int) -> str | None:
+    """Return what is wrong with a function that cannot be called with so many arguments, with its file and line."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of one in C
+        return None
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        made, code = inspect.unwrap(function), getattr(inspect.unwrap(function), "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+        given = "one argument" if arguments == 1 else f"{arguments} arguments"
+        name = getattr(made, "__name__", "it")
+        return f"{where}its signature is {name}{signature}, and it is called with {given}; change it"
+    return None
+
+
 def no_such_name(module: str, name: str, kind: str, hint: str = "") -> str:
     """Return the error of a module without ``name``, and what to do."""
     return f"module {module} has no {kind} {name}; {hint}define it there or fix the name"

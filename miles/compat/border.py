@@ -40,7 +40,7 @@ from miles.config.explain import explain
 from miles.config.flags_view import CUSTOM_CONFIG
 from miles.config.functions import names_functions
 from miles.config.notes import OTHERS, Note, report
-from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub
+from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub, with_inputs
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import cut_spaced_words, given_twice, group_words
@@ -197,6 +197,7 @@ def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
     """
     with _exiting_on_wrong_flags():
         command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts))
+        validated = with_inputs(command, validated, starts)
     if command.explains:
         print(explain(validated))
         raise SystemExit(0)

@@ -1,12 +1,31 @@
 """Choose the held-out sets, and how they are sampled."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
-from miles.base.flags import Errors, flag
+from miles.base import strict_json
+from miles.base.flags import LONGEST_VALUE, Errors, fault_of_size, flag
+from miles.base.text import InputError, one_line
 from miles.config.rollout import RolloutArguments, check_temperature, check_top_k
 from miles.tasks.data.settings import DataArguments, check_pairs
+
+_TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
+_KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hold
+    "name": _TEXT,
+    "source": _TEXT,
+    "n_samples_per_eval_prompt": _COUNT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _COUNT,
+    "min_p": _NUMBER,
+    "max_response_len": _COUNT,
+    "input_key": _TEXT,
+    "label_key": _TEXT,
+}
 
 _of_sets = partial(flag, needs="an evaluation set")
 
@@ -88,3 +107,98 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
         check_pairs("eval_prompt_data", evaluation.eval_prompt_data, errors)
     check_temperature(evaluation, "eval_temperature", errors)
     check_top_k(evaluation, "eval_top_k", errors)
+
+
+def eval_entries(evaluation: EvaluationArguments) -> list[dict[str, Any]]:
+    """Return the settings of each set of ``--eval-config``, else of ``--eval-prompt-data``.
+
+    What a set does not specify is taken from the ``--eval-*`` flags.
+
+    Raises:
+        InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
+            The message names set and key.
+    """
+    flag = "--eval-prompt-data" if evaluation.eval_config is None else "--eval-config"
+    if evaluation.eval_config is not None:
+        entries = _read_config(Path(evaluation.eval_config))
+    else:
+        entries = _read_pairs(evaluation.eval_prompt_data or ())
+    names = [entry["name"] for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(
+                f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
+            )
+    of_flags = {
+        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
+        "temperature": evaluation.eval_temperature,
+        "top_p": evaluation.eval_top_p,
+        "top_k": evaluation.eval_top_k,
+        "min_p": evaluation.eval_min_p,
+        "max_response_len": evaluation.eval_max_response_len,
+        "input_key": evaluation.eval_input_key,
+        "label_key": evaluation.eval_label_key,
+    }
+    return [of_flags | entry for entry in entries]
+
+
+def _read_pairs(words: tuple[str, ...]) -> list[dict[str, Any]]:
+    if len(words) % 2:
+        raise InputError(
+            f"--eval-prompt-data {' '.join(words)}: {len(words)} words are not NAME SOURCE pairs; "
+            "give a name before each source, e.g. heldout data/heldout.jsonl"
+        )
+    return [{"name": name, "source": source} for name, source in zip(words[::2], words[1::2], strict=True)]
+
+
+def _read_config(path: Path) -> list[dict[str, Any]]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = strict_json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"--eval-config {path}: cannot read the file ({error.strerror}); check the path") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        language = "JSON" if path.suffix == ".json" else "YAML"
+        reason = one_line(str(error), 300)
+        raise InputError(f"--eval-config {path}: not valid {language} ({reason}); correct it there") from error
+    if not isinstance(config, list) or not config:
+        raise InputError(f"--eval-config {path}: holds no list of sets; write a list of objects with name and source")
+    for number, entry in enumerate(config, start=1):
+        _check_entry(entry, f"--eval-config {path}, set {number}")
+    return config
+
+
+def _check_entry(entry: Any, where: str) -> None:
+    if not isinstance(entry, dict):
+        raise InputError(f"{where}: {entry!r} is not an object; write one with name and source")
+    for key, value in entry.items():
+        if key not in _KEYS:
+            near = get_close_matches(str(key), _KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KEYS)}"
+            raise InputError(f"{where}: unknown key {key}; {hint}")
+        if isinstance(value, bool) or not isinstance(value, _KEYS[key]):
+            kinds = " or ".join(kind.__name__ for kind in _KEYS[key])
+            raise InputError(f"{where}: {key} is {value!r}; give a value of type {kinds}, or remove the key")
+    for key in ("name", "source"):
+        if not entry.get(key):
+            raise InputError(f"{where}: has no {key}; every set needs a name and a source")
+    _check_ranges(entry, where)
+
+
+def _check_ranges(entry: dict[str, Any], where: str) -> None:
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "n_samples_per_eval_prompt": (lambda v: v >= 1, "at least 1"),
+        "max_response_len": (lambda v: v >= 1, "at least 1"),
+        "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),
+        "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+        "top_k": (lambda v: v == -1 or v >= 1, "-1 (all) or at least 1"),
+        "min_p": (lambda v: 0 <= v <= 1, "from 0 (all) to 1"),
+    }
+    for key, (holds, rule) in rules.items():
+        if key in entry and not holds(entry[key]):
+            raise InputError(f"{where}: {key} is {entry[key]}; it must be {rule}")
+    for key, value in entry.items():
+        if isinstance(value, int | float) and (fault := fault_of_size(key, value)) is not None:
+            raise InputError(f"{where}: {key} is {one_line(str(value), LONGEST_VALUE)}; it {fault}")

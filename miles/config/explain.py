@@ -13,6 +13,7 @@ from miles.config.components import engine_spec
 from miles.config.critic import explain_critic
 from miles.config.functions import explain_functions
 from miles.config.host_share import host_line
+from miles.config.inputs import explain_inputs
 from miles.config.lora import explain_lora
 from miles.config.model import explain_reference
 from miles.config.notes import grouped
@@ -40,6 +41,7 @@ def explain(validated: Validated) -> str:
         ("Objective", [_in_words(settings), "", *_formula(settings)]),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
+        ("Data", [] if validated.inputs is None else explain_inputs(settings, validated.inputs)),
         ("Backend and engine", [*filter(None, [validated.choice]), host_line(settings)]),
         ("Layout", explain_layout(settings)),
         (

@@ -64,6 +64,10 @@ class LoraArguments:
         names = _names(self.target_modules)
         return () if names == (ALL_LINEAR,) else names
 
+    def adapts(self, name: str) -> bool:
+        """Return whether linear layers of this name are adapted."""
+        return name not in self.excluded and (not self.targets or name in self.targets)
+
     @property
     def excluded(self) -> tuple[str, ...]:
         """The names of ``--exclude-modules``, each by itself."""

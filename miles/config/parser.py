@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,20 +35,20 @@ from miles.config.components import TRAIN_BACKENDS
 from miles.config.files import Expanded, expand_configs, fetch_configs, located
 from miles.config.flags_file import with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
+from miles.config.inputs import check_inputs
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.config.megatron.normalize import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.needs import without_effect
 from miles.config.notes import Note, strict_errors, surprises
-from miles.config.rules.model import check_columns
 from miles.config.rules.modes import (
     check_deterministic_on_cpu,
     check_replay_on_cpu,
     check_saved_samples,
     notes_on_saved_samples,
 )
-from miles.config.rules.start import check_devices, check_engine_is_there, check_load
+from miles.config.rules.start import check_devices, check_engine_is_there, check_load, check_sources
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags, split_server_flags
 from miles.config.sglang.normalize import normalize_server_flags
@@ -465,9 +466,9 @@ def _judge(command: Command, starts: bool) -> Validated:
     check_server_files(settings, of_host)
     for message in of_host.messages:
         errors.add_unless_refused(message)
-    check_columns(settings, errors)
     of_start, starts = Errors(), starts and not (command.explains or settings.rehearsal.rehearse)
     check_load(settings, of_start)
+    check_sources(settings, of_start)
     if not errors.messages:
         check_devices(validated.settings, of_start)
         check_engine_is_there(validated.settings, of_start)
@@ -497,6 +498,24 @@ def _with_defaults(command: Command) -> Settings:
     if command.ranks is not None:
         settings = replace(settings, cluster=replace(settings.cluster, actor_num_gpus_per_node=command.ranks))
     return settings
+
+
+def with_inputs(command: Command, validated: Validated, starts: bool) -> Validated:
+    """Check the rows and functions of a command that explains, or that ``starts`` a run now; print its warnings.
+
+    Raises:
+        FlagError: With all that is wrong.
+    """
+    starts = starts and not (command.explains or validated.settings.rehearsal.rehearse)
+    if not (starts or command.explains):
+        return validated
+    try:
+        inputs = check_inputs(validated.settings, starts)
+    except FlagError as error:
+        raise FlagError(*located(error.messages, command.origins)) from None
+    for warning in inputs.warnings if starts else ():
+        print(f"WARNING: {warning}", file=sys.stderr)
+    return replace(validated, inputs=inputs)
 
 
 def judge_with_hub(

@@ -22,6 +22,7 @@ from miles.config.cluster import check_cluster, check_offload
 from miles.config.components import train_backend_spec
 from miles.config.evaluation import check_evaluation, fill_evaluation
 from miles.config.functions import check_function_paths
+from miles.config.inputs import Inputs
 from miles.config.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.config.megatron.rules import check_megatron
 from miles.config.megatron.settings import MegatronArguments
@@ -74,6 +75,7 @@ class Validated:
         accepted: Flags that were accepted and have no effect of their own.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
         given: The fields that the command sets.
+        inputs: What the check of rows and functions has found; None if it was not made yet.
     """
 
     settings: Settings
@@ -82,6 +84,7 @@ class Validated:
     accepted: tuple[Note, ...] = ()
     choice: str = ""
     given: frozenset[str] = frozenset()
+    inputs: Inputs | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from miles.base import strict_json
-from miles.base.flags import LONGEST_VALUE, fault_of_size
-from miles.base.text import InputError, one_line
-from miles.config.evaluation import EvaluationArguments
+from miles.config.evaluation import EvaluationArguments, eval_entries
+from miles.config.inputs import load_held_out_prompts
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import SamplingParams, gather_or_cancel
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
-from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.passing import passes_of
 from miles.tasks.rewards.settings import RewardArguments
@@ -28,20 +21,6 @@ from miles.types.sample import Prompt, PromptGroup, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
-_KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hold
-    "name": _TEXT,
-    "source": _TEXT,
-    "n_samples_per_eval_prompt": _COUNT,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _COUNT,
-    "min_p": _NUMBER,
-    "max_response_len": _COUNT,
-    "input_key": _TEXT,
-    "label_key": _TEXT,
-}
 
 
 @dataclass(frozen=True)
@@ -107,121 +86,26 @@ def load_eval_sets(
 ) -> list[EvalSet]:
     """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
 
-    What a set does not specify is taken from the ``--eval-*`` flags. Rows that ``reward`` cannot score are refused.
+    Rows that ``reward`` cannot score are refused.
 
     Raises:
-        InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
-            The message names set and key.
+        InputError: As ``eval_entries`` and ``load_prompts`` do.
     """
-    if evaluation.eval_config is not None:
-        entries = _read_config(Path(evaluation.eval_config))
-    else:
-        entries = _read_pairs(() if evaluation.eval_prompt_data is None else evaluation.eval_prompt_data)
-    names = [entry["name"] for entry in entries]
-    for name in names:
-        if names.count(name) > 1:
-            flag = "--eval-config" if evaluation.eval_config is not None else "--eval-prompt-data"
-            raise InputError(
-                f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
-            )
-    load = partial(load_prompts, reward=reward)
-    return [_load(entry, evaluation, data, rollout, tokenizer, load) for entry in entries]
+    entries = eval_entries(evaluation)
+    return [
+        _eval_set(entry, load_held_out_prompts(entry, data, rollout, reward, tokenizer), rollout) for entry in entries
+    ]
 
 
-def _load(
-    entry: dict[str, Any],
-    evaluation: EvaluationArguments,
-    data: DataArguments,
-    rollout: RolloutArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    load: Callable[..., Sequence[Prompt]],
-) -> EvalSet:
-    chosen: dict[str, Any] = {
-        "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
-        "temperature": evaluation.eval_temperature,
-        "top_p": evaluation.eval_top_p,
-        "top_k": evaluation.eval_top_k,
-        "min_p": evaluation.eval_min_p,
-        "max_response_len": evaluation.eval_max_response_len,
-        "input_key": evaluation.eval_input_key,
-        "label_key": evaluation.eval_label_key,
-    } | entry
-    prompts = load(
-        chosen["source"],
-        data,
-        tokenizer,
-        input_key=chosen["input_key"],
-        label_key=chosen["label_key"],
-        max_context_len=rollout.rollout_max_context_len,
-    )
+def _eval_set(entry: Mapping[str, Any], prompts: Iterable[Prompt], rollout: RolloutArguments) -> EvalSet:
     sampling = SamplingParams(
-        max_new_tokens=chosen["max_response_len"],
-        temperature=chosen["temperature"],
-        top_p=chosen["top_p"],
-        top_k=chosen["top_k"],
-        min_p=chosen["min_p"],
+        max_new_tokens=entry["max_response_len"],
+        temperature=entry["temperature"],
+        top_p=entry["top_p"],
+        top_k=entry["top_k"],
+        min_p=entry["min_p"],
         stop_token_ids=rollout.stop_token_ids,
         stop_texts=rollout.stop_texts,
     )
-    samples_per_prompt, longest = chosen["n_samples_per_eval_prompt"], rollout.rollout_max_context_len
-    return EvalSet(chosen["name"], tuple(prompts), samples_per_prompt, sampling, longest)
-
-
-def _read_pairs(words: tuple[str, ...]) -> list[dict[str, Any]]:
-    if len(words) % 2:
-        raise InputError(
-            f"--eval-prompt-data {' '.join(words)}: {len(words)} words are not NAME SOURCE pairs; "
-            "give a name before each source, e.g. heldout data/heldout.jsonl"
-        )
-    return [{"name": name, "source": source} for name, source in zip(words[::2], words[1::2], strict=True)]
-
-
-def _read_config(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        config = strict_json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise InputError(f"--eval-config {path}: cannot read the file ({error.strerror}); check the path") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        language = "JSON" if path.suffix == ".json" else "YAML"
-        reason = one_line(str(error), 300)
-        raise InputError(f"--eval-config {path}: not valid {language} ({reason}); correct it there") from error
-    if not isinstance(config, list) or not config:
-        raise InputError(f"--eval-config {path}: holds no list of sets; write a list of objects with name and source")
-    for number, entry in enumerate(config, start=1):
-        _check_entry(entry, f"--eval-config {path}, set {number}")
-    return config
-
-
-def _check_entry(entry: Any, where: str) -> None:
-    if not isinstance(entry, dict):
-        raise InputError(f"{where}: {entry!r} is not an object; write one with name and source")
-    for key, value in entry.items():
-        if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KEYS)}"
-            raise InputError(f"{where}: unknown key {key}; {hint}")
-        if isinstance(value, bool) or not isinstance(value, _KEYS[key]):
-            kinds = " or ".join(kind.__name__ for kind in _KEYS[key])
-            raise InputError(f"{where}: {key} is {value!r}; give a value of type {kinds}, or remove the key")
-    for key in ("name", "source"):
-        if not entry.get(key):
-            raise InputError(f"{where}: has no {key}; every set needs a name and a source")
-    _check_ranges(entry, where)
-
-
-def _check_ranges(entry: dict[str, Any], where: str) -> None:
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "n_samples_per_eval_prompt": (lambda v: v >= 1, "at least 1"),
-        "max_response_len": (lambda v: v >= 1, "at least 1"),
-        "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),
-        "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        "top_k": (lambda v: v == -1 or v >= 1, "-1 (all) or at least 1"),
-        "min_p": (lambda v: 0 <= v <= 1, "from 0 (all) to 1"),
-    }
-    for key, (holds, rule) in rules.items():
-        if key in entry and not holds(entry[key]):
-            raise InputError(f"{where}: {key} is {entry[key]}; it must be {rule}")
-    for key, value in entry.items():
-        if isinstance(value, int | float) and (fault := fault_of_size(key, value)) is not None:
-            raise InputError(f"{where}: {key} is {one_line(str(value), LONGEST_VALUE)}; it {fault}")
+    samples_per_prompt, longest = entry["n_samples_per_eval_prompt"], rollout.rollout_max_context_len
+    return EvalSet(entry["name"], tuple(prompts), samples_per_prompt, sampling, longest)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miles.config.flags_view import flags_view
+from miles.config.inputs import load_training_prompts
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.rollout.evaluate import EvalSet, load_eval_sets
-from miles.tasks.data.conversations import load_conversations
 from miles.tasks.data.curriculum import CurriculumStream, load_curriculum
 from miles.tasks.data.custom_source import CustomStream
-from miles.tasks.data.prompts import RowReader, load_prompts
+from miles.tasks.data.prompts import RowReader
 from miles.tasks.data.stream import Mixture, NamedSet, PromptStream, TrainingStream
-from miles.types.sample import Prompt
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,15 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
     if data.prompt_mix is not None or data.curriculum_path is not None:
         sources = data.mixed_sources
-        sets = [NamedSet(name, _prompts_of(name, source, settings, tokenizer)) for name, source in sources.items()]
+        sets = [
+            NamedSet(name, load_training_prompts(name, source, settings, tokenizer)) for name, source in sources.items()
+        ]
         weights = data.prompt_mix_weights or [float(len(one.prompts)) for one in sets]
         mixture = Mixture(sets, weights, data.rollout_shuffle, data.rollout_seed)
         return Supply(_with_curriculum(mixture, data.curriculum_path, rollout), mixture.num_prompts)
     if data.prompt_data is None:
         return Supply()
-    prompts: Sequence[Prompt]
-    if settings.reads_conversations:
-        longest = rollout.rollout_max_response_len
-        prompts = load_conversations(
-            data.prompt_data, data, tokenizer, max_response_len=longest, max_context_len=context
-        )
-    else:
-        prompts = _prompts_of("", data.prompt_data, settings, tokenizer)
+    prompts = load_training_prompts("", data.prompt_data, settings, tokenizer)
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts))
 
 
@@ -75,17 +68,6 @@ def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
         settings.rollout,
         tokenizer,
         reward=settings.reward,
-    )
-
-
-def _prompts_of(name: str, source: str, settings: Settings, tokenizer: Any) -> Sequence[Prompt]:
-    return load_prompts(
-        source,
-        settings.data,
-        tokenizer,
-        reward=settings.reward,
-        max_context_len=settings.rollout.rollout_max_context_len,
-        prompt_set=name,
     )
 
 

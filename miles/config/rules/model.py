@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from miles.base import strict_json
 from miles.base.flags import Errors, changed, flag_name
 from miles.config.abilities import has_servers
 from miles.config.components import train_backend_spec
@@ -18,7 +16,6 @@ from miles.config.settings import Settings
 from miles.config.sglang.flags import SERVER, VLLM, has_flag, value_of
 from miles.models.packing import longest_generated, longest_trained, reads_images
 from miles.models.reading import WITH_IMAGES
-from miles.tasks.data.settings import columns_to_choose, find_column
 
 _CONTEXT = "--context-length"  # SGLang's flag
 _MODEL_LEN = "--max-model-len"  # vLLM's
@@ -180,61 +177,6 @@ def _fault_of_size(model: ModelArguments, field: str) -> str | None:
     if last < size:
         return None
     return f"has the token ids 0 to {size - 1}, and the tokenizer of --hf-checkpoint has ids up to {last}"
-
-
-# Check that the rows of prompts have the columns that flags name.
-
-
-LONGEST_LINE = 2**20  # bytes that are read of a file
-
-
-def check_columns(settings: Settings, errors: Errors) -> None:
-    """Refuse a column that the first line of a file of JSON lines lacks. Other forms need a library to be read.
-
-    Loading reports a line that cannot be read, and a column that a later line lacks.
-    """
-    reads_labels = errors.none_about("rm_type") and not settings.reward.labels_optional  # a wrong one says nothing
-    for source, own, field, name in _columns(settings, reads_labels):
-        row = _first_row(source) if errors.none_about(field) else None
-        if row is not None and name not in row and find_column(row, name) is None:
-            rule = f"the first line of {source} has no such column"
-            errors.refuse(field, name, rule, f"{columns_to_choose(row, name)}; choose one with {flag_name(own)}")
-
-
-def _columns(settings: Settings, reads_labels: bool) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what every row needs: source, the flag that can choose the column, the flag that has chosen it, its name.
-
-    The columns of evaluation are those of training if no flag of its own chooses them.
-    """
-    data, evaluation = settings.data, settings.evaluation
-    keys = ["input_key", "label_key"] if reads_labels else ["input_key"]
-    if not settings.rollout.loads_samples and data.data_source_path is None:
-        for source in (data.prompt_data,) if data.prompt_mix is None else data.prompt_mix[1::2]:
-            for key in keys[:1] if settings.reads_conversations else keys:
-                name = getattr(data, key)
-                if source is not None and name is not None:
-                    yield source, key, key, name
-    for source in (evaluation.eval_prompt_data or ())[1::2]:
-        for key in keys:
-            own = f"eval_{key}"
-            chosen = key if getattr(evaluation, own) is None else own
-            name = getattr(data if chosen == key else evaluation, chosen)
-            if name is not None:
-                yield source, own, chosen, name
-
-
-def _first_row(source: str) -> dict[str, Any] | None:
-    """Return the first line of a file that is not empty; None if it cannot be read, or is no object."""
-    if not source.endswith(".jsonl") or not os.path.isfile(source):
-        return None
-    try:
-        with open(source, "rb") as lines:
-            while (line := lines.readline(LONGEST_LINE)).isspace():
-                continue
-        row = strict_json.loads(line.decode("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, strict_json.StrictJsonError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 # Check that rewards which compare with a reference answer are given one.

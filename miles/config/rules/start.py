@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from miles.base.flags import Errors, count
 from miles.base.host import num_gpus
 from miles.config.checkpoint import fault_of_nothing
 from miles.config.components import call, engine_spec
 from miles.config.host_share import is_on_cpu
 from miles.config.settings import Settings
+from miles.tasks.data.settings import FILE_SUFFIXES
 
 
 def check_load(settings: Settings, errors: Errors) -> None:
@@ -17,6 +20,20 @@ def check_load(settings: Settings, errors: Errors) -> None:
         return
     if (fault := fault_of_nothing(checkpoint, settings.model.ref_load)) is not None:
         errors.refuse("load", checkpoint.load, *fault)
+
+
+def check_sources(settings: Settings, errors: Errors) -> None:
+    """Refuse files of rows that are not there."""
+    data, held_out = settings.data, settings.evaluation.eval_prompt_data
+    of_flags = {
+        "prompt_data": (data.prompt_data or "",),
+        "prompt_mix": (data.prompt_mix or ())[1::2],
+        "eval_prompt_data": (held_out or ())[1::2],
+    }
+    for name, sources in of_flags.items():
+        for source in sources:
+            if source.endswith(FILE_SUFFIXES) and not os.path.exists(source):
+                errors.existing_file(name, source)
 
 
 def check_devices(settings: Settings, errors: Errors) -> None:

@@ -21,6 +21,7 @@ from miles.base.secrets import hidden_in_output, secrets_in
 from miles.base.text import InputError
 from miles.config.checkpoint import NOT_OF_ITS_OWN, fault_of_nothing
 from miles.config.host_share import host_line
+from miles.config.inputs import check_inputs
 from miles.config.notes import grouped
 from miles.run.launcher.attempt import RunContext, train
 
@@ -84,11 +85,8 @@ def launch(
         previous: The state that a launcher before this one has left, if there was one.
         runner: Trains; by default with Ray (``run``).
     """
-    from miles.config.flags_view import flags_view
-    from miles.objective.hooks import check_hooks
     from miles.observe.console import as_json_lines
     from miles.observe.sinks import Notifier
-    from miles.observe.tracker import check_services
     from miles.run.failure_files import FailureFiles
     from miles.run.failures import notifying
     from miles.run.remote_checkpoints import uploading
@@ -109,8 +107,7 @@ def launch(
         failure_handling(_as_in_command(given, of_command), stop, files),
         stop.listening(is_alone),
     ):
-        check_hooks(settings.loss, flags_view(settings))
-        check_services(settings.tracking)
+        _check(validated, previous is None)
         with _locked(settings) as (folders, lock):
             point, branch = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
@@ -126,6 +123,19 @@ def launch(
                 (runner or run)(
                     settings, replace(context, uploads=uploads, before_writing=folders.check, branch=branch)
                 )
+
+
+def _check(validated: Validated, is_first: bool) -> None:
+    """Check what the settings alone do not show; a command's rows and functions are checked when it is read."""
+    from miles.config.flags_view import flags_view
+    from miles.objective.hooks import check_hooks
+    from miles.observe.tracker import check_services
+
+    settings = validated.settings
+    if validated.inputs is None and is_first:
+        check_inputs(settings, starts=True)
+    check_hooks(settings.loss, flags_view(settings))
+    check_services(settings.tracking)
 
 
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:

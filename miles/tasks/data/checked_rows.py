@@ -219,7 +219,7 @@ def verdict_key(source: str, rows: Rows, tokenizer: str, *decisive: Any) -> str:
         tokenizer: The folder of the tokenizer, or its name on the hub.
         decisive: Further values that decide what is right, as ``repr`` shows them.
     """
-    files = _tokenizer_files(tokenizer)
+    files = tokenizer_files(tokenizer)
     if not rows.content or not files:
         return ""
     digest = hashlib.blake2b(repr((source, rows.content, decisive, _code())).encode(), digest_size=16)
@@ -228,12 +228,12 @@ def verdict_key(source: str, rows: Rows, tokenizer: str, *decisive: Any) -> str:
     return digest.hexdigest()
 
 
-def name_of(tokenizer: PreTrainedTokenizerBase | str) -> str:
+def name_of(tokenizer: PreTrainedTokenizerBase | str | None) -> str:
     """Return the folder of a tokenizer, or its name on the hub; empty text for one that was made in this process."""
     return tokenizer if isinstance(tokenizer, str) else getattr(tokenizer, "name_or_path", "")
 
 
-def _tokenizer_files(name: str) -> list[Path]:
+def tokenizer_files(name: str) -> list[Path]:
     """Return the files that decide how a tokenizer reads; none for one that is not on this machine."""
     if not os.path.isdir(name):
         from huggingface_hub import try_to_load_from_cache
@@ -288,7 +288,9 @@ class PromptSet(Sequence[P]):
     """The prompts of one source, in its order, each made of its row when it is asked for.
 
     Attributes:
+        verdict: What the check of the rows has found.
         dropped: How many rows were left out for their length.
+        limit: What decided that, in words.
     """
 
     def __init__(
@@ -296,7 +298,8 @@ class PromptSet(Sequence[P]):
         rows: Rows,
         verdict: Verdict,
         make: Callable[[Row], P],
-        identity: Callable[[Row], list[Any]],
+        unrendered: Callable[[Row], Prompt],
+        limit: str,
     ) -> None:
         """Take the rows that were kept.
 
@@ -304,10 +307,11 @@ class PromptSet(Sequence[P]):
             rows: The rows.
             verdict: Which of them are kept.
             make: Makes the prompt of a row.
-            identity: Returns what a row holds, whatever template and tokenizer read it: input and label.
+            unrendered: Returns what a row holds, whatever template and tokenizer read it.
+            limit: What decides which rows are kept, in words.
         """
-        self._rows, self._numbers, self._make, self._identity = rows, verdict.kept, make, identity
-        self.dropped = verdict.dropped
+        self._rows, self._numbers, self._make, self._unrendered = rows, verdict.kept, make, unrendered
+        self.verdict, self.dropped, self.limit = verdict, verdict.dropped, limit
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -325,6 +329,6 @@ class PromptSet(Sequence[P]):
             return [self[position] for position in range(*index.indices(len(self)))]
         return self._make(self._rows[self._numbers[index]])
 
-    def identities(self, step: int) -> Iterator[list[Any]]:
-        """Yield what every ``step``-th row holds; no prompt is made for that."""
-        return (self._identity(self._rows[number]) for number in self._numbers[::step])
+    def unrendered(self, step: int) -> Iterator[Prompt]:
+        """Yield what every ``step``-th row holds, as prompts without tokens."""
+        return (self._unrendered(self._rows[number]) for number in self._numbers[::step])

@@ -99,7 +99,11 @@ def load_conversations(
             _TOO_LONG,
             verdict.first_long,
         )
-    return PromptSet(rows, verdict, reader.conversation, lambda row: [row.find(data.input_key), None])
+
+    def unrendered(row: Row) -> Prompt:
+        return Prompt("", (), input=row.find(data.input_key))
+
+    return PromptSet(rows, verdict, reader.conversation, unrendered, _TOO_LONG.partition("as it is longer than ")[2])
 
 
 class _Reader:
@@ -118,16 +122,17 @@ class _Reader:
             )
         return PromptRenderer(replace(self._data, apply_chat_template=True), tokenizer), tokenizer
 
-    def conversation(self, row: Row, notes: Notes | None = None) -> Conversation:
+    def conversation(self, row: Row) -> Conversation:
         """Return the conversation of a row; raise ``InputError`` if it is malformed."""
         renderer, tokenizer = self._tools
-        return _read(row, renderer, self._data, tokenizer, Notes() if notes is None else notes)
+        return _read(row, renderer, self._data, tokenizer, Notes())
 
     def conversations(
         self, rows: Sequence[Row], notes: Notes, is_exact: bool = True
     ) -> list[Conversation | InputError]:
         """Return the conversations of rows; in the place of one, what is wrong with its row."""
-        return [caught(partial(self.conversation, row, notes)) for row in rows]
+        renderer, tokenizer = self._tools
+        return [caught(partial(_read, row, renderer, self._data, tokenizer, notes)) for row in rows]
 
 
 _TOO_LONG = (

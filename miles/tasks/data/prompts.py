@@ -38,7 +38,7 @@ _NO_LABEL_KEY = "there is no label, as --label-key is not given, so the reward f
 def load_prompts(
     source: str,
     data: DataArguments,
-    tokenizer: PreTrainedTokenizerBase | str,
+    tokenizer: PreTrainedTokenizerBase | str | None,
     *,
     input_key: str | None = None,
     label_key: str | None = None,
@@ -58,7 +58,8 @@ def load_prompts(
     Args:
         source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, chat template and length limit.
-        tokenizer: The model's tokenizer; or its folder or name, from which it is loaded if a row has to be read.
+        tokenizer: The model's tokenizer; or its folder or name, from which it is loaded if a row has to be read. With
+            None, rows are checked without template and length.
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
         reward: Rows without what its rewards compare with are refused. Those of a custom reward may lack a label, but
@@ -91,7 +92,7 @@ def load_prompts(
         verdict.notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)
     verdict.notes.log(source, len(rows))
     _log_long(source, verdict, flag, limit)
-    return PromptSet(rows, verdict, reader.prompt, reader.identity)
+    return PromptSet(rows, verdict, reader.prompt, reader.unrendered, flag)
 
 
 def _readable(rows: Rows) -> Iterator[Row]:
@@ -103,12 +104,17 @@ class _Reader:
     """Makes prompts of rows. The tokenizer is loaded when the first is made."""
 
     def __init__(
-        self, data: DataArguments, tokenizer: PreTrainedTokenizerBase | str, columns: _Columns, prompt_set: str = ""
+        self,
+        data: DataArguments,
+        tokenizer: PreTrainedTokenizerBase | str | None,
+        columns: _Columns,
+        prompt_set: str = "",
     ) -> None:
         self._data, self._given, self._columns, self._prompt_set = data, tokenizer, columns, prompt_set
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self._given is not None
         return load_tokenizer(self._given) if isinstance(self._given, str) else self._given
 
     @cached_property
@@ -126,17 +132,20 @@ class _Reader:
 
         Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
         """
+        uses_template = self._given is not None and self._renderer.uses_template  # a fault of the tokenizer is no row's
         made: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
         unread = {
             place: one.text
             for place, one in enumerate(made)
             if isinstance(one, RenderedPrompt)
             and one.token_ids is None
+            and self._given is not None
             and (is_exact or self._most_tokens(one.text) > limit)
         }
-        special = not self._renderer.uses_template
-        read = self._tokenizer(list(unread.values()), add_special_tokens=special)["input_ids"] if unread else ()
-        ids = dict(zip(unread, read, strict=True))
+        ids: dict[int, Sequence[int]] = {}
+        if unread:
+            read = self._tokenizer(list(unread.values()), add_special_tokens=not uses_template)
+            ids = dict(zip(unread, read["input_ids"], strict=True))
         return [
             one
             if isinstance(one, InputError)
@@ -147,7 +156,8 @@ class _Reader:
         ]
 
     def _render(self, row: Row, notes: Notes) -> RenderedPrompt:
-        return self._renderer.render(row, row.column(self._columns.input, "--input-key"), notes)
+        value = row.column(self._columns.input, "--input-key")
+        return RenderedPrompt("") if self._given is None else self._renderer.render(row, value, notes)
 
     def prompt(self, row: Row, notes: Notes | None = None) -> Prompt:
         """Return the prompt of a row; raise ``InputError`` if it is malformed."""
@@ -156,9 +166,11 @@ class _Reader:
             raise prompt
         return prompt
 
-    def identity(self, row: Row) -> list[Any]:
-        """Return what the file holds of a prompt."""
-        return [row.find(self._columns.input), _label(row, self._columns, Notes())]
+    def unrendered(self, row: Row) -> Prompt:
+        """Return what the file holds of a prompt, without its tokens."""
+        given, label = row.find(self._columns.input), _label(row, self._columns, Notes())
+        metadata = _metadata(row, self._columns.metadata)
+        return Prompt(given if isinstance(given, str) else "", (), label, metadata, row.where, self._prompt_set, given)
 
 
 class RowReader:

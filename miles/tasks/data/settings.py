@@ -240,9 +240,9 @@ def check_pairs(field: str, words: tuple[str, ...], errors: Errors) -> None:
 
 
 def check_source(field: str, source: str, errors: Errors) -> None:
-    """Check that a source has one of the forms ``SOURCES``, and that a file or folder is there."""
+    """Check that a source has one of the forms ``SOURCES``. A file that is not there is refused by a start alone."""
     if source.endswith(FILE_SUFFIXES):
-        if errors.existing_file(field, source) and os.path.getsize(source) == 0:
+        if os.path.exists(source) and errors.existing_file(field, source) and os.path.getsize(source) == 0:
             errors.refuse(field, source, "the file is empty", "give one with at least one row")
     elif source in _SCHEMES:
         errors.refuse(field, source, "names nothing", f"give {SOURCES}")

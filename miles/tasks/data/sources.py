@@ -69,6 +69,10 @@ class Rows(ABC):
                 yield row
 
 
+class SourceAbsent(InputError):
+    """The source is not on this machine."""
+
+
 def open_rows(source: str) -> Rows:
     """Return the rows of ``source``; raise ``InputError`` if it cannot be read at all."""
     if source.startswith(REASONING_GYM):
@@ -81,12 +85,13 @@ def open_rows(source: str) -> Rows:
     if path.suffix not in (".jsonl", ".parquet"):
         _refuse(source, f"not a prompt source; give {SOURCES}")
     if not os.path.isfile(path):
-        _refuse(source, "no such file; check the path, which is relative to the folder the run starts in")
+        fault = "no such file; check the path, which is relative to the folder the run starts in"
+        _refuse(source, fault, kind=SourceAbsent)
     return _JsonLines(path) if path.suffix == ".jsonl" else _Parquet(path)
 
 
-def _refuse(source: str, fault: str, cause: Exception | None = None) -> NoReturn:
-    raise InputError(one_line(f"prompt source {one_line(source, 200)}: {fault}", LONGEST_MESSAGE)) from cause
+def _refuse(source: str, fault: str, cause: Exception | None = None, kind: type[InputError] = InputError) -> NoReturn:
+    raise kind(one_line(f"prompt source {one_line(source, 200)}: {fault}", LONGEST_MESSAGE)) from cause
 
 
 class _JsonLines(Rows):
@@ -135,7 +140,7 @@ class _JsonLines(Rows):
 
 def _parse_line(line: bytes, where: str) -> Row:
     try:
-        value = strict_json.loads(line.decode("utf-8-sig"))
+        value = strict_json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
     except strict_json.StrictJsonError as error:
@@ -317,6 +322,7 @@ def _load_hugging_face(source: str, name: str, split: str) -> Any:
             f"datasets cannot load it ({type(error).__name__}: {error}); check the name and the split, and that the "
             f"machine reaches the hub or holds the set in its cache",
             error,
+            SourceAbsent,
         )
     if isinstance(loaded, datasets.Dataset):
         return loaded  # one split was saved, without a name

@@ -8,7 +8,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -214,13 +214,11 @@ class PromptStream(TrainingStream):
         It has what the file holds, so that another chat template or tokenizer does not change it.
         """
         digest, step = hashlib.blake2b(digest_size=8), -(-len(self._prompts) // FINGERPRINTED)
-        for row in self._prompts.identities(step) if isinstance(self._prompts, PromptSet) else self._rows(step):
+        rows = self._prompts.unrendered(step) if isinstance(self._prompts, PromptSet) else self._prompts[::step]
+        for prompt in rows:
+            row = [prompt.text if prompt.input is None else prompt.input, prompt.label]
             digest.update(json.dumps(row, skipkeys=True, default=lambda other: type(other).__name__).encode())
         return digest.hexdigest()
-
-    def _rows(self, step: int) -> Iterator[list[Any]]:
-        for prompt in self._prompts[::step]:
-            yield [prompt.text if prompt.input is None else prompt.input, prompt.label]
 
     def _order_key(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}

@@ -31,7 +31,7 @@ from miles.base.parent import die_with_parent
 from miles.base.processes import kill_all
 from miles.base.stacks import answer_requests
 from miles.base.text import few_lines, name_and_words, one_line
-from miles.base.user_code import UserCall, UserCodeError, import_function, makes_coroutines
+from miles.base.user_code import UserCall, UserCodeError, fault_of_signature, import_function, makes_coroutines
 from miles.tasks.rewards.answer_text import (
     PIPE_CLOSED,
     PIPE_READ,
@@ -159,6 +159,8 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
     except BaseException as error:  # whatever the module raises
         fault = one_line(name_and_words(error), LONGEST_FAULT)
         return reply(refused=f"--custom-rm-path {path}: its module raised {fault}; correct it")
+    if (wrong := fault_of_signature(function, 1)) is not None:
+        return reply(refused=f"--custom-rm-path {path}: {one_line(wrong, LONGEST_FAULT)} to take a list of samples")
     reply(ready=True, makes_coroutines=makes_coroutines(function))
     for request in _messages(requests, token, reply):
         number, samples = pickle.loads(request)

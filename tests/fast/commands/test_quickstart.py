@@ -9,11 +9,14 @@ from miles.commands import quickstart, train
 from miles.commands.quickstart_parts.data import split_pairs
 from miles.commands.quickstart_parts.summary import summarize
 from miles.compat.border import read_command
+from miles.config import parser
+from miles.config.inputs import Inputs
 from miles.config.parser import judge
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(parser, "check_inputs", lambda settings, starts: Inputs())  # the model has no tokenizer
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):

@@ -38,12 +38,12 @@ DEEP = "[" * 50_000
 CONFIG = {"model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 
 
-def errors_of(words):
-    """Return the lines of the error report, or none if the command is accepted."""
+def errors_of(words, starts=True):
+    """Return the lines of the error report, or none if the command is accepted: to start now, or as a plan."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main_parse(words)
+            main_parse(words, starts)
         except SystemExit as ended:
             if ended.code == 0:
                 return []
@@ -189,11 +189,16 @@ def test_hostile_values_are_one_short_sentence(words, sentence):
 
 def test_a_flag_that_is_a_text_may_have_lines():
     words = [*command(), "--rollout-stop", "\n\n", "--train-env-vars", '{"A":\n\t"b"}', "--thinking-max-len", "8"]
-    assert errors_of([*words, "--thinking-interruption", "\nStop.\n</think>\n"]) == []
+    assert errors_of([*words, "--thinking-interruption", "\nStop.\n</think>\n"], starts=False) == []
 
 
 def test_a_time_limit_of_the_largest_value_fits():
-    assert errors_of(command(distributed_timeout_minutes="16666", wait_timeout="1000000", seed=str(2**63 - 1))) == []
+    assert (
+        errors_of(
+            command(distributed_timeout_minutes="16666", wait_timeout="1000000", seed=str(2**63 - 1)), starts=False
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("cycle", [["a"], ["a", "b"], ["a", "b", "c"]])
@@ -215,7 +220,7 @@ def test_files_of_flags_that_include_each_other_very_often(tmp_path):
 def test_one_file_may_be_included_twice(tmp_path):
     (tmp_path / "common").write_text("--seed 3\n")
     (tmp_path / "run").write_text(f"@{tmp_path / 'common'}\n@{tmp_path / 'common'}\n")
-    assert errors_of([*command(), f"@{tmp_path / 'run'}"]) == []
+    assert errors_of([*command(), f"@{tmp_path / 'run'}"], starts=False) == []
 
 
 @pytest.mark.parametrize(

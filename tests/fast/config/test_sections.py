@@ -16,7 +16,6 @@ MODEL_AND_DATA = [
     ("--hf-checkpoint models/of/mine", "", "--hf-checkpoint models/of/mine: no such folder"),
     ("--hf-checkpoint pyproject.toml", "", "--hf-checkpoint pyproject.toml: is a file; give the folder"),
     ("", "--prompt-data", "--prompt-data is required"),
-    ("--prompt-data nowhere.jsonl --label-key a", "", "--prompt-data nowhere.jsonl: no such file"),
     ("--prompt-data nowhere.json --label-key a", "", "--prompt-data nowhere.json: not a prompt source"),
     ("--prompt-data some/where/else --label-key a", "", "not a prompt source; give FILE.jsonl, FILE.parquet, hf:NAME"),
     ("--prompt-data owner/prompts --label-key a", "", "--prompt-data owner/prompts: no such folder; give hf:owner"),
@@ -60,7 +59,6 @@ CHECKPOINT = [
 EVALUATION = [
     ("--eval-prompt-data a b c --eval-interval 1", "", "3 words cannot be NAME SOURCE pairs"),
     ("--eval-prompt-data a hf:b a hf:c --eval-interval 1", "", "the name a is given twice"),
-    ("--eval-prompt-data a b.parquet --eval-interval 1", "", "no such file"),
     ("--eval-config nowhere.yaml --eval-interval 1", "", "no such file"),
     (f"{EVAL} --eval-top-p 2", "", r"\(0, 1\]"),
 ]

@@ -35,6 +35,7 @@ case "$*" in
 esac
 case "$*" in *sft_loss*) exit "${FAILS:-0}" ;; esac
 """
+ROW = {"input": "a", "label": "a", "metadata": {"json_schema": {"type": "object"}}}
 HEADINGS = ["Equation", "Flags", "Measured", "A healthy run", "What is not seen here"]
 
 spec = importlib.util.spec_from_file_location("curves", EXAMPLES / "tasks" / "curves.py")
@@ -50,7 +51,7 @@ def outputs(tmp_path_factory):
     for name in ("backward", "record"):
         (folder / "tasks" / name).mkdir()
         for split in ("train", "heldout"):
-            (folder / "tasks" / name / f"{split}.jsonl").write_text('{"input": "a", "label": "a"}\n')
+            (folder / "tasks" / name / f"{split}.jsonl").write_text(json.dumps(ROW) + "\n")
     (folder / "tasks" / "chats.jsonl").write_text('{"chat": []}\n')
     shutil.copytree(folder / "tasks", folder / "shop_task")
     (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")

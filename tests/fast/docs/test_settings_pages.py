@@ -7,6 +7,7 @@ import pytest
 
 from miles.commands import quickstart, sweep, train
 from miles.compat.border import read_command
+from miles.config.inputs import Inputs
 from miles.config.parser import judge
 from miles.config.run_file import run_config
 from tests.fast.docs.tutorial_page import REPO
@@ -27,8 +28,10 @@ def quickstart_folder(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(train, "main", ended)
+    monkeypatch.setattr("miles.config.parser.check_inputs", lambda settings, starts: Inputs())  # without a tokenizer
     assert quickstart.main([]) == 0
     monkeypatch.undo()
+    (model / "tokenizer_config.json").unlink()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -45,6 +45,12 @@ def started(monkeypatch):
         ("--device cpu --actor-num-nodes 2", 0, "--actor-num-nodes 2: the run starts a Ray of its own on this host, w"),
         ("--load lost", 0, "--load lost: there is no such folder; check the path, or drop --load to start from"),
         ("--load lost --save kept", 0, "--load lost: there is no such folder"),
+        (
+            "--prompt-data lost.jsonl --label-key a --device cpu",
+            0,
+            "--prompt-data lost.jsonl: no such file; ",
+        ),
+        ("--eval-prompt-data a b.parquet --eval-interval 1 --device cpu", 0, "--eval-prompt-data b.parquet: no such "),
         ("--load lost --finetune", 0, "--load lost: there is no such folder"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from miles.base.locks import NAME
 from miles.config.cluster import ClusterArguments
+from miles.config.inputs import Inputs
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
@@ -41,7 +42,8 @@ def launch(tmp_path, monkeypatch):
         monkeypatch.setattr(launcher, "run", run)
         url = f"file://{tmp_path}/bucket/run"
         flags = f"--rollout-shuffle --save {url} --output-dir {tmp_path}/{name} {flags.replace('URL', url)}"
-        launcher.launch(validate(parse(minimal(flags))), exit_with_message)
+        checked = replace(validate(parse(minimal(flags))), inputs=Inputs())  # there is no model to read rows for
+        launcher.launch(checked, exit_with_message)
 
     return start
 
@@ -87,7 +89,7 @@ def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeyp
         words = minimal(" ".join(f"{flag} {folder}" for flag, folder in folders.items()))
         if shared == "--update-weight-disk-dir":
             words += ["--rollout-engine", "sglang", "--update-weight-transfer-mode", "disk"]
-        launcher.launch(validate(parse(words)), exit_with_message)
+        launcher.launch(replace(validate(parse(words)), inputs=Inputs()), exit_with_message)
 
     def first(settings, context):
         with pytest.raises(SystemExit, match="1"):
@@ -146,7 +148,8 @@ def test_what_was_not_uploaded_is_named_and_uploaded_by_the_next_run(launch, tmp
 def test_an_export_that_a_killed_run_was_exchanging_is_in_place_before_the_run_begins(tmp_path, monkeypatch, capsys):
     def start(folder):
         monkeypatch.setattr(launcher, "run", lambda settings, context: None)
-        launcher.launch(validate(parse(minimal(f"--save-hf {folder} --output-dir {tmp_path}/out"))), exit_with_message)
+        checked = validate(parse(minimal(f"--save-hf {folder} --output-dir {tmp_path}/out")))
+        launcher.launch(replace(checked, inputs=Inputs()), exit_with_message)
 
     (tmp_path / ".replaced_hf").mkdir()
     start(tmp_path / "hf")

@@ -12,7 +12,6 @@ MIX = "--prompt-mix a reasoning_gym:products b reasoning_gym:chain_sum"
     [
         ("--prompt-mix a", "1 word cannot be NAME SOURCE pairs"),
         ("--prompt-mix a reasoning_gym:x a reasoning_gym:y", "the name a is given twice"),
-        ("--prompt-mix a missing.jsonl", "no such file"),
         (f"{MIX} --prompt-mix-weights 1", "1 weight cannot be one for each of 2 sets"),
         (f"{MIX} --prompt-mix-weights 1 -1", "are not all finite numbers of at least 0"),
         (f"{MIX} --prompt-mix-weights 0 0", "are all 0"),

@@ -1,0 +1,301 @@
+"""Check everything that a run reads before it starts: the rows of all sets, the reward, and other functions.
+
+``miles explain`` and every start call ``check_inputs``. It reports all faults together. A plan may be for another
+machine: what is not on this one is listed (``Inputs.unchecked``), and only a start refuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles.base.flags import FlagError, flag_name
+from miles.base.host import memory_limit
+from miles.base.text import InputError, one_line
+from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
+from miles.config.evaluation import eval_entries
+from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
+from miles.tasks.data.checked_rows import Verdict, may_fork, tokenizer_files
+from miles.tasks.data.settings import DataArguments
+from miles.tasks.data.sources import SourceAbsent
+from miles.tasks.rewards.settings import RewardArguments
+from miles.types.sample import Prompt, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from miles.tasks.data.checked_rows import PromptSet
+
+    Tokenizer = PreTrainedTokenizerBase | str | None
+
+LOUD = 0.1  # the share of rows that are left out from which on it is a warning
+OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
+CALL_SECONDS = 30.0  # for the one call of the reward function
+# How many arguments the functions of these flags are called with, beside the reward, which its process checks.
+ARGUMENTS = {
+    "dynamic_sampling_filter_path": 1,
+    "custom_generate_function_path": 1,
+    "curriculum_path": 1,
+    "data_source_path": 1,
+    "rollout_function_path": 2,
+    "eval_function_path": 2,
+    "rollout_sample_filter_path": 2,
+    "custom_convert_samples_to_train_data_path": 2,
+    "custom_reward_post_process_path": 2,
+    "rollout_all_samples_process_path": 3,
+    "buffer_filter_path": 4,
+    "custom_eval_rollout_log_function_path": 4,
+    "custom_rollout_log_function_path": 5,
+}
+
+
+@dataclass
+class Inputs:
+    """What the check has found.
+
+    Attributes:
+        verdicts: What the rows of each set are like, by name and source.
+        training: How many prompts a pass over the training sets has.
+        first: A prompt of the first set, without tokens.
+        faults: What is wrong.
+        warnings: What is allowed, and most likely a mistake.
+        unchecked: What is not on this machine, and so was not checked.
+    """
+
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    training: int = 0
+    first: Prompt | None = None
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def load_training_prompts(name: str, source: str, settings: Settings, tokenizer: Tokenizer) -> PromptSet[Any]:
+    """Load a training set: prompts, which carry the ``name`` of a set in a mixture, or conversations."""
+    from miles.tasks.data.conversations import load_conversations
+    from miles.tasks.data.prompts import load_prompts
+
+    longest, context = settings.rollout.rollout_max_response_len, settings.rollout.rollout_max_context_len
+    if settings.reads_conversations:
+        assert tokenizer is not None, "without one, conversations are not read"
+        return load_conversations(source, settings.data, tokenizer, max_response_len=longest, max_context_len=context)
+    return load_prompts(
+        source, settings.data, tokenizer, reward=settings.reward, max_context_len=context, prompt_set=name
+    )
+
+
+def load_held_out_prompts(
+    entry: Mapping[str, Any],
+    data: DataArguments,
+    rollout: RolloutArguments,
+    reward: RewardArguments | None,
+    tokenizer: Tokenizer,
+) -> PromptSet[Prompt]:
+    """Load the prompts of an entry of ``eval_entries``."""
+    from miles.tasks.data.prompts import load_prompts
+
+    return load_prompts(
+        entry["source"],
+        data,
+        tokenizer,
+        input_key=entry["input_key"],
+        label_key=entry["label_key"],
+        reward=reward,
+        max_context_len=rollout.rollout_max_context_len,
+    )
+
+
+def check_inputs(settings: Settings, starts: bool) -> Inputs:
+    """Check the rows of all sets, the reward function, which is called once, and the user's other functions.
+
+    Rows are read in a process of their own, without torch, whose memory is free afterwards.
+
+    Raises:
+        FlagError: With all that is wrong.
+    """
+    try:
+        before = _without_torch if starts else _without_torch_and_hub
+        found: Inputs = _in_process(_check_sets, settings, starts, before=before)
+    except InputError:  # the tokenizer needs torch, or is broken
+        found = _check_sets(settings, starts)
+    named = [(name, path) for name, path in _functions(settings) if name in ARGUMENTS]
+    if named:
+        found.faults += _in_process(_faults_of_functions, named)
+    _check_reward(settings, starts, found)
+    if found.faults:
+        raise FlagError(*found.faults)
+    return found
+
+
+def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None) -> Any:
+    """Return ``function(*args)`` from a fork of this process, or from this one if it has threads already."""
+    if not may_fork():
+        return function(*args)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), before) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _without_torch() -> None:
+    """Make transformers do without torch, whose import takes longer than all else."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would note that
+
+
+def _without_torch_and_hub() -> None:
+    _without_torch()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing
+
+
+def _check_sets(settings: Settings, starts: bool) -> Inputs:
+    found, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
+    is_there = starts or any(
+        re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer)
+    )
+    if not is_there:
+        found.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
+        if settings.reads_conversations:
+            return found
+    for kind, source, load in _sets(settings):
+        name, is_held_out = f"{kind} {source}", kind.startswith("held-out ")
+        of_training = "--prompt-data" if settings.data.prompt_mix is None else "--prompt-mix"
+        flag = "--eval-prompt-data" if is_held_out else of_training
+        try:
+            loaded = load(tokenizer if is_there else None)
+        except SourceAbsent as error:
+            (found.faults if starts else found.unchecked).append(_of_flag(flag, str(error)))
+        except FlagError as error:
+            found.faults += [_of_flag(flag, message) for message in error.messages]
+        else:
+            verdict = found.verdicts[name] = loaded.verdict
+            if verdict.dropped >= LOUD * verdict.rows:
+                found.warnings.append(
+                    f"{name}: {verdict.dropped / verdict.rows:.0%} of {verdict.rows:,} rows are longer than a limit "
+                    f"({loaded.limit}), and are left out"
+                )
+            found.training += len(loaded) if not is_held_out else 0
+            found.first = found.first or next(loaded.unrendered(len(loaded)))
+    return found
+
+
+def _of_flag(flag: str, message: str) -> str:
+    """Begin a message about rows with the flag that names them."""
+    return message if message.startswith("--") else f"{flag} {message.removeprefix('prompt source ')}"
+
+
+def _sets(settings: Settings) -> Iterator[tuple[str, str, Callable[[Tokenizer], PromptSet[Any]]]]:
+    """Yield each set that is read: its kind, its source, and what loads it."""
+    data = settings.data
+    if not settings.rollout.loads_samples and data.data_source_path is None:
+        is_mixed = data.prompt_mix is not None or data.curriculum_path is not None
+        for name, source in data.mixed_sources.items():
+            yield name, source, partial(load_training_prompts, name if is_mixed else "", source, settings)
+    if settings.evaluation.eval_function_path is None:
+        for entry in eval_entries(settings.evaluation):
+            load = partial(load_held_out_prompts, entry, data, settings.rollout, settings.reward)
+            yield f"held-out {entry['name']}", entry["source"], load
+
+
+def _functions(settings: Settings) -> Iterator[tuple[str, str]]:
+    for section in (settings.rollout, settings.data, settings.evaluation, settings.reward):
+        for name, value in vars(section).items():
+            if name.endswith("_path") and value is not None:
+                yield name, value
+
+
+def _faults_of_functions(named: list[tuple[str, str]]) -> list[str]:
+    """Import functions, and return what is wrong with them."""
+    faults = list[str]()
+    for name, path in named:
+        try:
+            fault = fault_of_signature(load_object(path, flag_name(name), "function"), ARGUMENTS[name])
+        except InputError as error:
+            faults.append(str(error))
+        else:
+            faults += [f"{flag_name(name)} {path}: {fault}"] if fault else []
+    return faults
+
+
+def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
+    """Import the reward function, and call it once with a stand-in answer to the first prompt, in its process."""
+    reward = settings.reward
+    if not settings.generates or not reward.weights:
+        return
+    from miles.tasks.rewards.registry import get_reward_function
+    from miles.tasks.rewards.reward_process import RewardProcess, RewardProcessDied
+
+    try:
+        function = get_reward_function(reward, memory_limit(reward.reward_memory))
+    except InputError as error:
+        is_here = reward.has_custom and not settings.cluster.ray_address
+        (found.faults if starts or is_here else found.unchecked).append(str(error))
+        return
+    if not isinstance(function, RewardProcess) or found.first is None:
+        return
+    answer = str(found.first.label or "a stand-in answer")
+    sample = Sample(found.first, 0, 0, [0], answer, [1], [0.0], SampleStatus.COMPLETED)
+    try:
+        asyncio.run(asyncio.wait_for(function([sample]), CALL_SECONDS))
+    except (UserCodeError, UserCodeTimeout, RewardProcessDied, TimeoutError) as error:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', "".join(getattr(error, "__notes__", ())))
+        own = [f"{file}:{line}: " for file, line in frames if os.sep + "miles" + os.sep not in file]
+        fault = f"did not return within {CALL_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
+        message = (
+            f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
+            f"{found.first.source}, it {fault}"
+        )
+        makes_own = any(name in dict(_functions(settings)) for name in OF_SAMPLES) or settings.rollout.environment
+        is_wrong = starts and reward.on_error == "stop" and not makes_own
+        (found.faults if is_wrong else found.warnings).append(one_line(f"{message}; correct it", 1000))
+
+
+def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
+    """Return the lines about what was checked, and about what is not on this machine."""
+    lines = list[str]()
+    for name, verdict in found.verdicts.items():
+        measured = " in the first 256 and in long ones" if verdict.rows > 256 else ""
+        lengths = f", of {verdict.shortest} to {verdict.longest} tokens{measured}" if verdict.longest else ""
+        lines.append(f"{name}: {verdict.rows:,} rows{lengths}")
+        lines += [f"  {line}" for line in verdict.notes.lines(verdict.rows)]
+    lines += [f"WARNING: {text}" for text in found.warnings]
+    if found.training and settings.rollout.rollout_batch_size and settings.trains:
+        iterations = math.ceil(found.training / settings.rollout.rollout_batch_size)
+        steps = iterations * settings.steps_per_iteration
+        lines.append(f"epoch: {found.training:,} prompts, {iterations:,} iterations, {steps:,} optimizer steps")
+    if (trained := _trained(settings)) and settings.trains:
+        lines.append(f"trained: {trained}")
+    if found.unchecked:
+        lines.append(f"not checked, as it is not on this machine: {'; '.join(found.unchecked)}")
+    return lines
+
+
+def _trained(settings: Settings) -> str:
+    """Say how many parameters are trained, by the headers of the weights; nothing if these are not on this machine."""
+    shapes, lora = dict[str, list[int]](), settings.lora
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # they may be broken
+        for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):
+            with file.open("rb") as weights:
+                length = min(int.from_bytes(weights.read(8), "little"), file.stat().st_size)
+                header = json.loads(weights.read(length))
+            shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    total = sum(map(math.prod, shapes.values()))
+    if not total or not lora.trains_adapter:
+        return f"{total:,} parameters" if total else ""
+    adapted = [
+        sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.startswith("model.layers.") and lora.adapts(name.split(".")[-2])
+    ]
+    return f"{lora.lora_rank * sum(adapted):,} parameters of an adapter, beside {total:,} that stay as they are"
