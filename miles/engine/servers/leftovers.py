@@ -20,11 +20,14 @@ NOTED = "segments"  # one path per line
 
 
 def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
-    """Return the segments that these processes have open now."""
+    """Return the segments that these processes have open or mapped now."""
     found: set[str] = set()
     for process in processes:
-        with suppress(psutil.Error):
-            found |= {file.path for file in process.open_files() if file.path.startswith(SEGMENTS)}
+        with suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
+            mapped = [line.split(maxsplit=5)[-1] for line in maps]  # a semaphore is mapped, and not open
+            paths = [*mapped, *(file.path for file in process.open_files())]
+            found |= {path for path in paths if path.startswith(SEGMENTS) and not path.endswith("(deleted)")}
     return found
 
 

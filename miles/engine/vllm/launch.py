@@ -18,6 +18,8 @@ from miles.engine.vllm.guard import ADMIN_KEY, KEY
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "miles.engine.vllm.guard.Guard"
+# Each of its processes runs this first: vLLM's engine would live on if the server is killed.
+DIE_WITH_PARENT = "import os\nfrom miles.base.parent import die_with_parent\ndie_with_parent(os.getppid())\n"
 # A prompt is prefilled at once: vLLM 0.32.0 ends on CPU when a request with a seed has one that is prefilled in parts
 # ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
 _ON_CPU = (("--enforce-eager", None, ()), ("--no-enable-chunked-prefill", None, ()))
@@ -105,6 +107,7 @@ class VllmProgram:
         path = folder / "path"
         path.mkdir(exist_ok=True)
         (path / "miles").symlink_to(Path(miles.__file__).parent)
+        (path / "sitecustomize.py").write_text(DIE_WITH_PARENT)
         # One thread: waiting threads of OpenMP starve their neighbours. Nothing is compiled: the few functions
         # that vLLM compiles even so keep the first requests waiting, for half a minute or more on a busy host.
         cpu = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
@@ -115,6 +118,7 @@ class VllmProgram:
             "PYTHONPATH": str(path),
             "VLLM_SERVER_DEV_MODE": "1",  # pauses, weights and versions, behind the guard
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not run DIE_WITH_PARENT
             KEY: self.keys.server,
             ADMIN_KEY: self.keys.admin,
             **({} if os.path.isdir(self.model_path) is False else {"HF_HUB_OFFLINE": "1"}),

@@ -23,7 +23,7 @@ def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tm
         (noted,) = folder.rglob(NOTED)
         segments = noted.read_text().split()  # a server that is ready has removed some of them
         left = [name for name in segments if Path(name).exists()]
-        kinds = {prefix for prefix in SEGMENTS if any(name.startswith(prefix) for name in left)}
+        kinds = {prefix for prefix in SEGMENTS[:2] if any(name.startswith(prefix) for name in left)}
         assert kinds == set(SEGMENTS[:devices]), "ranks of tensor parallelism have a queue"
         assert any(path.is_socket() for path in folder.rglob("*")), "its sockets are elsewhere"
     finally:

@@ -4,9 +4,9 @@ Run with --all; skipped where the environment that scripts/vllm.sh makes is miss
 """
 
 import asyncio
-import os
 import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +19,7 @@ from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.leftovers import open_segments
 from miles.engine.servers.server_log import LogFile
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
@@ -155,7 +156,6 @@ async def assert_stops(engine):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_server_that_ends_or_hangs_is_replaced_and_every_request_answered(folder, tmp_path, number):
-    before = set(os.listdir("/dev/shm"))
     model = other_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     quick = {"rollout_health_check_interval": 1.0, "rollout_health_check_timeout": 10.0}
     async with started(folder, tmp_path, use_fault_tolerance=True, **quick) as (engine, hosts):
@@ -163,9 +163,11 @@ async def test_a_server_that_ends_or_hangs_is_replaced_and_every_request_answere
         running = asyncio.ensure_future(generate(engine, max_new_tokens=100))
         await asyncio.sleep(0.1)
         group = psutil.Process(hosts[0].pid)
-        for process in (*group.children(recursive=True), group):
+        processes = [*group.children(recursive=True), group]
+        segments = open_segments(processes)
+        for process in processes:
             process.send_signal(number)
         answers = await running
         assert_of(model, answers)
         assert {answer.weight_version for answer in answers} == {3} and engine.servers.all[0].starts == 2
-    assert set(os.listdir("/dev/shm")) <= before
+    assert segments and not any(Path(segment).exists() for segment in segments)
