@@ -435,6 +435,7 @@ OTHERS = (
     "math-verify",
     "numpy",
     "peft",
+    "pillow",
     "psutil",
     "pyarrow",
     "pyyaml",
@@ -442,6 +443,8 @@ OTHERS = (
     "rich",
     "safetensors",
     "tensorboard",
+    "tree-sitter",
+    "tree-sitter-bash",
 )
 
 
