@@ -1,5 +1,9 @@
 """Packed samples with images against transformers, which computes each sample alone in float64."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,3 +239,15 @@ def test_the_embedded_engine_has_the_log_probs_of_the_trainer(model: str, tmp_pa
     for group, pair in zip(groups, zip(found[::2], found[1::2], strict=True), strict=True):
         for sample, log_probs in zip(group.samples, pair, strict=True):
             assert np.abs(np.asarray(sample.rollout_log_probs) - log_probs.numpy()).max() <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_to_four_ranks_have_these_gradients(kind: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("image_ranks.py")
+    paths = os.pathsep.join(map(str, (script.parent, script.parents[2] / "support", script.parents[4])))
+    environment = os.environ | {"PYTHONPATH": paths}
+    subprocess.run([sys.executable, str(script), str(tmp_path), kind], check=True, env=environment)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["1", "2", "3", "4"]
+    assert not {f"{world}: {fault}" for world, checks in results.items() for fault in checks.values() if fault}
