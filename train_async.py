@@ -1,4 +1,4 @@
-"""Train as ``train.py`` does, and generate an iteration ahead of the trainer, unless ``--async-steps`` says otherwise.
+"""Train as ``train.py`` does, and generate an iteration ahead of the trainer, unless ``--async-steps`` is set.
 
 Scripts of related launchers call this file for that: ``python train_async.py --flags…``.
 """

@@ -2,7 +2,7 @@
 
 ``python benchmarks/busy_neighbors.py --model outputs/models/SmolLM2-135M-Instruct`` prints one JSON object: for each
 setting, the median tokens per second of the embedded engine and the median seconds of a forward and backward pass,
-alone and beside a process that keeps two threads busy. All settings take turns.
+alone and alongside a process that keeps two threads busy. All settings take turns.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
     contenders = {name: start_contender(environment, args) for name, environment in SETTINGS.items()}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     for repeat in range(args.repeats + 1):  # the first is warm-up
-        for beside in ("alone", "beside a busy process"):
+        for beside in ("alone", "alongside a busy process"):
             neighbor = multiprocessing.get_context("spawn").Process(target=keep_busy, args=(args.threads,), daemon=True)
             if beside != "alone":
                 neighbor.start()

@@ -1,6 +1,6 @@
 """Measure the engines on this machine: ``python benchmarks/engines.py MODEL [ENGINE ...]`` prints a JSON line for each.
 
-Per engine: seconds until it serves, tokens per second with 1, 16 and 64 responses of 64 tokens at a time, seconds of a
+Per engine: seconds until it serves, tokens per second with 1, 16 and 64 responses of 64 tokens at once, seconds of a
 weight update, and the memory of its processes. They run one after the other; a busy machine slows all of them.
 """
 
@@ -39,7 +39,7 @@ def memory_mb() -> int:
 
 
 async def speed(engine: Engine, number: int) -> float:
-    """Return the tokens per second of ``number`` responses at a time, each to a prompt of its own."""
+    """Return the tokens per second of ``number`` responses at once, each to its own prompt."""
     sampling = SamplingParams(TOKENS)
     requests = [GenerationRequest(tuple(range(5 + n, 53 + n)), (n,), sampling) for n in range(number)]
     began = time.perf_counter()

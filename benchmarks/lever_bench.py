@@ -93,7 +93,7 @@ class Bench:
     @cached_property
     def runner(self) -> ModelRunner:
         """The engine's model."""
-        return self.engine("as it is", nullcontext())
+        return self.engine("unchanged", nullcontext())
 
     def engine(self, name: str, change: AbstractContextManager[Any]) -> ModelRunner:
         """Return a model that was built under ``change``; it is built once."""
@@ -251,9 +251,9 @@ class Lever:
     Attributes:
         name: Its name.
         parts: The parts of a step that it changes: keys of ``PARTS``. For a pair, what its calls compute.
-        what: Says what it does, and what happens without it.
+        what: States what it does, and what happens without it.
         change: Makes a block that is without it; with it if it is one of ``TRIED``.
-        environment: Variables of a process without it; with it if it is one of ``TRIED``. Beside a ``change``, both
+        environment: Variables of a process without it; with it if it is one of ``TRIED``. Alongside a ``change``, both
             ways have them.
         pair: Returns a call with it and one without it.
         tokens_per_pass: How many tokens a call with it is good for, where one without is good for one.

@@ -1,4 +1,4 @@
-"""Measure each lever of a quickstart step: processor seconds with it and without it, in turns in one process.
+"""Measure each lever of a quickstart step: processor seconds with it and without it, alternately in one process.
 
     python benchmarks/levers.py --model outputs/models/SmolLM2-135M-Instruct --samples outputs/quickstart/samples.jsonl
     python benchmarks/levers.py … --only adamw     those whose names contain this
@@ -9,7 +9,7 @@ by replacing a function or a constant of miles; ``patched`` fails if that functi
 environment, which glibc reads when a process starts, have a process of their own, and the two take turns. ``TRIED`` are
 ideas that miles does not follow, measured the same way: there, the replacement is with the idea.
 
-Prints one JSON object: medians over the repeats, after a pass for warm-up. ``times`` says how many times as fast the
+Prints one JSON object: medians over the repeats, after a pass for warm-up. ``times`` states how many times as fast the
 part is with the lever. All passes run on one thread, so processor seconds do not count threads that wait.
 """
 
@@ -98,7 +98,7 @@ def whole_logits(
 def plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """``cached_attention`` with autograd's operations over all rows at a time."""
+    """``cached_attention`` with autograd's operations over all rows at once."""
     rows, heads, length, width = q.shape
     groups = k.shape[1]
     if visible is None:
@@ -146,7 +146,7 @@ def zeros_trained(bench: Bench) -> AbstractContextManager[Any]:
 
 
 class Own(tuple[int, ...]):
-    """A prompt that equals itself alone, so that each sample has a row of its own."""
+    """A prompt that equals itself alone, so that each sample has a separate row."""
 
     __hash__ = object.__hash__
 
@@ -155,7 +155,7 @@ class Own(tuple[int, ...]):
 
 
 def own_rows(bench: Bench) -> AbstractContextManager[Any]:
-    """Generate each sample from a prompt of its own."""
+    """Generate each sample from its own prompt."""
     return mock.patch.object(bench, "prompt_key", Own)
 
 
@@ -167,7 +167,7 @@ def row_by_row(logits: torch.Tensor, rows: sampling.RowSampling, uniforms: torch
 
 
 def plain_load(product: Any, weight: torch.Tensor) -> None:
-    """``_Product.load`` that keeps the weight as it is."""
+    """``_Product.load`` that keeps the weight unchanged."""
     product._weight = weight.to(product.emptied.dtype).contiguous().clone()
 
 
@@ -224,7 +224,7 @@ LEVERS = (
         constant(packed_attention, "SHORT", 0),
     ),
     Lever(
-        "that attention a few rows at a time",
+        "that attention a few rows at once",
         BOTH,
         "1 MB of fp32 scores stays in the cache; without, autograd's operations over all rows",
         function(packed_attention, "cached_attention", plain_attention),
@@ -245,9 +245,9 @@ LEVERS = (
         function(models, "chunked_log_probs", whole_logits),
     ),
     Lever(
-        "logits converted to fp32 a few rows at a time",
+        "logits converted to fp32 a few rows at once",
         BOTH,
-        "without, a chunk at a time",
+        "without, chunk by chunk",
         constant(token_log_probs, "CACHED_BYTES", 0),
         half=True,
     ),
@@ -318,7 +318,7 @@ LEVERS = (
     Lever(
         "exponentials summed in memory that stays in the cache",
         ("drawing",),
-        "without, those of all rows at a time",
+        "without, those of all rows at once",
         constant(sampling, "CACHED_BYTES", 1 << 60),
     ),
 )

@@ -21,7 +21,7 @@ from miles.engine.embedded import fused_layers
 from miles.engine.embedded.attention import DecodeStep, Layer
 from miles.training.trainer import Trainer
 
-DRAFTS = 3  # tokens that prompt lookup proposes at a time
+DRAFTS = 3  # tokens that prompt lookup proposes at once
 BUDGETS = 4  # micro-batches of a step with a smaller token budget
 
 
@@ -45,7 +45,7 @@ def layer_weights(bench: Bench) -> list[torch.Tensor]:
 
 
 def prepacked(weights: Sequence[torch.Tensor], rows: int, packs: bool) -> tuple[Call, Call]:
-    """Return products of ``rows`` rows in oneDNN's layout and as they are; ``packs``: with the time of packing."""
+    """Return products of ``rows`` rows in oneDNN's layout and unchanged; ``packs``: with the time of packing."""
     plain = torch.ops.mkldnn._linear_pointwise.default
     pack = torch.ops.mkldnn._reorder_linear_weight
     inputs = [torch.randn(rows, weight.shape[1], dtype=weight.dtype) for weight in weights]
@@ -234,11 +234,11 @@ TRIED = (
     Lever(
         "jemalloc, as Ray ships it",
         ("forward and backward",),
-        "in place of glibc's malloc",
+        "instead of glibc's malloc",
         environment=RETURNED | {"LD_PRELOAD": JEMALLOC},
     ),
     Lever(
-        "`F.rms_norm` in the trainer", BOTH, "in place of transformers' operations, and rounds otherwise", torch_norms
+        "`F.rms_norm` in the trainer", BOTH, "instead of transformers' operations, and rounds otherwise", torch_norms
     ),
     Lever(
         "`torch.compile` of the decoder layers",
@@ -261,14 +261,14 @@ TRIED = (
     Lever(
         "one product for query, key and value",
         ("these products",),
-        "in place of three, which are a small part of a step",
+        "instead of three, which are a small part of a step",
         pair=joined_projections,
     ),
     Lever("an fp32 cache of keys and values", ("attention",), "twice the memory", pair=fp32_cache, half=True),
     Lever(
         "attention of a decoding step as two products",
         ("decoding",),
-        "in place of PyTorch's fused kernel; not built yet",
+        "instead of PyTorch's fused kernel; not built yet",
         function(DecodeStep, "attend", attended_by_products),
     ),
     Lever("`F.rms_norm` in the engine", ("a norm",), "rounds otherwise than the trainer's", pair=one_norm),

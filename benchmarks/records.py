@@ -30,7 +30,7 @@ class Comparison:
 
     Attributes:
         subject: The two things that are compared.
-        result: Says in words what the figures show.
+        result: States in words what the figures show.
     """
 
     subject: str
@@ -119,7 +119,7 @@ def _delta(figures: Figures) -> str:
 def _neighbors(figures: Figures) -> str:
     found = figures["default"]
     speed, seconds = (
-        found[f"{what}, beside a busy process"] / found[f"{what}, alone"]
+        found[f"{what}, alongside a busy process"] / found[f"{what}, alone"]
         for what in ("tokens per second", "seconds of a pass")
     )
     return f"{speed:.2f} of the tokens per second, {seconds:.1f} times the seconds of a pass"
@@ -180,7 +180,7 @@ def start_up(records: Sequence[Record]) -> str:
 
 
 def schedule_scale(records: Sequence[Record]) -> str:
-    """Return the seconds in which a large step is scheduled, by kind of micro-batches and processor."""
+    """Return the seconds where a large step is scheduled, by kind of micro-batches and processor."""
     newest = _newest_by_processor(records, "schedule_scale")
     sizes = {"samples", "ranks", "columns_gb"}
     ways = [way for way in _union(record.figures for record in newest.values()) if way not in sizes]
@@ -193,7 +193,7 @@ def schedule_scale(records: Sequence[Record]) -> str:
 
 
 def busy_neighbors(records: Sequence[Record]) -> str:
-    """Return what engine and trainer reach alone and beside a busy process, by OpenMP's settings."""
+    """Return what engine and trainer reach alone and alongside a busy process, by OpenMP's settings."""
     record = _newest(records, "busy_neighbors")
     columns = _union(record.figures.values())
     rows = [[name, *(f"{found[column]:.3g}" for column in columns)] for name, found in record.figures.items()]
@@ -305,7 +305,7 @@ def rollout_workers(records: Sequence[Record]) -> str:
     columns = {
         "requests at once": "requests_at_once",
         "workers": "workers",
-        "at the server at a time": "connections",
+        "at the server at once": "connections",
         "seconds": "seconds",
         "CPU ms per request": "cpu_ms_per_request",
         "of it in the rollout process": "of_which_rollout_process",
@@ -379,7 +379,7 @@ def _union(names: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _source(*records: Record) -> str:
-    """Return the sentence under a table that says where and when it was measured."""
+    """Return the sentence under a table that states where and when it was measured."""
     return f"Measured: {', and '.join(record.measured for record in records)}."
 
 

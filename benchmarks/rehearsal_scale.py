@@ -116,7 +116,7 @@ def rehearse(name: str, folder: Path) -> tuple[float, float, float, str]:
 
 
 def main() -> None:
-    """Rehearse each layout in a process of its own, and print the figures as JSON."""
+    """Rehearse each layout in a separate process, and print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="the folder for what is written")
     parser.add_argument("names", nargs="*", choices=[*LAYOUTS, []], help="layouts; default: all")

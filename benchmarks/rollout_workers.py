@@ -5,7 +5,7 @@ side (pipeline, collector, workers in Ray actors, SGLang client, tokenizer, the 
 (fake_servers.py) for all requests at once, over real sockets, and prints one JSON object.
 
 The fake servers are one address, as a router is. ``--connections`` is ``--sglang-server-concurrency``: so many requests
-are at the server at a time, over as many sockets, and the others wait in the workers. With ``--workers 1`` the rollout
+are at the server at once, over as many sockets, and the others wait in the workers. With ``--workers 1`` the rollout
 process does everything itself.
 
 CPU seconds are those of the rollout process and the workers. Those of Ray's own processes are apart, and those of the
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000, help="requests at once: prompts x 8 samples")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--connections", type=int, default=4096, help="requests at the server at a time")
+    parser.add_argument("--connections", type=int, default=4096, help="requests at the server at once")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per answer")
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--median-seconds", type=float, default=2.0, help="median latency of the fake servers")
@@ -158,7 +158,7 @@ def proportional_bytes(process: psutil.Process) -> int:
     for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel says no Pss")
+    raise AssertionError("the kernel reports no Pss")
 
 
 def exact(groups: list[PromptGroup], requests: int, tokens: int) -> bool:

@@ -3,7 +3,7 @@
     python benchmarks/rows_at_scale.py --model MODEL  # 10^6 prompts, 10^5 conversations, 10^4 explained
     python benchmarks/rows_at_scale.py --model MODEL --prompts 10000
 
-Each line of the result is a process of its own: ``cold`` checks all rows, ``warm`` has the verdict of an earlier
+Each line of the result is a separate process: ``cold`` checks all rows, ``warm`` has the verdict of an earlier
 process, ``resumed`` continues from the position that ``warm`` has saved. ``order`` is a hash of the tokens that were
 drawn: it must not depend on the commit. Memory is the peak of the process, without and with the pages of files.
 """
@@ -84,7 +84,7 @@ def write_rows(path: Path, rows: int, conversations: bool) -> None:
 
 
 def measure(words: list[str], position: Path, environment: dict[str, str]) -> str:
-    """Return what a process says that builds the supply of prompts of a command."""
+    """Return what a process reports that builds the supply of prompts of a command."""
     command = [sys.executable, "-c", MEASURED, str(position), *words]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 

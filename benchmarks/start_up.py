@@ -3,11 +3,11 @@
     python benchmarks/start_up.py --model outputs/models/SmolLM2-135M-Instruct
     python benchmarks/start_up.py --model … --runs 3 --ways fsdp+torch megatron+torch fsdp+sglang
 
-Each run is ``miles train`` in processes of its own, in the quickstart's settings but with one token per answer, so that
+Each run is ``miles train`` in its own processes, in the quickstart's settings but with one token per answer, so that
 the first answer is the first token; it ends there. Runs of the ways take turns, after one run that is not counted and
 fills the page cache. Prints medians as JSON. ``cpu_seconds`` are those of all processes of a run, up to the first
-answer. ``phases`` says when each part began and ended, in seconds since the process started, and the processor seconds
-of its process meanwhile; start_up_marks/ names the parts.
+answer. ``phases`` states when each part began and ended, in seconds since the process started, and the processor
+seconds of its process meanwhile; start_up_marks/ names the parts.
 
 Seconds depend on what else the machine does: leave it idle. Processor seconds depend less on it.
 """

@@ -88,7 +88,7 @@ def slower_parts(last: Record, found: Record) -> list[str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", metavar="CHANGE", help="add a row that says what changed")
+    parser.add_argument("--record", metavar="CHANGE", help="add a row that states what changed")
     parser.add_argument("--turns", type=int, default=5, help="steps; the one before them is warm-up")
     return parser.parse_args()
 

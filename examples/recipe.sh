@@ -30,7 +30,7 @@ recipe() {
     SFT_STEPS=400
     if [ "${1:-}" = --smoke ]; then
         shift
-        OUT="$OUTPUTS/smoke/$NAME" # not beside trained models, which other recipes read
+        OUT="$OUTPUTS/smoke/$NAME" # not alongside trained models, which other recipes read
         SMOKE=(--num-rollout 2 --eval-interval 2 --n-samples-per-eval-prompt 1)
         SFT_STEPS=2
     fi

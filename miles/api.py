@@ -108,13 +108,13 @@ def train(settings: sections.Settings, reward: Callable[..., Any] | None = None)
         settings: The settings of the run.
         reward: A reward function: takes ``samples: Sequence[miles.types.sample.Sample]``, returns one finite number per
             sample, in order; it may be ``async``. Any function will do, also a lambda or one of a notebook. It runs in
-            a process of its own, on a copy of what it refers to.
+            a separate process, on a copy of what it refers to.
 
     Returns:
         The run, whose files are in ``settings.tracking.output_dir``.
 
     Raises:
-        ValueError: A mistake in the settings, the data or the reward; the message says what to do.
+        ValueError: A mistake in the settings, the data or the reward; the message states what to do.
         KeyboardInterrupt: A signal stopped the run; with ``save``, a checkpoint was written.
     """
     if settings.rehearsal.rehearse:

@@ -26,7 +26,7 @@ PAGES = {
     "launch-scripts.md": ("scripts.pages.launch_scripts", "launch_page"),
 }
 
-# Elements that a browser loads by themselves. A link that a reader follows may lead anywhere.
+# Elements that a browser loads on their own. A link that a reader follows may lead anywhere.
 LOADS = {
     "audio": "src",
     "embed": "src",

@@ -1,4 +1,4 @@
-# Source this. `trains "$@"` says whether train.py trains with these flags, and does not only print or rehearse: a script
+# Source this. `trains "$@"` states whether train.py trains with these flags, and does not only print or rehearse: a script
 # then replaces the results of an earlier run, and summarizes the new ones.
 
 trains() {

@@ -36,7 +36,7 @@ venv_ensure() {
     [ -x "$PYTHON" ] && [ "$(cat "$VENV/.miles-stamp" 2>/dev/null)" = "$stamp" ] && return
     echo "venv: installing into $VENV (takes a few minutes the first time)" >&2
     if ! venv_install; then
-        echo "venv: installation into $VENV failed; the message of pip above says why" >&2
+        echo "venv: installation into $VENV failed; the message of pip above states why" >&2
         return 1
     fi
     echo "$stamp" >"$VENV/.miles-stamp"

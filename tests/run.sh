@@ -29,7 +29,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 names=()
 failed=()
-start() { # start NAME COMMAND...: run it beside the others
+start() { # start NAME COMMAND...: run it alongside the others
     local name="$1"
     shift
     names+=("$name")
@@ -46,7 +46,7 @@ start "ruff format" "$VENV/bin/ruff" format --check .
 start "codespell" "$VENV/bin/codespell"
 # Not --quiet: it hides warnings from --strict as well.
 start "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$work/site"
-# Beside mypy a core is free. This compiles the tests once, which the workers below would each do at the same moment.
+# Alongside mypy a core is free. This compiles the tests once, which the workers below would each do at the same moment.
 start "tests are found" env OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 0 --collect-only -q
 wait
 for name in "${names[@]}"; do

@@ -1,6 +1,6 @@
 """Find a number in two guesses with a language model: an ordinary program of OpenAI's client.
 
-It can be run by itself:
+It can be run on its own:
 
 echo '{"input": "guess", "metadata": {"number": 3}}' | OPENAI_API_KEY=… python agent.py
 """

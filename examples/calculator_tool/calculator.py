@@ -1,4 +1,4 @@
-"""Generate in turns: the model writes ``calc(47 * 86)``, the calculator appends `` = 4042``, the model continues."""
+"""Generate alternately: the model writes ``calc(47 * 86)``, the calculator appends `` = 4042``, the model continues."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Dr.GRPO with settings of its authors' code (arXiv 2503.20783), on eight GPUs; README.md says what differs.
+# Dr.GRPO with settings of its authors' code (arXiv 2503.20783), on eight GPUs; README.md states what differs.
 #   MODEL=… DATA=… bash examples/drgrpo/cluster.sh [--explain] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 cluster --rm-type math --advantage-estimator grpo --disable-grpo-std-normalization \

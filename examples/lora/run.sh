@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of a low-rank adapter; all other weights stay as they are.
+# GRPO of a low-rank adapter; all other weights stay unchanged.
 #   SEED=1 bash examples/lora/run.sh [--smoke] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe lora record "$@"

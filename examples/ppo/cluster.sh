@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with settings of Open-Reasoner-Zero's code (arXiv 2503.24290), on eight GPUs; README.md says what differs.
+# PPO with settings of Open-Reasoner-Zero's code (arXiv 2503.24290), on eight GPUs; README.md states what differs.
 #   MODEL=… DATA=… bash examples/ppo/cluster.sh [--explain] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 cluster --rm-type math --advantage-estimator ppo --gamma 1 --lambd 1 --normalize-advantages \

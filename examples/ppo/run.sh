@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic that learns beside the policy.
+# PPO with a critic that learns alongside the policy.
 #   SEED=1 bash examples/ppo/run.sh [--smoke] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe ppo backward "$@"

@@ -4,7 +4,7 @@
 #   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        generate with SGLang, not the embedded engine
 #   ENGINE=vllm SEED=1 bash examples/quickstart/run.sh          generate with vLLM (docs/vllm.md)
 #   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     train with Megatron-Core, not FSDP2
-#   PYTHON=python3 SEED=1 bash examples/quickstart/run.sh        use this interpreter as it is; install nothing
+#   PYTHON=python3 SEED=1 bash examples/quickstart/run.sh        use this interpreter unchanged; install nothing
 # It runs `miles quickstart`. Further flags are those of train.py and override the settings of the quickstart:
 #   BACKEND=megatron bash examples/quickstart/run.sh --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2
 set -euo pipefail

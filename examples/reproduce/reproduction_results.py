@@ -1,7 +1,7 @@
 """Keep what a sweep of a reproduction has measured, and make its picture and tables from that.
 
 python examples/reproduce/reproduction_results.py show SWEEP…   write runs.csv there, and print its tables
-python examples/reproduce/reproduction_results.py keep SWEEP…   write runs.csv beside this file, then draw
+python examples/reproduce/reproduction_results.py keep SWEEP…   write runs.csv alongside this file, then draw
 python examples/reproduce/reproduction_results.py draw          make all pictures and tables from each runs.csv
 
 ``runs.csv`` has one row per run and iteration. A figure of a run is the mean of a column over its last iterations, or
@@ -70,7 +70,7 @@ class Figure:
         words: Its name in tables.
         part: The iterations that it averages.
         is_claim: Whether it is the effect that the docs name.
-        cost: The column whose running sum is the x-axis of its panel, in the place of the iteration. With it the part
+        cost: The column whose running sum is the x-axis of its panel, instead of the iteration. With it the part
             is ``AT_EQUAL_COST``.
     """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# RLOO: the reward less the mean of the group's other rewards, four answers per prompt.
+# RLOO: the reward minus the mean of the group's other rewards, four answers per prompt.
 #   SEED=1 bash examples/rloo/run.sh [--smoke] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe rloo backward "$@"

@@ -1,10 +1,11 @@
-"""Keep the metrics of a recipe's run beside the recipe, and make its picture and the tables of the pages from them.
+"""Keep the metrics of a recipe's run alongside the recipe, and make its picture and the tables of the pages from them.
 
 python examples/tasks/curves.py keep outputs/grpo …    write metrics.csv of examples/grpo, then draw
 python examples/tasks/curves.py seeds outputs/seeds/grpo …    write seeds.csv from the runs of seeds.sh, then draw
 python examples/tasks/curves.py draw                   make all pictures and tables from each metrics.csv
 
-``--conditions "…"`` says how the runs that are kept were measured; it is written to conditions.txt beside metrics.csv.
+``--conditions "…"`` states how the runs that are kept were measured; it is written to conditions.txt alongside
+metrics.csv.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ to 0.06: smaller near 0 and 1, and larger the more the answers to one prompt are
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`: one more run
 from the same start model, with any seed, ends within it in 95 % of the cases, if runs are normally distributed. It
-says nothing of another start model. `bash examples/tasks/seeds.sh dapo` makes it again, with four seeds. With
+states nothing of another start model. `bash examples/tasks/seeds.sh dapo` makes it again, with four seeds. With
 `SEEDS=5` it makes those of GRPO and OPD, which have five. The pages of the agent client and of SFT, then RL say how to
 repeat these recipes."""
 NOT_REPEATED = "This recipe has not been repeated with other seeds, so its figure has no interval."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Repeat recipes with the seeds 1 to SEEDS, all from the same weights, and keep the accuracies in their seeds.csv.
 #   SEEDS=4 bash examples/tasks/seeds.sh grpo dapo
-# miles sweep repeats the command that run.sh gives. Recipes that generate and train in turns run in one process each, which
+# miles sweep repeats the command that run.sh gives. Recipes that generate and train alternately run in one process each, which
 # gives the same numbers sooner. opd's teacher is trained by run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -20,7 +20,7 @@ FOLDER="$(mktemp -d)"
 JUDGE=""
 trap 'rm -rf "$FOLDER"; [ -z "$JUDGE" ] || kill "$JUDGE" 2>/dev/null || true' EXIT
 
-# In place of the interpreter: print the flags of train.py, and start no judge.
+# Instead of the interpreter: print the flags of train.py, and start no judge.
 printf '#!/usr/bin/env bash\ncase "$1" in\ntrain.py) shift; printf "%%q " "$@" ;;\n*judge.py) echo %s ;;\nesac\n' \
     http://127.0.0.1:9/v1 >"$FOLDER/words"
 chmod +x "$FOLDER/words"

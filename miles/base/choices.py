@@ -29,7 +29,7 @@ class Choice(ABC, Generic[F]):
         name: The value of the flag.
         summary: A few words for ``--help``.
         reads: The flags that it reads. A flag that other choices read and this one does not has no effect.
-        instead: What to use in place of a flag that asks for what it does in another way. Such a flag is refused.
+        instead: What to use instead of a flag that asks for what it does in another way. Such a flag is refused.
         own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of the section.
     """
 

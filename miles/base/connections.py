@@ -18,7 +18,7 @@ RESERVED = 128  # descriptors that no connection takes; a quarter of them where 
 
 
 def leaves_descriptors(connection: socket.socket) -> bool:
-    """Return whether descriptors remain for the run beside ``connection``, which was accepted just now.
+    """Return whether descriptors remain for the run alongside ``connection``, which was accepted just now.
 
     A new descriptor is the lowest number that is free, so all below it are in use.
     """

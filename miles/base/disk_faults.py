@@ -116,7 +116,7 @@ def _probe(path: Path) -> int | None:
 
 
 def _disk(path: Path) -> str:
-    """Return the disk of ``path``: device, mount point, and free space if it says."""
+    """Return the disk of ``path``: device, mount point, and free space if it states."""
     resolved = path.resolve()
     mounted = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
     space = ""

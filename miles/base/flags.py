@@ -195,7 +195,7 @@ class Errors:
             self.add(f"{name} is required: {meaning}; add {name} to the command")
 
     def words(self, section: T) -> T:
-        """Check choices and texts; return ``section`` with the defaults in place of wrong ones, for other rules."""
+        """Check choices and texts; return ``section`` with the defaults instead of wrong ones, for other rules."""
         wrong: dict[str, Any] = {}
         for field in fields(section):  # type: ignore[arg-type]
             value = getattr(section, field.name)
@@ -286,7 +286,7 @@ class Errors:
         if os.path.exists(path):
             self.refuse(field, path, "not a regular file", "give one: a run that resumes reads it again")
         else:
-            what_to_do = "check the path; it is relative to the folder in which the run starts"
+            what_to_do = "check the path; it is relative to the folder where the run starts"
             self.refuse(field, path, "no such file", what_to_do)
         return False
 
@@ -361,7 +361,7 @@ def _file_above(path: str) -> str | None:
 
 
 def fault_of_size(field: str, number: float) -> str | None:
-    """Return the rule that a number breaks which is larger than anything of its kind; inf has rules of its own."""
+    """Return the rule that a number breaks which is larger than anything of its kind; inf has its own rules."""
     bound = _bound(field, number)
     if not bound < abs(number) < math.inf:
         return None

@@ -1,4 +1,4 @@
-"""JUnit XML, in which CI services show the results of checks."""
+"""JUnit XML, where CI services show the results of checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check. ``fault`` says what is wrong, in one line; None if it passed."""
+    """One check. ``fault`` states what is wrong, in one line; None if it passed."""
 
     name: str
     seconds: float

@@ -1,6 +1,6 @@
 """Lock the folders that a run writes, so that two launchers never write the same one.
 
-The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is beside
+The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is alongside
 the folder, and has its name. A lock holds host, process id and start time of its owner, and the owner updates it every
 ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in whatever way.
 Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock without one for
@@ -48,7 +48,8 @@ class FolderLocks:
     def check(self) -> None:
         """Raise ``ValueError`` if another launcher has taken a folder over, or the lock file was removed.
 
-        Called before a run writes: a launcher that was stopped for long must not write beside the one that followed it.
+        Called before a run writes: a launcher that was stopped for long must not write alongside the one that followed
+        it.
         """
         for shown, path, record in self.held:
             owner = _read(path)
@@ -85,7 +86,7 @@ def locked_folders(folders: Iterable[tuple[str, Path]], export: str | None = Non
 
 
 def _lock_of_export(template: str) -> Path:
-    """Return the lock of all exports of a name, in which ``{iteration}`` is any number: beside the first of them."""
+    """Return the lock of all exports of a name, where ``{iteration}`` is any number: alongside the first of them."""
     parts = Path(os.path.realpath(template)).parts
     first = next((n for n, part in enumerate(parts) if PLACEHOLDER.search(part)), len(parts) - 1)
     name = PLACEHOLDER.sub("{iteration}", "-".join(parts[first:]))
@@ -388,7 +389,7 @@ class RemoteLock:
                     return
                 self._record = {**self._record, "beat": self._record["beat"] + 1, "time": time.time()}
                 self.folder.write(NAME, self._data())
-            except RemoteError:  # the storage does not answer: the next upload says so
+            except RemoteError:  # the storage does not answer: the next upload reports it
                 continue
 
 

@@ -253,7 +253,7 @@ def self_times(events: Iterable[Event]) -> Iterable[tuple[Event, int]]:
 
 
 def idle_times(trace: ProcessTrace, shortest: int = 100_000) -> list[tuple[int, int]]:
-    """Return the begin and end of the times in which no thread of the process works on anything that has a name.
+    """Return the begin and end of the times where no thread of the process works on anything that has a name.
 
     Args:
         trace: The process.

@@ -1,7 +1,7 @@
 """Read the text of a shell script without running anything: its commands, with what can be evaluated filled in.
 
 Variables, arrays, defaults, quotes, arithmetic and removed prefixes are evaluated. A command substitution, a variable
-that is set nowhere, or in a branch or a loop, is unknown: it stays as it is written, and so does what is made from it.
+that is set nowhere, or in a branch or a loop, is unknown: it stays as written, and so does what is made from it.
 
 The grammar is tree-sitter's. ``shlex`` takes every ``#`` for a comment, as in ``${MODEL##*/}``, and ends a command at
 the bracket of ``$(date)``; a scanner of our own had twice the lines, and knew no arithmetic, functions or ``case``.
@@ -41,7 +41,7 @@ class Word:
     """Hold a word of a command, without its quotes.
 
     Attributes:
-        text: The word. What is unknown in it is as it is written, such as ``$NAME``.
+        text: The word. What is unknown in it is as written, such as ``$NAME``.
         line: The line that it begins on.
         is_known: Whether nothing in it is unknown.
         is_quoted: Whether a part of it is in quotes, so that it is one word and no redirection.
@@ -55,7 +55,7 @@ class Word:
 
 @dataclass
 class Script:
-    """Hold what a script does, as far as its text says.
+    """Hold what a script does, as far as its text states.
 
     Attributes:
         commands: The words of its commands, in their order.

@@ -108,7 +108,7 @@ class RemoteFolder:
 
         try:
             system, path = url_to_fs(self.url, **self.options)
-        except Exception as error:  # some protocols connect here, and each has errors of its own
+        except Exception as error:  # some protocols connect here, and each has its own errors
             reason = one_line(str(error), 200) or "no message"
             raise RemoteError(f"{self} cannot be reached ({type(error).__name__}: {reason})") from error
         return system, path.rstrip("/")
@@ -257,7 +257,7 @@ class RemoteFolder:
         for tries, pause in enumerate((*self.pauses, None), start=1):
             try:
                 return call()
-            except Exception as error:  # each protocol has errors of its own
+            except Exception as error:  # each protocol has its own errors
                 if pause is None or _stays(error) or self.giving_up.wait(pause):
                     count = "1 try" if tries == 1 else f"{tries} tries"
                     reason = one_line(str(error), 200) or "no message"

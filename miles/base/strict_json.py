@@ -19,7 +19,7 @@ _MAY_HAVE_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StrictJsonError(ValueError):
-    """Says what is wrong with a text that should be JSON, without a place: the caller knows the file."""
+    """States what is wrong with a text that should be JSON, without a place: the caller knows the file."""
 
 
 def loads(text: str) -> Any:

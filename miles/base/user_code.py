@@ -38,7 +38,7 @@ class UserCodeError(Exception):
 
 
 def as_exception(error: BaseException, origin: str = "") -> Exception:
-    """Return ``error`` if it is ordinary, else a ``UserCodeError`` that says what ``origin`` raised."""
+    """Return ``error`` if it is ordinary, else a ``UserCodeError`` that states what ``origin`` raised."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     wrapped = UserCodeError(f"{origin} raised {one_line(name_and_words(error), _LONGEST)}".lstrip())
@@ -48,7 +48,7 @@ def as_exception(error: BaseException, origin: str = "") -> Exception:
 
 @contextmanager
 def ordinary_errors(origin: str) -> Iterator[None]:
-    """Run user code in this context, and it raises ordinary exceptions only. A cancellation passes as it is.
+    """Run user code in this context, and it raises ordinary exceptions only. A cancellation passes unchanged.
 
     Raises:
         UserCodeError: Instead of ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` and the like, and instead
@@ -77,7 +77,7 @@ def _is_cancelled() -> bool:
 
 
 def raising_exceptions(function: Callable[..., Any], origin: str) -> Callable[..., Any]:
-    """Return ``function`` in ``ordinary_errors``. A class is returned as it is.
+    """Return ``function`` in ``ordinary_errors``. A class is returned unchanged.
 
     ``function`` may be a coroutine function, or an object whose ``__call__`` is one.
     """
@@ -127,7 +127,7 @@ def import_function(path: str, flag: str) -> Callable[..., Any]:
 
 
 def load_object(path: str, flag: str, kind: str = "object") -> Any:
-    """Import what ``path`` names, as ``load_function`` does; ``kind`` says what it is in errors."""
+    """Import what ``path`` names, as ``load_function`` does; ``kind`` states what it is in errors."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise InputError(f"{flag} {path}: not an import path; write module:{kind} or module.{kind}")
@@ -319,14 +319,14 @@ def _ordinary_module_names(tree: ast.Module) -> Iterator[ast.Name]:
 # one
 # event loop that all such calls share and nothing else uses: a blocking call in it delays only them. It needs no
 # thread
-# while it waits, so many more calls of coroutine functions are made at a time. Whatever a function raises arrives as
+# while it waits, so many more calls of coroutine functions are made at once. Whatever a function raises arrives as
 # an
 # ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 # ``KeyboardInterrupt`` would end the event loop.
 
 
-MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of one kind at a time, as in asyncio.to_thread
-MAX_COROUTINES = 256  # calls of coroutine functions at a time; each may have a connection open
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of one kind at once, as in asyncio.to_thread
+MAX_COROUTINES = 256  # calls of coroutine functions at once; each may have a connection open
 
 T = TypeVar("T")
 
@@ -480,21 +480,21 @@ def _only_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-_Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]  # they bound the calls at a time
+_Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]  # they bound the calls at once
 _thread_slots: _Slots = WeakKeyDictionary()
 _coroutine_slots: _Slots = WeakKeyDictionary()
 _blocking_slots: _Slots = WeakKeyDictionary()
 
 
 def limit_calls(share: Callable[[int], int]) -> None:
-    """Limit the calls of reward functions at a time on the running event loop to this process's ``share`` of them."""
+    """Limit the calls of reward functions at once on the running event loop to this process's ``share`` of them."""
     loop = asyncio.get_running_loop()
     _thread_slots[loop] = asyncio.Semaphore(share(MAX_THREADS))
     _coroutine_slots[loop] = asyncio.Semaphore(share(MAX_COROUTINES))
 
 
 def call_slots(coroutines: bool) -> asyncio.Semaphore:
-    """Return the semaphore of the running event loop which bounds the calls of reward functions at a time.
+    """Return the semaphore of the running event loop which bounds the calls of reward functions at once.
 
     Args:
         coroutines: Whether the function makes coroutines (``makes_coroutines``).

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miles.types.images import ImageTensors, MicroImages
 
 # Of a packed micro-batch on one rank. oneDNN's products of 779 rows take 10 % longer than those of 784; tensor cores
-# work on 8 rows at a time, too.
+# work on 8 rows at once, too.
 TOKEN_MULTIPLE = 8
 
 # fp32 [response] each.
@@ -106,7 +106,7 @@ def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -
 def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> SharedLogits | None:
     """Return the rows of logits that are read; None if each has one reader.
 
-    With supports, which may differ, each response token has logits of its own.
+    With supports, which may differ, each response token has its own logits.
     """
     tokens, row, counts = np.unique(layout.logit_index, return_inverse=True, return_counts=True)
     if part.supports or len(tokens) == len(row):

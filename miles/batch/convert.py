@@ -64,7 +64,7 @@ def convert(
         groups: The scored groups of an iteration.
         loss: The flags of the objective.
         global_batch_size: N, the number of trajectories of a step; None: one step of all of them.
-        advantages_of: Makes the advantages of phase 1, in the place of the estimator.
+        advantages_of: Makes the advantages of phase 1, instead of the estimator.
         reward_weights: The weight of each reward by name, if there are several.
         supports: What to do with the supports of samples: leave them out, take them if samples have any, or require
             them, as in a run that generates with top-p, top-k or min-p.

@@ -30,7 +30,7 @@ from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 # Divide samples over ranks so that all have nearly the same number of tokens.
 
 
-MANY = 8  # equal weights that are merged at a time rather than one by one
+MANY = 8  # equal weights that are merged at once rather than one by one
 WIDE = 64  # parts of a partition that are merged as arrays; for fewer a loop is faster
 
 
@@ -241,7 +241,7 @@ def pack_shares(samples: PackedSamples, shares: Sequence[Sequence[int]], budget:
     """Return bins of at most ``budget`` packed tokens for each share, by first-fit decreasing (Johnson, 1973).
 
     A prompt that is in a bin already costs nothing there, so samples of one prompt are taken one after another and
-    prefer the bin of their prompt. A sample longer than the budget gets a bin of its own. Ties are broken by the
+    prefer the bin of their prompt. A sample longer than the budget gets its own bin. Ties are broken by the
     numbers of prompts, then by the place in the share.
 
     Args:
@@ -319,7 +319,7 @@ def _first_fit(samples: Sequence[tuple[int, int, int, int]], budget: int) -> lis
 def rows_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of ``lengths`` in bins of at most ``budget`` tokens, each padded to the longest of its bin.
 
-    The longest come first, so that similar lengths share a bin. A sample longer than the budget gets a bin of its own.
+    The longest come first, so that similar lengths share a bin. A sample longer than the budget gets its own bin.
 
     >>> rows_by_budget([10, 40, 38, 12, 9], 80)
     [[1, 2], [3, 0, 4]]
@@ -339,7 +339,7 @@ class ShardBuilder:
     """Convert the scored groups of each iteration and schedule its steps.
 
     It has all settings: a step depends on the objective, its size, the rank arithmetic, the cutting of micro-batches,
-    the losses inside the model, and the iterations in which the critic learns alone.
+    the losses inside the model, and the iterations where the critic learns alone.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -458,7 +458,7 @@ def schedule_step(
     to_train, to_score = plans
     mass = batch.expected_loss_mass if watch_mass else None
     if watch_mass:
-        # The micro-batches stay as they are in an unwatched step, so that watching changes no rounding.
+        # The micro-batches stay unchanged in an unwatched step, so that watching changes no rounding.
         to_train, to_score = [[*a, *b] for a, b in zip(to_train, to_score, strict=True)], [[] for _ in to_score]
     if not to_train[0]:
         to_train = [[MicroBatchPlan(())] for _ in range(ranks)]

@@ -100,7 +100,7 @@ def _reward(given: argparse.Namespace) -> RewardArguments:
         values["rm_type"] = given.function
         if CUSTOM not in reward_weights(given.function):
             if given.custom_rm_path is not None:
-                rule = f"names a second reward, beside {given.function}"
+                rule = f"names a second reward, alongside {given.function}"
                 refuse("custom_rm_path", given.custom_rm_path, rule, f"weigh both: {given.function},{CUSTOM}:0.5")
             # the command's own limits are for functions of the user's
             values = {name: value for name, value in values.items() if name not in ("reward_timeout", "reward_memory")}

@@ -1,8 +1,8 @@
 """Compare the loss of TRL, verl and OpenRLHF with the one that their settings are translated to.
 
-Each package is installed in a folder of its own, outside the checkout, on top of this environment. Its code builds a
+Each package is installed in a separate folder, outside the checkout, on top of this environment. Its code builds a
 loss from its own configuration object; the same batch goes through it, through our loss with the flags of ``miles
-translate``, and through the papers' formulas in float64. The table says how far their gradients are apart.
+translate``, and through the papers' formulas in float64. The table states how far their gradients are apart.
 """
 
 from __future__ import annotations

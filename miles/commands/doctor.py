@@ -129,7 +129,7 @@ LEAST_SHARED_MEMORY = 1.2 * GIB  # Ray's object store takes 1 GiB of it on CPU
 LEAST_DISK = 1 * GIB
 LEAST_PORTS = 1000
 LEAST_FILES = 4096
-LEFTOVERS = "miles.run.leftovers"  # runs in a process of its own, because it needs Ray
+LEFTOVERS = "miles.run.leftovers"  # runs in a separate process, because it needs Ray
 LONGEST_SOCKET = 107  # characters of the path of a socket (man 7 unix)
 
 
@@ -322,7 +322,7 @@ def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
     return MachineFinding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)
 
 
-# Check the packages: which are installed, and whether they can be imported, each in a process of its own.
+# Check the packages: which are installed, and whether they can be imported, each in a separate process.
 #
 # The doctor itself needs Python alone, so that it works with an incomplete installation.
 
@@ -365,7 +365,7 @@ class Package:
         no_deps: Packages to install after the extra, without their dependencies.
         is_imported: Whether to import it; others are only looked for.
         needs_gpu: Whether only a machine with a GPU has a use for it.
-        remedy_on_gpu: What to do on a machine with a GPU, in the place of that command.
+        remedy_on_gpu: What to do on a machine with a GPU, instead of that command.
         facts: Code that prints what PyTorch sees, as JSON.
     """
 

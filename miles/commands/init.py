@@ -1,6 +1,6 @@
 """Write a folder to start from: settings, a reward with its test, and three rows of data.
 
-What it writes trains as it is. Replace the rows, change the reward, and run the three commands that it prints. Without
+What it writes trains unchanged. Replace the rows, change the reward, and run the three commands that it prints. Without
 --model it is the model of the quickstart, which is fetched if it is not on this machine.
 """
 
@@ -110,7 +110,7 @@ def settings(task: Task, source: str, is_fp32: bool) -> str:
         "rollout_batch_size: 4           # prompts of an iteration",
         "n_samples_per_prompt: 8         # answers to each, which are compared with each other",
         f"rollout_max_response_len: {task.longest:<5} # tokens of the longest answer",
-        "use_dynamic_batch_size: true    # as many answers at a time as fit:",
+        "use_dynamic_batch_size: true    # as many answers at once as fit:",
         "max_tokens_per_gpu: 4096        # less takes less memory",
         "lr: 1.0e-05                     # for a small model; 1.0e-06 is usual for one of billions of parameters",
         *(["fp32: true                      # this CPU has no bf16 arithmetic"] if is_fp32 else []),

@@ -1,6 +1,6 @@
 """Run a training command for a few iterations on a tiny random model of the same family, and check its metrics.
 
-Write the flags of the training command after ``--``. Everything is written into a folder of its own. Exit status 0: all
+Write the flags of the training command after ``--``. Everything is written into a separate folder. Exit status 0: all
 checks passed; 1: a check failed; 2: wrong flags; 3: the run failed; 4: it took longer than --timeout.
 """
 
@@ -396,7 +396,7 @@ def _data(data: DataArguments, folder: Path) -> DataArguments:
 
 
 def _cut(source: str | None, folder: Path, name: str, rows: int) -> str | None:
-    """Return a source with the first rows of a file; other sources are returned as they are."""
+    """Return a source with the first rows of a file; other sources are returned unchanged."""
     if source is None or not source.endswith((".jsonl", ".parquet")):
         return source
     path = (folder / name).with_suffix(Path(source).suffix)
@@ -432,7 +432,7 @@ def _notes(given: Settings, small: Settings) -> Iterator[str]:
     if given.training.bf16 and not small.training.bf16:
         yield "--bf16 becomes --fp32: this CPU has no bf16 arithmetic"
     if given.rollout.rollout_engine != small.rollout.rollout_engine:
-        yield "the torch engine generates: SGLang repeats answers, and says which experts it chose, on GPUs only"
+        yield "the torch engine generates: SGLang repeats answers, and states which experts it chose, on GPUs only"
     if given.model.ref_load is not None:
         yield "--ref-load is left out: the reference is the tiny model"
     if given.loss.use_opd:
@@ -536,7 +536,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[int, list[CheckResult]]:
-    """Run the small run in a process of its own; return the status, and whether the run ended well as a check."""
+    """Run the small run in a separate process; return the status, and whether the run ended well as a check."""
     path = os.pathsep.join([str(folder / REWARD), *(entry or os.getcwd() for entry in sys.path)])
     began = time.perf_counter()
     status, fault = PASSED, None

@@ -1,6 +1,6 @@
 """Run variants times seeds as independent training runs, and compare them.
 
-FILE says what is run (docs/report.md). Each run is a miles train in a process and a folder of its own. The same command
+FILE states what is run (docs/report.md). Each run is a miles train in a process and a separate folder. The same command
 continues after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
 status 0: all runs are finished; 1: some failed twice, or a file could not be written; 2: wrong flags, and nothing was
 started; 128 + N: stopped by signal N.
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the sweep and write its comparison; return the exit status."""
     parser = CommandParser(prog="miles sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", type=Path, metavar="FILE", help="the sweep, as YAML or TOML")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: as many as have own devices)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: as many as have own devices)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs (default: outputs/NAME_OF_FILE)")
     parser.add_argument(
         "--one-process",
@@ -156,13 +156,13 @@ def _beginning(
     what = f"{count(len(definition.variants), 'variant')} × {count(len(definition.seeds), 'seed')}"
     lines = [f"sweep: {count(len(runs), 'run')} ({what}), {len(runs) - len(to_do)} finished before"]
     if to_do:
-        lines[0] += f"; {len(places)} at a time, each on {places[0]}"
+        lines[0] += f"; {len(places)} at once, each on {places[0]}"
     lines += [f"  {run.name} {run.in_words()}" for run in to_do if run.start is not RunStart.NEW]
     return "\n".join(lines)
 
 
 def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], places: Sequence[Slot]) -> str:
-    lines = [f"{count(len(planned), 'run')}, {len(places)} at a time, each on {places[0]}"]
+    lines = [f"{count(len(planned), 'run')}, {len(places)} at once, each on {places[0]}"]
     for each, run in zip(planned, runs, strict=True):
         fault = _fault(run)
         lines += [f"\n{each.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]

@@ -74,7 +74,7 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
     """Read the words of other launchers as ours.
 
     Args:
-        words: The words of a command, in which no ``@file`` and no ``--config`` is left.
+        words: The words of a command, where no ``@file`` and no ``--config`` is left.
         errors: Collects what cannot be obeyed, whatever the settings of the run are.
     """
     line = Line(list(words), errors)
@@ -190,7 +190,7 @@ def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
 
     Args:
         argv: The words of the command.
-        starts: Whether the run starts now, as it is, unless the command explains or rehearses it.
+        starts: Whether the run starts now, unchanged, unless the command explains or rehearses it.
 
     Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
     ``--version`` print to stdout and exit with 0.

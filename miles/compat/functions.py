@@ -59,7 +59,7 @@ def read_functions(line: Line) -> None:
         elif is_known:
             line.read_as(flag, ours or "what the run does without it", *((flag, ours) if ours else ()))
         elif flag == "--dynamic-sampling-filter-path" and "--rollout-function-path" in line:
-            continue  # no filter is called beside that function: the validator says so
+            continue  # no filter is called alongside that function: the validator reports it
         elif (message := missing_function(flag, path)) is not None:
             line.errors.add(message)
 

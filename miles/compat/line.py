@@ -45,5 +45,5 @@ class Line:
         self.words += words
 
     def note(self, heading: str, flag: str, why: str) -> None:
-        """Add the note on a flag as it is written."""
+        """Add the note on a flag as written."""
         self.notes.append(Note(heading, written(flag, dict(group_words(self.words))[flag]), why))

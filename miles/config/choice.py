@@ -65,7 +65,7 @@ def trained_without_megatron(settings: Settings) -> str | None:
 
 
 def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> ChosenValue:
-    """Choose cuda or cpu: as ``--device`` says, or cuda if this host or the cluster that the run joins has a GPU.
+    """Choose cuda or cpu: as ``--device`` states, or cuda if this host or the cluster that the run joins has a GPU.
 
     Args:
         given: The value of ``--device``.

@@ -58,7 +58,7 @@ class ClusterArguments:
     )
     stop_timeout: float = flag(
         120.0,
-        "seconds after Ctrl-C or another signal that stops the run in which an iteration is finished and saved",
+        "seconds after Ctrl-C or another signal that stops the run where an iteration is finished and saved",
         above=0,
     )
     max_restarts: int = flag(
@@ -117,7 +117,7 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
     elif cluster.ray_address == "local":
         rule = "starts a Ray that nothing would end with the run (given here, or as RAY_ADDRESS)"
-        what_to_do = "drop it: a run without an address starts a local Ray of its own"
+        what_to_do = "drop it: a run without an address starts its own local Ray"
         errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
     elif cluster.ray_address is not None and not is_cluster_address(cluster.ray_address):
         rule = "is no address of a Ray cluster (given here, or as RAY_ADDRESS)"

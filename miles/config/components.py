@@ -1,7 +1,7 @@
 """List the training backends, the generation engines and the teachers: abilities, and the function that builds each.
 
 To add one, add a row. Validation reads these rows, so they are plain data: ``builder`` is imported by ``build`` only,
-because each backend and engine has libraries of its own.
+because each backend and engine has its own libraries.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class CriticArguments:
     )
     num_critic_only_steps: int = flag(
         0,
-        "iterations at the start of the run in which only the critic learns",
+        "iterations at the start of the run where only the critic learns",
         at_least=0,
         needs="a critic, a policy that learns",
     )

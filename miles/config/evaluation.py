@@ -50,7 +50,7 @@ class EvaluationArguments:
     )
     eval_function_path: Optional[str] = flag(
         None,
-        "your evaluation, in the place of the built-in one (docs/rollout.md), module:function",
+        "your evaluation, instead of the built-in one (docs/rollout.md), module:function",
         needs="--eval-interval, no --debug-train-only",
     )
     custom_eval_rollout_log_function_path: Optional[str] = flag(

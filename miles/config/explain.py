@@ -222,7 +222,7 @@ def explain_memory(settings: Settings) -> list[str]:
         settings.megatron_overrides
     )
     chunk = settings.loss.log_probs_chunk_size
-    logits = "whole logits of a micro-batch" if chunk == -1 else f"logits of {chunk} tokens at a time"
+    logits = "whole logits of a micro-batch" if chunk == -1 else f"logits of {chunk} tokens at once"
     return [
         f"optimizer  fp32 state of AdamW (two moments), {where}, {_place_of_state(settings)}",
         f"memory     activations {'recomputed layer by layer' if recomputes else 'kept'}; {logits}",
@@ -244,7 +244,7 @@ def _shared(settings: Settings) -> list[str]:
     if not (settings.cluster.colocate and settings.num_engines):
         return []
     if settings.cluster.device == "cpu":
-        return ["shared     trainer and engines share devices; on CPU nothing is freed in turns"]
+        return ["shared     trainer and engines share devices; on CPU nothing is freed alternately"]
     offload = settings.offload("cuda")
     trainer = "waits in host memory while engines generate" if offload.train else "stays on the GPU"
     engines = "release their memory while the trainer works" if offload.rollout else "keep their memory"

@@ -1,7 +1,7 @@
 """Read settings from a YAML file: ``--config FILE key=value …`` becomes words of the command line.
 
 The keys are flags without ``--``, with ``_`` or ``-``, flat or below the names of the sections of ``--help``. Scalars
-are taken as they are written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last value on the
+are taken as written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last value on the
 command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null`` takes back the
 values before it.
 """
@@ -32,7 +32,7 @@ from miles.config.suggest import suggestion
 FLAG = "--config"
 LARGEST_FILE = 200_000  # characters
 NO_SETTINGS = (FLAG, "--explain", "--help", "--version")  # flags that no file sets
-# The groups in which run.yaml has flags that are defined elsewhere, beside the sections of our own flags.
+# The groups where run.yaml has flags that are defined elsewhere, alongside the sections of our own flags.
 MEGATRON_CORE, SERVER_FLAGS = "megatron_core", "server_flags"
 _FOREIGN_SECTIONS = (MEGATRON_CORE, SERVER_FLAGS)
 
@@ -65,7 +65,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Expanded:
-    """Hold the words of a command line in which no ``--config`` is left.
+    """Hold the words of a command line where no ``--config`` is left.
 
     Attributes:
         words: The words.
@@ -365,7 +365,7 @@ def _json(node: yaml.Node) -> Any:
 # Fetch the ``config.json`` of a model on the Hugging Face hub, by which a command is judged before anything starts.
 
 
-_SECONDS = 5.0  # in which the hub must answer
+_SECONDS = 5.0  # where the hub must answer
 _LONGEST_REASON = 120
 _FIELDS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
 

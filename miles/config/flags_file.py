@@ -47,12 +47,12 @@ _RUN_IT = "start the script itself with bash, or keep only its variables and arr
 
 
 def with_words_of_files(words: Iterable[str]) -> list[str]:
-    """Return the words of a command with those of each file in place of its ``@file``. A file may name others.
+    """Return the words of a command with those of each file instead of its ``@file``. A file may name others.
 
     Flags after a file take the place of those in it.
 
     Raises:
-        ValueError: A file cannot be read, or files include each other without end; the message says what to do.
+        ValueError: A file cannot be read, or files include each other without end; the message states what to do.
     """
     files, given = _Files(), list(words)
     parts = [files.words([word]) for word in given]

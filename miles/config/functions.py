@@ -194,7 +194,7 @@ def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
-    """Return what is wrong with an import path by itself, and what to do."""
+    """Return what is wrong with an import path on its own, and what to do."""
     of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
     if of_file is not None and not (of_file[2] and has_source(path)):  # else a module whose name is py
         meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
@@ -208,6 +208,6 @@ def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
 
 
 def has_source(path: str) -> bool:
-    """Return whether the module of ``path`` is a file of this package or of the folder in which the run starts."""
+    """Return whether the module of ``path`` is a file of this package or of the folder where the run starts."""
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     return any(module_files(module, [Path.cwd(), Path(miles.__file__).parent.parent]))

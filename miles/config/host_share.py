@@ -1,4 +1,4 @@
-"""Fit a run on CPU to this host: threads by its cores, what an engine computes at a time by its memory.
+"""Fit a run on CPU to this host: threads by its cores, what an engine computes at once by its memory.
 
 The memory is what this process may use: the machine's, or the limit of a container. It is not what is free at the
 moment, so that ``--explain``, the run and its repetition have the same values. On CUDA nothing is chosen here.
@@ -61,7 +61,7 @@ def fit_to_host(settings: Settings, given: Collection[str]) -> Settings:
 
     Args:
         settings: Validated settings.
-        given: The fields that the user has set; they stay as they are.
+        given: The fields that the user has set; they stay unchanged.
     """
     if not settings.generates or not is_on_cpu(settings):
         return settings
@@ -129,7 +129,7 @@ def _bytes_per_token(settings: Settings) -> int | None:
 
 
 def host_line(settings: Settings) -> str:
-    """Say in one line what validated settings take of this host: ranks, threads, sequences at a time, memory."""
+    """Say in one line what validated settings take of this host: ranks, threads, sequences at once, memory."""
     if not is_on_cpu(settings):
         return "; ".join(["CUDA", *_ranks(settings, ""), *_engine_on_cuda(settings)])
     cores = count(busy_cores(), "core")
@@ -141,7 +141,7 @@ def host_line(settings: Settings) -> str:
     if not servers:
         computing.append(f"the {name} engine of {count(threads(sharers_of_engine(settings)), 'thread')}")
         sequences = settings.rollout.torch_engine_max_batch_size
-        batch, tokens = f"{count(sequences, 'sequence')} at a time", sequences * _row(settings)
+        batch, tokens = f"{count(sequences, 'sequence')} at once", sequences * _row(settings)
     elif settings.num_engines:
         computing.append(f"{count(settings.num_engines, 'server')} of {name} of 1 thread")
         if not reads_sglang_flags(settings):
@@ -164,7 +164,7 @@ def _engine_on_cuda(settings: Settings) -> list[str]:
     if not settings.generates or settings.sglang.rollout_external:
         return []
     if not engine_spec(settings.rollout.rollout_engine).has_servers:
-        return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at a time"]
+        return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at once"]
     name = "SGLang" if reads_sglang_flags(settings) else "vLLM"
     flags = settings.server_flags
     share = value_of(flags.server, "--mem-fraction-static") or value_of(flags.vllm, "--gpu-memory-utilization")

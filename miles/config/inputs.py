@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 LOUD = 0.1  # the share of rows that are left out from which on it is a warning
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
-# How many arguments the functions of these flags are called with, beside the reward, which its process checks.
+# How many arguments the functions of these flags are called with, alongside the reward, which its process checks.
 ARGUMENTS = {
     "dynamic_sampling_filter_path": 1,
     "custom_generate_function_path": 1,
@@ -277,7 +277,7 @@ def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
     if (trained := _trained(settings)) and settings.trains:
         lines.append(f"trained: {trained}")
     if found.unchecked:
-        lines.append(f"not checked, as it is not on this machine: {'; '.join(found.unchecked)}")
+        lines.append(f"not checked, because it is not on this machine: {'; '.join(found.unchecked)}")
     return lines
 
 
@@ -298,4 +298,4 @@ def _trained(settings: Settings) -> str:
         for name, shape in shapes.items()
         if len(shape) == 2 and name.startswith("model.layers.") and lora.adapts(name.split(".")[-2])
     ]
-    return f"{lora.lora_rank * sum(adapted):,} parameters of an adapter, beside {total:,} that stay as they are"
+    return f"{lora.lora_rank * sum(adapted):,} parameters of an adapter, alongside {total:,} that stay unchanged"

@@ -1,4 +1,4 @@
-"""Ask a Ray cluster for its GPUs before the run joins it, in a process of its own: validation imports no Ray."""
+"""Ask a Ray cluster for its GPUs before the run joins it, in a separate process: validation imports no Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_FAULT = 200  # characters
 
 @dataclass(frozen=True)
 class JoinedCluster:
-    """Hold what a cluster says of its GPUs.
+    """Hold what a cluster reports of its GPUs.
 
     Attributes:
         address: Its address, as given.

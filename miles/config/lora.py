@@ -1,7 +1,7 @@
 """Train a low-rank adapter (LoRA, arXiv 2106.09685) instead of all weights (docs/recipes.md).
 
 A chosen linear layer of weight W computes ``W x + (alpha / rank) B A x``. A [rank, in] and B [out, rank] are trained,
-and B starts at 0; W stays as it is.
+and B starts at 0; W stays unchanged.
 """
 
 import re
@@ -60,7 +60,7 @@ class LoraArguments:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names of ``--target-modules``, each by itself; empty means all linear layers."""
+        """The names of ``--target-modules``, each on its own; empty means all linear layers."""
         names = _names(self.target_modules)
         return () if names == (ALL_LINEAR,) else names
 
@@ -70,7 +70,7 @@ class LoraArguments:
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The names of ``--exclude-modules``, each by itself."""
+        """The names of ``--exclude-modules``, each on its own."""
         return _names(self.exclude_modules)
 
 
@@ -239,7 +239,7 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
         rule = "with --mtp-num-layers: the heads have no adapter, and would not learn"
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --mtp-num-layers and --enable-mtp-training")
     if sizes.has_router_loss:
-        rule = "with a loss of the routers, whose weights an adapter leaves as they are"
+        rule = "with a loss of the routers, whose weights an adapter leaves unchanged"
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --moe-aux-loss-coeff and --moe-z-loss-coeff")
 
 

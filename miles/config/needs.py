@@ -98,7 +98,7 @@ def _has_ratio(s: Settings) -> bool:
 _GENERATED = "this run reads what it trains on, and generates nothing"
 _SERVERS = "SGLang's, and another engine generates"
 
-# What flags need that no flag says in one word.
+# What flags need that no flag states in one word.
 CONDITIONS = {
     "a trainer": Condition(lambda s: s.trains, "with --debug-rollout-only, which trains and saves nothing"),
     "generated samples": Condition(lambda s: not s.is_given_samples, _GENERATED),
@@ -107,10 +107,10 @@ CONDITIONS = {
         lambda s: not s.rollout.loads_samples, "with --load-debug-rollout-data no prompts are drawn"
     ),
     "remote storage": Condition(lambda s: bool(s.checkpoint.urls), "no folder is in remote storage"),
-    "answers": Condition(lambda s: not s.reads_conversations, "conversations are trained on as they are"),
+    "answers": Condition(lambda s: not s.reads_conversations, "conversations are trained on unchanged"),
     "conversations": Condition(lambda s: s.reads_conversations, "without --loss-type sft_loss on conversations"),
     "scored answers": Condition(
-        lambda s: not s.reads_conversations or s.evaluation.has_sets, "conversations are trained on as they are"
+        lambda s: not s.reads_conversations or s.evaluation.has_sets, "conversations are trained on unchanged"
     ),
     "advantages": Condition(lambda s: s.loss.type.uses_advantages, "with a --loss-type that reads no rewards"),
     "a policy loss": Condition(lambda s: s.loss.type.uses_policy_loss, "with a --loss-type that has no policy loss"),
@@ -181,7 +181,7 @@ CONDITIONS = {
         "layers with recurrent state or sparse attention need whole sequences, so no ranks share one",
         MEMORY,
     ),
-    "a budget of its own": Condition(
+    "its own budget": Condition(
         lambda s: not same_budget(s.parallel, s.training),
         "--dynamic-context-parallel fills micro-batches by tokens, up to --max-seqlen-per-dp-cp-rank on each rank",
         SAME,

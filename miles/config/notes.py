@@ -44,7 +44,7 @@ EXPERT_BIAS_RATE = DESTINATION + "moe_router_bias_update_rate"
 
 @dataclass(frozen=True)
 class Note:
-    """Describe one flag that was accepted and has no effect of its own.
+    """Describe one flag that was accepted and has no separate effect.
 
     Attributes:
         heading: One of ``HEADINGS``.

@@ -38,7 +38,7 @@ class OptimizerArguments:
 
     @property
     def warmup_field(self) -> str:
-        """The field that says how long the warm-up is."""
+        """The field that states how long the warm-up is."""
         return "lr_warmup_iters" if self.lr_warmup_fraction is None else "lr_warmup_fraction"
 
     @property
@@ -88,7 +88,7 @@ def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> N
 def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> Iterator[str]:
     """Yield a note if the warm-up of ``optimizer`` takes all ``steps`` of a run, as in a short trial.
 
-    ``field`` is the flag that says how long it is.
+    ``field`` is the flag that states how long it is.
     """
     if optimizer.warmup_steps(steps) >= steps:
         all_of_run = f"all of the run ({count(steps, 'optimizer step')})"

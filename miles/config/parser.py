@@ -203,7 +203,7 @@ class Command:
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
         explains: Whether to explain the command instead of running it.
         is_strict: Whether flags without effect are errors.
-        words: Its words as they were written, in which no ``@file``, no ``--config`` and no keyword is left.
+        words: Its words as they were written, where no ``@file``, no ``--config`` and no keyword is left.
         later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
         remarks: Yields notes on a valid run, by its settings and the fields that the command sets.
     """
@@ -387,7 +387,7 @@ def _address(cluster: ClusterArguments) -> str | None:
 
 
 def _ask_cluster(cluster: ClusterArguments) -> JoinedCluster | None:
-    """Ask the Ray cluster that the run joins for its GPUs, if nothing else says whether there is CUDA."""
+    """Ask the Ray cluster that the run joins for its GPUs, if nothing else states whether there is CUDA."""
     address = _address(cluster)
     if cluster.device != "auto" or has_gpu() or address is None or not is_cluster_address(address):
         return None
@@ -419,7 +419,7 @@ def judge(command: Command, starts: bool = False) -> Validated:
 
     Args:
         command: The command.
-        starts: Whether the run starts now, on this host. Otherwise a note says why it could not.
+        starts: Whether the run starts now, on this host. Otherwise a note states why it could not.
 
     Raises:
         FlagError: With all errors of the command.

@@ -78,5 +78,5 @@ def _check_lengths(rehearsal: RehearsalArguments, max_context_len: int, errors: 
     if prompt + response <= max_context_len or not errors.none_about("rollout_max_context_len", *names):
         return
     name, other = (names[0], response) if rehearsal.rehearse_prompt_len is not None else (names[1], prompt)
-    rule = f"with {count(other, 'token')} beside it is more than --rollout-max-context-len {max_context_len}"
+    rule = f"with {count(other, 'token')} alongside it is more than --rollout-max-context-len {max_context_len}"
     errors.refuse(name, getattr(rehearsal, name), rule, f"let both together have at most {max_context_len} tokens")

@@ -88,7 +88,7 @@ class RolloutArguments:
     )
     over_sampling_batch_size: Optional[int] = flag(
         None,
-        "prompts submitted at a time if a filter drops groups, or if an iteration may stop early; "
+        "prompts submitted at once if a filter drops groups, or if an iteration may stop early; "
         "default: --rollout-batch-size",
         needs="generated samples, no --rollout-function-path, no --fully-async, a use of spare prompts",
     )
@@ -163,7 +163,7 @@ class RolloutArguments:
     )
     agent_timeout: float = flag(
         600.0,
-        "seconds that a program or an environment may take, without those in which the model answers",
+        "seconds that a program or an environment may take, without those where the model answers",
         needs="--agent-command or --environment",
         above=0,
     )
@@ -222,7 +222,7 @@ class RolloutArguments:
         None, "your function that is shown all samples of an iteration, dropped ones too (docs/rollout.md)"
     )
     custom_rollout_log_function_path: Optional[str] = flag(
-        None, "your function that adds metrics of an iteration, or logs it by itself (docs/rollout.md)"
+        None, "your function that adds metrics of an iteration, or logs it on its own (docs/rollout.md)"
     )
     custom_convert_samples_to_train_data_path: Optional[str] = flag(
         None,
@@ -287,7 +287,7 @@ def fill_over_sampling(rollout: RolloutArguments) -> RolloutArguments:
 
 
 def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_responses: bool, errors: Errors) -> None:
-    """Check the section by itself.
+    """Check the section on its own.
 
     Args:
         rollout: The section.
@@ -372,7 +372,7 @@ def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors
 
 
 def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:
-    """Check that a response has room beside its reasoning, and that what interrupts the reasoning ends it."""
+    """Check that a response has room alongside its reasoning, and that what interrupts the reasoning ends it."""
     if rollout.thinking_max_len is None:
         return
     if rollout.thinking_min_len is not None and rollout.thinking_min_len > rollout.thinking_max_len:

@@ -68,7 +68,7 @@ def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
 
 
 def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Return messages in which a flag of the router has the name that ``words`` have: ``--sglang-router-NAME``."""
+    """Return messages where a flag of the router has the name that ``words`` have: ``--sglang-router-NAME``."""
     written = [flag for flag in flags_in(words) if flag.startswith(ROUTER_ALIAS)]
     found = list(messages)
     for flag in written:

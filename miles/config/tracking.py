@@ -77,7 +77,7 @@ class TrackingArguments:
         choices=("online", "offline", "disabled"),
     )
     wandb_dir: Optional[str] = _of_wandb(
-        None, "folder of W&B's files, in which wandb/ is made; default: WANDB_DIR, or --output-dir", metavar="DIR"
+        None, "folder of W&B's files, where wandb/ is made; default: WANDB_DIR, or --output-dir", metavar="DIR"
     )
     wandb_key: Optional[str] = _of_wandb(None, "W&B API key; default: the one in the environment")
     wandb_host: Optional[str] = _of_wandb(None, "W&B server")

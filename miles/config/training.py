@@ -42,13 +42,13 @@ class TrainingArguments:
         needs="no --use-dynamic-batch-size, no --dynamic-context-parallel",
     )
     use_dynamic_batch_size: bool = flag(
-        False, "fill each micro-batch with up to --max-tokens-per-gpu tokens", needs="a budget of its own"
+        False, "fill each micro-batch with up to --max-tokens-per-gpu tokens", needs="its own budget"
     )
     max_tokens_per_gpu: Optional[int] = flag(
         None,
         "token budget of a micro-batch; a packed shared prompt counts once",
         at_least=1,
-        needs="a budget of its own, --use-dynamic-batch-size",
+        needs="its own budget, --use-dynamic-batch-size",
     )
     balance_data: bool = flag(
         False,
@@ -58,7 +58,7 @@ class TrainingArguments:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
     freeze_vision_tower: bool = flag(
         False,
-        "leave the vision tower and its projector as they are; by default they are trained with the rest",
+        "leave the vision tower and its projector unchanged; by default they are trained with the rest",
         needs="a model that reads images",
     )
     bf16: bool = flag(
@@ -71,7 +71,7 @@ class TrainingArguments:
         needs="--bf16",
     )
     use_routing_replay: bool = flag(
-        False, "train the experts that scored the old log-probs; beside --use-rollout-routing-replay, the engine's"
+        False, "train the experts that scored the old log-probs; alongside --use-rollout-routing-replay, the engine's"
     )
     deterministic_mode: bool = flag(
         False, "repeat a run bit for bit on the same machine: deterministic kernels, and answers that repeat"

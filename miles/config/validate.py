@@ -1,11 +1,11 @@
 """Check all flags before Ray or torch start anything, and report every error at once.
 
-The stages build on each other: a rule that needs a value is checked only if that value has no error of its own, so one
+The stages build on each other: a rule that needs a value is checked only if that value has no separate error, so one
 mistake is reported once. The rules are in the files of their sections.
 
-1. Words: each is among the choices of its flag; text is not empty. Rules see the default in place of a wrong one.
+1. Words: each is among the choices of its flag; text is not empty. Rules see the default instead of a wrong one.
 2. Flags without effect are set to their defaults, with a note on each (needs.py).
-3. Sections: ranges, and rules between flags, one section at a time.
+3. Sections: ranges, and rules between flags, section by section.
 4. Ranks and engines: sizes divide the devices and the model.
 5. Steps and loss: the trajectories of an iteration are divided into steps; flags that are alternative names are
    replaced, and what other flags imply is filled in, so that later code reads one final value.
@@ -66,7 +66,7 @@ from miles.types.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Validated:
-    """Hold settings in which every flag has an effect and no alternative name is left.
+    """Hold settings where every flag has an effect and no alternative name is left.
 
     Attributes:
         settings: The settings.
@@ -93,7 +93,7 @@ class Validated:
 
 
 def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
-    """Check the settings, and replace alternative names. Validated settings are valid, and stay as they are.
+    """Check the settings, and replace alternative names. Validated settings are valid, and stay unchanged.
 
     Args:
         settings: The settings.
@@ -121,7 +121,7 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
 
 
 def _check_words(settings: Settings, errors: Errors) -> Settings:
-    """Check choices and texts; return the settings with defaults in place of wrong ones: rules branch on choices."""
+    """Check choices and texts; return the settings with defaults instead of wrong ones: rules branch on choices."""
     check_server_texts(settings.server_flags, errors)
     if errors.messages:
         settings = replace(settings, server_flags=ServerFlags())
@@ -172,13 +172,13 @@ def _check_pass_rate(settings: Settings, errors: Errors) -> None:
     """Refuse to leave prompts out if the rewards do not say whether an answer is right."""
     rate = settings.rollout.max_prompt_pass_rate
     if rate is not None and errors.none_about("rm_type") and _is_undecided(settings):
-        rule = f"no reward of --rm-type {settings.reward.rm_type} says whether an answer is right"
+        rule = f"no reward of --rm-type {settings.reward.rm_type} states whether an answer is right"
         what_to_do = "add one that reads the prompt's row, such as math:1"
         errors.refuse("max_prompt_pass_rate", rate, rule, what_to_do)
 
 
 def _is_undecided(settings: Settings) -> bool:
-    """Return whether the reward is a sum in which no part decides whether an answer passes."""
+    """Return whether the reward is a sum where no part decides whether an answer passes."""
     return settings.reward.is_sum and deciding_part(settings.reward.weights) is None
 
 
@@ -262,7 +262,8 @@ def _surprises(settings: Settings) -> Iterator[str]:
         yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):
         yield (
-            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} says whether an answer is right, so an "
+            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} "
+            "states whether an answer is right, so an "
             "answer passes if the sum is 1 or more"
         )
     yield from notes_on_lora(settings.lora, settings.model)

@@ -25,7 +25,7 @@ def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
         path = Path(saved)
         by_iteration = str(path.with_name(f"{path.stem}_{{iteration}}{path.suffix}"))
         notes.append(
-            note_on(READ_AS, "save_debug_rollout_data", saved, f"{by_iteration}: each iteration has a file of its own")
+            note_on(READ_AS, "save_debug_rollout_data", saved, f"{by_iteration}: each iteration has a separate file")
         )
         settings = replace(settings, rollout=replace(settings.rollout, save_debug_rollout_data=by_iteration))
     if settings.rollout.debug_rollout_only and settings.cluster.colocate:

@@ -182,7 +182,7 @@ class RequestSender(Protocol):
         ...
 
     def show(self, state: Any) -> None:
-        """Take in what the engine says about the servers. Requests wait for the first time."""
+        """Take in what the engine reports about the servers. Requests wait for the first time."""
         ...
 
     async def aborted(self) -> None:
@@ -202,10 +202,10 @@ class RequestSender(Protocol):
 class SenderConfig(Protocol):
     """What another process needs to send requests. It is pickled."""
 
-    requests: int  # at a time, of all processes together
+    requests: int  # at once, of all processes together
 
     def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> RequestSender:
-        """Return what sends up to ``requests`` at a time; it calls ``check_servers`` after a failed try."""
+        """Return what sends up to ``requests`` at once; it calls ``check_servers`` after a failed try."""
         ...
 
 
@@ -523,7 +523,7 @@ T = TypeVar("T")
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the coroutines concurrently and return their results in order.
 
-    Raises the first exception as it is, after the others were cancelled and have ended. (``asyncio.gather`` would let
+    Raises the first exception unchanged, after the others were cancelled and have ended. (``asyncio.gather`` would let
     them run on; ``asyncio.TaskGroup`` would wrap the user's error in an ``ExceptionGroup``.)
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

@@ -14,7 +14,7 @@ from miles.models.tensor_layouts import GateUp, Replicated, Split
 Config: TypeAlias = dict[str, Any]  # a config.json
 Shape: TypeAlias = dict[str, Any]  # fields of Megatron's TransformerConfig
 
-HEADS_IN_CONFIG = "num_nextn_predict_layers"  # by which a config says that the checkpoint has heads of MTP
+HEADS_IN_CONFIG = "num_nextn_predict_layers"  # by which a config states that the checkpoint has heads of MTP
 
 # Fields of ``TransformerConfig`` that a model's config determines: of every layer, and of layers with experts.
 LAYER_FIELDS = (
@@ -108,7 +108,7 @@ class ConvertedFamily(Family, ABC):
         """Return which Hugging Face tensors each parameter of Megatron's model holds, and in which layout."""
 
 
-# Layers with experts: the part that families share. A routed expert is a gated MLP of its own tensors.
+# Layers with experts: the part that families share. A routed expert is its own gated MLP tensors.
 #
 # Routing by sigmoid scores is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient
 # reaches, is added to the scores when experts are chosen, within the groups of experts with the highest scores. The

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-MOST_PIXELS = 89_478_485  # of one image, as its header says; Pillow warns of larger ones, which may be bombs
+MOST_PIXELS = 89_478_485  # of one image, as its header states; Pillow warns of larger ones, which may be bombs
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def text_inputs(
     Args:
         body: The model without its head.
         ids: The tokens.
-        feature: For each token the row of the features in the place of its embedding, int64 [rows, T]; -1 for text.
+        feature: For each token the row of the features instead of its embedding, int64 [rows, T]; -1 for text.
         features: As ``VisionFamily.features`` returns them; None without images.
     """
     import torch
@@ -131,7 +131,7 @@ def load_processor(model: str) -> Any:
 
     try:
         processor = AutoProcessor.from_pretrained(model)
-        if not hasattr(processor, "image_processor"):  # a text model has a tokenizer in the place of a processor
+        if not hasattr(processor, "image_processor"):  # a text model has a tokenizer instead of a processor
             raise ValueError("it has none for images")
         return processor
     except (OSError, ValueError, ImportError, AttributeError, KeyError, RuntimeError) as error:
@@ -146,7 +146,7 @@ def load_processor(model: str) -> Any:
 
 
 def size_of(file: bytes) -> tuple[int, int]:
-    """Return width and height as the header of an encoded image says, turned as it is to be shown.
+    """Return width and height as the header of an encoded image states, turned unchanged to be shown.
 
     Raises:
         ValueError: It is no image, or a huge one.
@@ -196,7 +196,7 @@ def bounded(size: tuple[int, int], least: int | None, most: int | None) -> tuple
 
 @lru_cache(maxsize=4096)
 def expansions(model: str, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
-    """Return the text that the processor puts in the place of each placeholder, for images of a prompt of these sizes.
+    """Return the text that the processor puts instead of each placeholder, for images of a prompt of these sizes.
 
     It depends on the sizes alone, so blank images are processed, once for each combination.
 

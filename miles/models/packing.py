@@ -95,7 +95,7 @@ _DIFFERENT = (
 _NOT_GENERATED = ("diffllama", "hrm_text")
 _NOT_TRAINED = ("minicpm3", "zamba")
 
-# Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
+# Those of PACKABLE whose attention chooses the keys that a query sees by its own scores
 # (training/fsdp/layers.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
@@ -192,7 +192,7 @@ def _why_not_read(config: dict[str, Any]) -> tuple[str, str] | None:
     if config.get("is_encoder_decoder"):
         return f"a {kind} has an encoder and a decoder", "choose a decoder-only model"
     if attends_by_itself(kind):
-        return f"a {kind} computes its attention by itself, and not over samples or a cache of miles", _ANOTHER
+        return f"a {kind} computes its attention on its own, and not over samples or a cache of miles", _ANOTHER
     for name in (str(config.get("model_type")), kind):
         if name in _DIFFERENT:
             return _differs(name, "by miles"), _ANOTHER
@@ -273,7 +273,7 @@ def longest_trained(text: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
-    """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that says so.
+    """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that reports it.
 
     With rotary positions of the kind longrope, a model has other frequencies once a sequence of its batch exceeds the
     length it was pretrained on. Keys that are in the cache by then have the former ones, and so do those of shorter
@@ -315,7 +315,7 @@ def _window(config: dict[str, Any]) -> int | None:
 
 
 def is_quantized(config: dict[str, Any]) -> bool:
-    """Return whether the configuration says that the weights are quantized (FP8, INT4, MXFP4, …)."""
+    """Return whether the configuration states that the weights are quantized (FP8, INT4, MXFP4, …)."""
     return bool(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 

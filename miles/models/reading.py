@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Read from transformers' source which models it has, and the linear layers of each.
 #
 # Importing transformers' models takes seconds and needs torch. Its tables of models are literals, and each file of a
-# family defines all of its layers, so both can be read as they are written.
+# family defines all of its layers, so both can be read as written.
 
 
 READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
@@ -41,7 +41,7 @@ def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tup
     Args:
         model_type: As the model's ``config.json`` names it.
         has_own_code: Whether that names code in the model's folder (``auto_map``), which is not run.
-        is_decoder: Whether that says that a model of a family of encoders is a decoder.
+        is_decoder: Whether that states that a model of a family of encoders is a decoder.
     """
     model_type = READ_AS.get(model_type, model_type)
     causal = _table(_CAUSAL)
@@ -138,7 +138,7 @@ def _models() -> Path | None:
 
 # Types for text and images that are loaded whole, with the vision tower: those of families/vision.
 WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
-_READER = "PytorchStreamReader"  # begins what torch says about a broken pytorch_model.bin
+_READER = "PytorchStreamReader"  # begins what torch reports about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message
 
 
@@ -222,7 +222,7 @@ def attention_of(config: PretrainedConfig, text: str) -> str | dict[str, str]:
 def choose_experts(model: PreTrainedModel) -> None:
     """Compute experts one by one if torch's grouped product refuses their weights, whose rows are 16 bytes there.
 
-    In bfloat16, in which training may compute, that is 8 numbers. A loop over the experts takes any width.
+    In bfloat16, where training may compute, that is 8 numbers. A loop over the experts takes any width.
     """
     shapes = [weight.shape[1:] for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3]
     if any(size % 8 for shape in shapes for size in shape):

@@ -110,7 +110,7 @@ def common_shape(config: Config) -> Shape:
 
 
 def vocabulary_shape(config: Config) -> Shape:
-    """Return what Megatron's ``GPTModel`` takes beside its ``TransformerConfig``: vocabulary, head and positions."""
+    """Return what Megatron's ``GPTModel`` takes alongside its ``TransformerConfig``: vocabulary, head and positions."""
     rope = config.get("rope_parameters") or {}
     return {
         "vocab_size": config["vocab_size"],

@@ -31,7 +31,7 @@ class AdaptiveKlFlags:
 
     kl_target: Optional[float] = flag(
         None,
-        "adapt --kl-coef or --kl-loss-coef, which start as they are given, so that the KL per token stays near this",
+        "adapt --kl-coef or --kl-loss-coef, which start as given, so that the KL per token stays near this",
         above=0,
     )
     kl_horizon: float = flag(
@@ -60,7 +60,7 @@ class AdaptiveKl:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The flags of the objective as they are now."""
+        """The flags of the objective at present."""
         return {self.field: self.value}
 
     def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
@@ -137,7 +137,7 @@ class AdaptiveEntropyFlags:
 
 
 class AdaptiveEntropy:
-    """The weight of the entropy. ``is_low`` says whether the entropy of the last step was at the target or below."""
+    """The weight of the entropy. ``is_low`` states whether the entropy of the last step was at the target or below."""
 
     field = "entropy_coef"
 
@@ -148,7 +148,7 @@ class AdaptiveEntropy:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The flags of the objective as they are now."""
+        """The flags of the objective at present."""
         return {self.field: self.value if self.is_low else 0.0}
 
     def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:

@@ -130,7 +130,7 @@ class Mode:
     """One mode.
 
     Attributes:
-        formula: pg_loss of the step; ``symbols`` says what the counts in it are, ``words`` the same in a sentence.
+        formula: pg_loss of the step; ``symbols`` states what the counts in it are, ``words`` the same in a sentence.
         denominator: What ``sample_denoms`` is made of, in words.
         denominators: ``sample_denoms`` of every sample.
         mass: The sum that a token loss of 1 everywhere gives, derived from the formula, not from the denominators,
@@ -416,7 +416,7 @@ def reconcile_aggregation(
 ) -> "tuple[LossArguments, list[str]]":
     """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
-    Every combination in which a flag would be ignored or the normalization undone is an error
+    Every combination where a flag would be ignored or the normalization undone is an error
     (docs/loss-aggregation.md has the table). After an error, do not use the returned flags.
 
     Args:
@@ -448,7 +448,7 @@ def reconcile_aggregation(
 def _from_pg_loss_divisor(
     loss: "LossArguments", may_relabel: bool, notes: list[str], errors: Errors
 ) -> "LossArguments":
-    """Return ``loss`` without this alias; as it is, if it contradicts another flag."""
+    """Return ``loss`` without this alias; unchanged, if it contradicts another flag."""
     divisor = loss.pg_loss_divisor
     if divisor is None:
         return loss
@@ -458,7 +458,7 @@ def _from_pg_loss_divisor(
     if loss.loss_agg_mode is not None:
         errors.refuse("pg_loss_divisor", divisor, f"contradicts --loss-agg-mode {loss.loss_agg_mode}", what_to_do)
     if loss.loss_aggregation_divisor is not None:
-        rule = f"names the divisor twice, beside --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
+        rule = f"names the divisor twice, alongside --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
         errors.refuse("pg_loss_divisor", divisor, rule, what_to_do)
     _check_divisor_value("pg_loss_divisor", divisor, errors)
     if not errors.none_about("pg_loss_divisor"):
@@ -475,7 +475,7 @@ def _from_verl(
     notes: list[str],
     errors: Errors,
 ) -> "LossArguments":
-    """Return ``loss`` without verl's names; as it is, if they contradict another flag."""
+    """Return ``loss`` without verl's names; unchanged, if they contradict another flag."""
     name, factor = loss.loss_agg_mode, loss.loss_scale_factor
     if name is None:
         if factor is not None:
@@ -495,7 +495,7 @@ def _from_verl(
     elif name == "seq-mean-token-sum":
         divisor = 1.0
     elif name == "token-sum":
-        divisor = 1.0 / (trajectories or 1)  # where N is not known, that is an error of its own
+        divisor = 1.0 / (trajectories or 1)  # where N is not known, that is its own error
     if not errors.none_about("loss_agg_mode", "loss_scale_factor", "pg_loss_divisor", "calculate_per_token_loss"):
         return loss
     suffix = "" if divisor is None else f" with divisor {divisor:g}"
@@ -516,7 +516,7 @@ def _check_beside_verl(loss: "LossArguments", name: str, may_relabel: bool, erro
         errors.refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
     says_the_same = loss.loss_aggregation == VERL_MODES[name] == "sample_mean"
     if not may_relabel and not says_the_same:
-        rule = f"names the aggregation twice, beside --loss-aggregation {loss.loss_aggregation}"
+        rule = f"names the aggregation twice, alongside --loss-aggregation {loss.loss_aggregation}"
         errors.refuse("loss_agg_mode", name, rule, "keep one of the two")
     elif loss.loss_aggregation_divisor is not None:
         rule = f"cannot use --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"

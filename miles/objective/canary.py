@@ -2,8 +2,8 @@
 
 A scalar of value 0 is added to every per-token policy loss. Its gradient, after all reductions of the backend, is the
 sum of all token weights of the step. That sum is known when the batch is built: 1 for the three means, T / (L N) for
-``constant``, less the share of fully masked trajectories or prompts. A denominator taken over a part of the step, an
-average in place of a sum, a token on two ranks or on none: each changes it.
+``constant``, minus the share of fully masked trajectories or prompts. A denominator taken over a part of the step, an
+average instead of a sum, a token on two ranks or on none: each changes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some mil
 
 
 class LossMassError(ValueError):
-    """The weights of a step's tokens do not add up to what the objective says."""
+    """The weights of a step's tokens do not add up to what the objective states."""
 
 
 def mass_is_known(loss: LossArguments) -> bool:

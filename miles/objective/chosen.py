@@ -159,7 +159,7 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
     if loss_type.uses_advantages:
         ESTIMATORS.check_instead(objective.estimator, flags, errors)
     if loss_type.uses_policy_loss and flags.policy_loss is not None and flags.custom_policy_loss_function_path:
-        rule = "names a second policy loss, beside --custom-policy-loss-function-path"
+        rule = "names a second policy loss, alongside --custom-policy-loss-function-path"
         errors.refuse("policy_loss", flags.policy_loss, rule, "keep one of the two")
 
 

@@ -22,7 +22,7 @@ class AdaptiveCoefficient(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The flag as it is now."""
+        """The flag at present."""
         ...
 
     def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
@@ -39,7 +39,7 @@ class AdaptiveCoefficient(Protocol):
 
 
 class Coefficients:
-    """The flags of the objective with the weights as they are now."""
+    """The flags of the objective with the weights at present."""
 
     def __init__(self, given: LossArguments) -> None:
         self._given = given

@@ -25,7 +25,7 @@ class DistillationFlags:
     opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher; 0 only measures it", at_least=0, needs="--use-opd")
     opd_type: Optional[str] = flag(
         None,
-        "who computes the teacher's log-probs: a frozen model beside the policy (--opd-teacher-load), or SGLang "
+        "who computes the teacher's log-probs: a frozen model alongside the policy (--opd-teacher-load), or SGLang "
         "servers (--opd-teacher-urls); default: as the other two flags say",
         needs="--use-opd",
         choices=("trainer", "server"),
@@ -91,7 +91,7 @@ def check_distillation(flags: "LossArguments", errors: "Errors") -> None:
         rule = f"contradicts --loss-type {flags.loss_type}: the policy learns from no advantages"
         errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
     if flags.use_opsm:
-        rule = "drops sequences of negative advantage, and --use-opd gives each token an advantage of its own"
+        rule = "drops sequences of negative advantage, and --use-opd gives each token its own advantage"
         errors.refuse("use_opsm", True, rule, "drop one of the two")
     if flags.teacher_is_served:
         _check_servers(flags, errors)

@@ -57,7 +57,7 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
         how = MODES[loss.loss_aggregation].words
     sentences = [f"Each step of {shape.num_trajectories} trajectories minimizes {what}, {how}."]
     if loss.has_critic and objective.loss_type.trains_policy:
-        sentences.append("A critic is trained beside it to predict each token's return.")
+        sentences.append("A critic is trained alongside it to predict each token's return.")
     if loss.kl_coef:
         sentences.append(
             f"The KL to the reference model is subtracted from each token's reward, weighted by {loss.kl_coef:g}."

@@ -56,7 +56,7 @@ class Hook:
 
     @property
     def flag(self) -> str:
-        """The flag as it is written."""
+        """The flag as written."""
         return flag_name(self.field)
 
     def path(self, loss: LossArguments) -> str | None:
@@ -68,7 +68,7 @@ class Hook:
         """Import the function at ``path``, and check its signature.
 
         Raises:
-            ValueError: If it cannot be imported, or cannot be called as this file says.
+            ValueError: If it cannot be imported, or cannot be called as this file states.
         """
         function = self._imported(path)
         self.check_signature(function, path)
@@ -92,7 +92,7 @@ class Hook:
         )
 
     def zero_advantage_has_gradient(self, path: str) -> bool:
-        """Return what the function says of samples of advantage 0; true until it says no."""
+        """Return what the function states of samples of advantage 0; true until it says no."""
         return bool(getattr(self.load(path), "zero_advantage_has_gradient", True))
 
     def check_tensor(self, path: str, returned: Any, shape: tuple[int, ...], what: str = "") -> None:
@@ -109,7 +109,7 @@ class Hook:
 
 
 class AdvantageHook(Hook):
-    """The hook of advantages, whose parameter's name says which phase it computes."""
+    """The hook of advantages, whose parameter's name states which phase it computes."""
 
     def phase(self, path: str) -> int:
         """Return 1 if the parameter is called ``samples``, 2 if ``trajectories``."""
@@ -208,7 +208,7 @@ def check_hooks(loss: LossArguments, args: Any) -> None:
         args: All flags by their names, for a whole loss of other launchers: it is called once.
 
     Raises:
-        ValueError: If one cannot be imported, or cannot be called as this file says.
+        ValueError: If one cannot be imported, or cannot be called as this file states.
     """
     for hook in HOOKS:
         path = hook.path(loss)
@@ -306,7 +306,7 @@ class LossInputs(PolicyLossInputs):
         def reinforce(inputs: LossInputs) -> torch.Tensor:
             return inputs.reduce(-inputs.advantages * inputs.log_probs) - 0.01 * inputs.mean(inputs.entropy)
 
-    The loss is this micro-batch's share: shares are summed over micro-batches and ranks as they are. Both
+    The loss is this micro-batch's share: shares are summed over micro-batches and ranks unchanged. Both
     reducers map a vector [R] to such a share. The names of ``metrics`` are declared beforehand, as
     ``function.metrics = ("name", ...)``, because a micro-batch without samples reports them too.
     """
@@ -370,7 +370,7 @@ class ReducerInputs:
 class PgLossReducerFactory(Protocol):
     """The form to write: called once per micro-batch, returns the reducer of its flat [R] per-token losses.
 
-    The reducer's results are summed over micro-batches and ranks as they are, so they must be normalized by the step's
+    The reducer's results are summed over micro-batches and ranks unchanged, so they must be normalized by the step's
     counts::
 
         def dr_grpo(inputs: ReducerInputs) -> Reducer:
@@ -402,7 +402,7 @@ class PositionalPgLossReducerFactory(Protocol):
         ...
 
 
-# Call the user's functions (hooks.py) in the place of a built-in part of the objective, and check what they return.
+# Call the user's functions (hooks.py) instead of a built-in part of the objective, and check what they return.
 #
 # Functions see whole samples. Detached ones are called on gathered columns, and their result is sliced. Losses are
 # evaluated whole on every rank of the context group and counted once (sequences.py).
@@ -443,7 +443,7 @@ class CustomAdvantages(Estimator[Any]):
 
     def formula(self, flags: LossArguments) -> list[Term]:
         """Return the call of the function."""
-        return [Term(f"A = {self.path}(...) in the place of --advantage-estimator {self.name}", __name__, self.path)]
+        return [Term(f"A = {self.path}(...) instead of --advantage-estimator {self.name}", __name__, self.path)]
 
     def smallest_group(self, flags: LossArguments) -> int:
         """Return the chosen estimator's if it compares in phase 2, which may follow; else the function may do without.
@@ -527,7 +527,7 @@ class CustomPolicyLoss(PolicyLoss[Any]):
         return [Term(f"{self.path}(log p, log p_old, A, ...)", __name__, self.path)]
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
-        """Return what the function says; true until it says no."""
+        """Return what the function states; true until it says no."""
         return POLICY_LOSS.zero_advantage_has_gradient(self.path)
 
     def token_losses(self, flags: LossArguments, tokens: PolicyTokens) -> TokenLosses:
@@ -564,7 +564,7 @@ def custom_importance_weights(path: str, loss: LossArguments, ratios: Ratios) ->
 
 
 def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch) -> Reducer:
-    """Return the reducer that the function at ``path`` makes for ``micro``; its signature says which form it has.
+    """Return the reducer that the function at ``path`` makes for ``micro``; its signature states which form it has.
 
     For an empty micro-batch the loss is 0, and the function is not called.
 

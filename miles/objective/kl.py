@@ -102,7 +102,7 @@ def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Ten
 def check_kl(loss: LossArguments, errors: Errors) -> None:
     """Report coefficients that count the KL twice, and corrections that exclude each other."""
     if loss.kl_coef and loss.kl_loss_coef:
-        rule = f"beside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
+        rule = f"alongside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
         errors.refuse("kl_coef", loss.kl_coef, rule, "keep one of the two")
     if loss.kl_loss_type in _VALUES and loss.use_unbiased_kl:
         rule = "corrects the gradient of the KL, as --use-unbiased-kl does"

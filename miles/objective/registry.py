@@ -34,7 +34,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Variant:
-    """A setting of a part that has a name and a source of its own: a row of the docs' page of objectives.
+    """A setting of a part that has a name and its own source: a row of the docs' page of objectives.
 
     Attributes:
         name: The name.
@@ -56,7 +56,7 @@ class Needs:
             are scored from the second step on; in the first step they are the current ones.
         ref_log_probs: Log-probs of the reference model.
         teacher_log_probs: Log-probs of the teacher that is distilled.
-        values: Values of a critic, which is trained beside the policy.
+        values: Values of a critic, which is trained alongside the policy.
         entropy: The entropy of the policy, with the current log-probs.
         sum_squared_probs: The sum over the vocabulary of the policy's squared probabilities, with the old log-probs.
     """
@@ -74,15 +74,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the objective knows of a run beside its own flags.
+    """What the objective knows of a run alongside its own flags.
 
     Attributes:
         num_trajectories: N, the trajectories of an optimizer step.
         samples_per_prompt: The trajectories of a group.
         steps_per_iteration: Optimizer steps taken from the samples of one iteration.
-        critic_only_iterations: Iterations at the start of the run in which only the critic learns.
+        critic_only_iterations: Iterations at the start of the run where only the critic learns.
         given_advantages: The call of the user's function outside of the objective that makes the advantages of samples
-            in the place of the estimator's first phase; None without one.
+            instead of the estimator's first phase; None without one.
     """
 
     num_trajectories: int

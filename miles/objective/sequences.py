@@ -27,7 +27,7 @@ def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def gather_whole(micro: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with whole responses, as a rank by itself would have it; collective in its context group.
+    """Return the micro-batch with whole responses, as a rank on its own would have it; collective in its context group.
 
     The token axis, which the model reads, stays this rank's. Masked tokens hold 0 in the gathered columns.
     """

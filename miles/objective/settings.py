@@ -1,4 +1,4 @@
-"""Declare the flags of the objective. docs/loss-aggregation.md says what every setting computes.
+"""Declare the flags of the objective. docs/loss-aggregation.md states what every setting computes.
 
 Flags that one estimator or one policy loss owns are declared in its file; ``LossArguments`` has them all.
 """
@@ -46,7 +46,7 @@ class CommonFlags:
         None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
     )
     custom_policy_loss_function_path: Optional[str] = flag(
-        None, "your token losses, in place of --policy-loss, module:function or module.function"
+        None, "your token losses, instead of --policy-loss, module:function or module.function"
     )
     custom_loss_function_path: Optional[str] = flag(
         None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
@@ -100,7 +100,7 @@ class CommonFlags:
     )
     loss_canary: Literal["first-step", "always", "off"] = flag(
         "first-step",
-        "check that the weights of all tokens add up to what the objective says, and stop if not",
+        "check that the weights of all tokens add up to what the objective states, and stop if not",
         needs="weights that are known",
     )
     use_kl_loss: bool = flag(
@@ -113,7 +113,7 @@ class CommonFlags:
         needs="a KL in the loss",
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
-    log_probs_chunk_size: int = flag(1024, "response tokens whose logits are in memory at a time; -1 is all")
+    log_probs_chunk_size: int = flag(1024, "response tokens whose logits are in memory at once; -1 is all")
 
 
 # The order of the bases puts the common flags first.
@@ -146,7 +146,7 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
 
     @property
     def estimates_by_token(self) -> bool:
-        """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
+        """Whether a token has its own advantage, made by the trainer before the first step of an iteration."""
         return self.use_opd or build_objective(self).estimator.estimates_by_token(self)
 
     @property

@@ -27,7 +27,7 @@ class SampleTokens:
     trajectory_id: int
     reward: float  # of TrainBatch.rewards
     loss_mask: np.ndarray
-    values: np.ndarray | None = None  # the critic's; V of the state in which the token is chosen
+    values: np.ndarray | None = None  # the critic's; V of the state where the token is chosen
     log_ratio: np.ndarray | None = None  # log policy - log reference, both before the first step; with --kl-coef
     teacher_log_ratio: np.ndarray | None = None  # log policy - log teacher, before the first step; with --use-opd
     group_index: int = 0
@@ -47,7 +47,7 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     """Estimate the advantages of a whole step.
 
     A trajectory's loss tokens get rewards: the trajectory's (the mean of its samples') on the last token, or each
-    sample's on every token, as the estimator says, less ``kl_coef KL_t``. The estimator makes advantages of these and
+    sample's on every token, as the estimator states, less ``kl_coef KL_t``. The estimator makes advantages of these and
     of the critic's values, and the returns that the critic learns. ``--use-opd`` subtracts the KL to the teacher, and
     ``--normalize-advantages`` then whitens the advantages over all loss tokens of the step.
 

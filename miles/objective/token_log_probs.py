@@ -10,7 +10,7 @@ With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (Mini
 2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
 differently.
 
-On a CPU, logits in half precision are converted to fp32 a few rows at a time, which stay in the cache of a core. Passes
+On a CPU, logits in half precision are converted to fp32 a few rows at once, which stay in the cache of a core. Passes
 over all rows of a chunk, one after the other, would wait for memory (docs/performance.md has the figures).
 """
 
@@ -43,7 +43,7 @@ def chunked_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
-    ``hidden`` [R, H], or [U, H] for the U rows of ``shared``, and ``weight`` [V, H] share a dtype, in which the logits
+    ``hidden`` [R, H], or [U, H] for the U rows of ``shared``, and ``weight`` [V, H] share a dtype, where the logits
     ``hidden @ weight.T + bias`` are computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At
     most ``chunk_size`` rows have their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
@@ -52,7 +52,7 @@ def chunked_log_probs(
     With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
     sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
     """
-    assert support is None or shared is None, "each response token has a support of its own"
+    assert support is None or shared is None, "each response token has its own support"
     assert support is None or support.vocab_size <= len(weight), (
         f"sets of {support.vocab_size} tokens, and a head of {len(weight)}"
     )
@@ -190,7 +190,7 @@ def _sum_of_readers(
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp32: bool
 ) -> tuple[torch.Tensor, Sequence[slice]]:
-    """Return the logits [rows, V] without scale, and the rows that are worked on at a time.
+    """Return the logits [rows, V] without scale, and the rows that are worked on at once.
 
     They are fp32 (fp64 for fp64) if those are all rows.
     """
@@ -215,7 +215,7 @@ def _logits_gradient(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``-g_lp p - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp)``; [rows, V], in place of ``log_p``.
+    """``-g_lp p - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp)``; [rows, V], instead of ``log_p``.
 
     The other part of the gradient, ``g_lp onehot``, is the caller's.
     """

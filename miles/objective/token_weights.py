@@ -273,7 +273,7 @@ class OffPolicyMasking(TokenWeight):
 
 
 class TopEntropy(TokenWeight):
-    """Keep the loss of the fraction of the step's tokens in which the policy is most uncertain (arXiv 2506.01939).
+    """Keep the loss of the fraction of the step's tokens where the policy is most uncertain (arXiv 2506.01939).
 
     A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step, or
     equals it up to rounding. The policy is scored once more before each step for it. As for the corrections,

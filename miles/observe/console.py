@@ -272,7 +272,7 @@ LONGEST_SECONDS = 1e10
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
 # What a line shows, from left to right: the metric's name, its label, its format, and which one is left out first if
-# not all fit (the highest number). A policy gradient's loss says nothing: its value is near 0 however well it learns.
+# not all fit (the highest number). A policy gradient's loss states nothing: its value is near 0 however well it learns.
 _SHOWN = (
     ("rollout/reward", "reward", ".2f", 0),
     ("train/loss", "loss", ".4g", 1),

@@ -324,11 +324,12 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-# Health verdicts: rules over the curves of a run. Each says what it measured, its threshold, and the flags to look at.
+# Health verdicts: rules over the curves of a run. Each states what it measured, its threshold, and the flags to look
+# at.
 #
 # A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
-# says nothing before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may be learning to
-# do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
+# states nothing before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may be learning
+# to do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
 
 
 WINDOW = 10
@@ -391,7 +392,7 @@ class Rule:
         threshold: When it fires, in words.
         advice: What usually helps, the most likely first. One of them always can.
         check: Returns None without enough measurements.
-        judges: Whether it says something about a run of these settings that has its metric.
+        judges: Whether it states something about a run of these settings that has its metric.
     """
 
     name: str
@@ -439,7 +440,7 @@ class Curves:
     def success(self) -> tuple[float, float] | None:
         """Return success early and now: held-out accuracy if it was measured twice, else the mean reward.
 
-        Of a weighted sum of rewards, only the part that says whether an answer is right counts: parts that pay for
+        Of a weighted sum of rewards, only the part that states whether an answer is right counts: parts that pay for
         length or format say nothing about that.
         """
         sets = [values for name in evaluation_names(self._metrics.names) if len(values := self._success_in(name)) > 1]
@@ -715,7 +716,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a run learns: ``is_learning`` is None if that cannot be said, and the sentence says why."""
+    """Whether a run learns: ``is_learning`` is None if that cannot be said, and the sentence states why."""
 
     is_learning: bool | None
     sentence: str

@@ -1,6 +1,6 @@
 """One trace of several processes, in the format that Perfetto and chrome://tracing open.
 
-Every process is a row of its own with its threads below it; ``idle`` is a thread that shows when no other one works.
+Every process is a separate row with its threads below it; ``idle`` is a thread that shows when no other one works.
 Perfetto leaves out an event that ends after the one around it, in whole nanoseconds, and PyTorch records some that do.
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
@@ -129,9 +129,9 @@ KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind of what an event does by itself.
+    """Return the kind of what an event does on its own.
 
-    A span by itself is the Python code between the operations within it, and so are autograd's own events.
+    A span on its own is the Python code between the operations within it, and so are autograd's own events.
 
     >>> kind_of(Event("aten::addmm", "cpu_op", "t", 0, 1)), kind_of(Event("aten::copy_", "cpu_op", "t", 0, 1))
     ('matrix products', 'copies and casts')
@@ -144,7 +144,7 @@ def kind_of(event: Event) -> str:
 
 
 def seconds_by_kind(events: Sequence[Event]) -> dict[str, Counter[str]]:
-    """Return the seconds that operations took by themselves, by kind and by name; threads add up."""
+    """Return the seconds that operations took on their own, by kind and by name; threads add up."""
     seconds: dict[str, Counter[str]] = {}
     for event, own in self_times(events):
         seconds.setdefault(kind_of(event), Counter())[event.name] += own / 1e9  # type: ignore[assignment]

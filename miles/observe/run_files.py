@@ -407,7 +407,7 @@ class RunIdentity:
         return f"run {self.id} of {self.started}"
 
 
-# The facts of a run: title, settings, objective, and what it ran with. Saved as run.json beside the metrics.
+# The facts of a run: title, settings, objective, and what it ran with. Saved as run.json alongside the metrics.
 
 
 FILE_NAME = "run.json"
@@ -445,7 +445,7 @@ class RunHeader:
     ) -> RunHeader:
         """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``).
 
-        A field of name-value pairs (``megatron_overrides``) is a section in which nothing has its default value.
+        A field of name-value pairs (``megatron_overrides``) is a section where nothing has its default value.
         """
         settings: dict[str, dict[str, Any]] = {}
         defaults: dict[str, dict[str, Any]] = {}
@@ -690,7 +690,7 @@ class RunFiles:
 
     def set_aside(self) -> Path | None:
         """Move what an earlier run left here into ``earlier-1``, ``earlier-2``…; give that folder, None if none was."""
-        # run.json last: if this is killed, it still says whose files are left.
+        # run.json last: if this is killed, it still states whose files are left.
         names = (TENSORBOARD, REPORT, *_OF_RUN)
         present = [self.output_dir / name for name in names if (self.output_dir / name).exists()]
         if not present:

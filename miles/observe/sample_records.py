@@ -1,4 +1,4 @@
-"""The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes.
+"""The answers of an iteration as stored: with tokens, advantage and denominator, within a bound of bytes.
 
 A few of them, or all, also get the trainer's values of their tokens. The rollout side chooses these answers and leaves
 room for the values; the trainer's ranks record them (batch/collate.py), and the launcher joins both.
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class _Weighing:
-    """What the train batch says of a sample."""
+    """What the train batch states of a sample."""
 
     train_step: int
     advantage: float

@@ -125,7 +125,7 @@ class TensorBoardSink:
             self._open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write every value as a scalar of its own name."""
+        """Write every value as its own scalar name."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
         self._end_record()
@@ -185,7 +185,7 @@ def _markdown_table(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _markdown_cell(value: Any) -> str:
-    """Return a value as one cell that shows it as it is: no character of it is Markdown or HTML."""
+    """Return a value as one cell that shows it unchanged: no character of it is Markdown or HTML."""
     text = "" if value is None else html.escape(str(value), quote=False)
     text = re.sub(r"([\\|`*_{}\[\]#!~])", r"\\\1", text)
     return re.sub(r"\r?\n|\r", "<br>", text)

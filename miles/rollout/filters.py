@@ -98,8 +98,8 @@ class FilterStallGuard:
         self._counted = 0  # groups of the current burst
         self._kept_in_burst = 0
         self._stalled_bursts = 0  # in a row, up to now
-        self._since_epoch = 0  # the epoch in which the first of them started
-        self._burst_epoch = 0  # the epoch in which the current burst started
+        self._since_epoch = 0  # the epoch where the first of them started
+        self._burst_epoch = 0  # the epoch where the current burst started
 
     def count(self, kept: bool) -> None:
         """Count one group that was kept or dropped."""

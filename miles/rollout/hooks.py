@@ -87,7 +87,7 @@ class BufferFilter:
         return found
 
     def stuck(self, iteration: int, waiting: int, missing: int) -> ValueError:
-        """Return the error of a run in which no further group may be generated, and too few are picked."""
+        """Return the error of a run where no further group may be generated, and too few are picked."""
         rule = f"iteration {iteration} misses {missing} groups, and {waiting} wait and are not picked"
         return ValueError(
             f"{_BUFFER} {self._path}: {rule}, and no more may be generated while they wait; pick more, take those out "
@@ -436,7 +436,7 @@ class EvaluationTools:
     """What an evaluation function works with.
 
     Awaiting ``evaluate_sets()`` does what the run does without the function: it returns ``eval/…`` of every set, as
-    numbers. The other attributes are for functions that generate or score by themselves.
+    numbers. The other attributes are for functions that generate or score on their own.
 
     Attributes:
         version: Iterations that the engine's weights were trained on.

@@ -67,7 +67,7 @@ class InterruptibleEngine(EngineWrapper):
         return answer
 
     async def abort(self) -> None:
-        """Interrupt and continue at once: an abort from elsewhere costs nothing but time."""
+        """Interrupt and continue at once: an abort from elsewhere costs only time."""
         await self.interrupt()
         self.continue_generation()
 

@@ -81,7 +81,7 @@ def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return means over samples, without a prefix.
 
-    These are response_length in tokens, and the fractions of samples that were truncated or aborted, or in which
+    These are response_length in tokens, and the fractions of samples that were truncated or aborted, or where
     something was appended to what the model wrote (by a tool, an environment, or an interruption of the reasoning).
     """
     return {

@@ -147,7 +147,7 @@ class IterationPlanner:
     def start_until(self, iteration: int) -> list[Start]:
         """Return what to start before the launcher waits for ``iteration``; every iteration is started once.
 
-        These are ``iteration`` and, under AHEAD, the K after it. Under FULLY_ASYNC the process runs ahead by itself.
+        These are ``iteration`` and, under AHEAD, the K after it. Under FULLY_ASYNC the process runs ahead on its own.
         """
         ahead = self._rule.max_staleness if self._rule.overlap is Overlap.AHEAD else 0
         last = min(iteration + ahead, self._num_iterations - 1)
@@ -209,7 +209,7 @@ class RolloutGate:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Run a block in which no iteration is collected: an interrupted iteration would interrupt evaluation too."""
+        """Run a block where no iteration is collected: an interrupted iteration would interrupt evaluation too."""
         async with self._during(Activity.EVALUATING, lambda: self._activity is Activity.IDLE):
             yield
 

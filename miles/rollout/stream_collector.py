@@ -44,9 +44,9 @@ class StreamCollector:
 
     With ``--buffer-filter-path`` the user's function picks among those that are ready.
 
-    ``OrderingRule`` says how many groups may be in flight or ready, and what happens to those that an iteration leaves
-    over. Ready groups wait in memory. At any time a drawn prompt is in flight, ready, released, or dropped and counted,
-    so ``state`` can list the prompts that are in no iteration yet.
+    ``OrderingRule`` states how many groups may be in flight or ready, and what happens to those that an iteration
+    leaves over. Ready groups wait in memory. At any time a drawn prompt is in flight, ready, released, or dropped and
+    counted, so ``state`` can list the prompts that are in no iteration yet.
 
     The groups of an iteration depend on which response is complete first. ``BurstCollector`` is for runs that repeat
     exactly.
@@ -226,7 +226,7 @@ class StreamCollector:
         return metrics
 
     async def _settle_leftover(self) -> dict[str, Metric]:
-        """Treat the leftover groups as the rule says, and count them."""
+        """Treat the leftover groups as the rule states, and count them."""
         left = {
             "rollout/unfinished_groups": Metric(len(self._in_flight), 1.0),
             "rollout/surplus_groups": Metric(len(self._ready), 1.0),

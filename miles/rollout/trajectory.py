@@ -95,7 +95,7 @@ class Trajectory:
         return Turn(text, generation.token_ids, generation.finish_reason)
 
     def append(self, text: str) -> None:
-        """Add what a tool or an environment says, without special tokens of the tokenizer.
+        """Add what a tool or an environment states, without special tokens of the tokenizer.
 
         Text that does not fit is cut at the limit, and the sample becomes ``TRUNCATED``.
         """

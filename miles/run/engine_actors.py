@@ -171,7 +171,7 @@ class RayHost:
     def place_server(
         self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
     ) -> ActorServer:
-        """Place server ``number`` in an actor of its own; ``EngineHost.place_server``."""
+        """Place server ``number`` in its own actor; ``EngineHost.place_server``."""
         # A Ray session of our own is one host. In a cluster, other hosts must reach the server.
         host = None if self._placement.cluster.ray_address else "127.0.0.1"
         options, gpus = self._placement.engine_options(number, node), self._placement.engine_gpus(number, node)
@@ -233,7 +233,7 @@ class GenerationActor:
 
     @ray.method(concurrency_group=HEARTBEAT)
     async def heartbeat(self, seconds: float) -> int:
-        """Answer a heartbeat, on an event loop of its own."""
+        """Answer a heartbeat, on a separate event loop."""
         await asyncio.sleep(seconds)
         return os.getpid()
 

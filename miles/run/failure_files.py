@@ -37,7 +37,7 @@ LOG_LINES = 30
 LOG_BYTES = 200_000
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _LIBRARIES = ("site-packages", "/lib/python3")
-_ASIDE = ("heartbeat", "describe", "own_stacks")  # functions that run beside the work
+_ASIDE = ("heartbeat", "describe", "own_stacks")  # functions that run alongside the work
 _NO_PYTHON = ("raylet", "gcs_server")
 
 

@@ -33,7 +33,7 @@ _LONGEST_WORDS = 1000
 def exit_with_message(
     checkpoint: CheckpointArguments, stop: StopRequests, files: FailureFiles | None = None
 ) -> Iterator[None]:
-    """Turn whatever ends a run into an exit status and a message that says why and how to resume.
+    """Turn whatever ends a run into an exit status and a message that states why and how to resume.
 
     A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence; the status is
     2 if it is about what the user gave, an ``InputError``. Any other error shows the traceback of the process that
@@ -147,7 +147,7 @@ def how_to_resume(checkpoint: CheckpointArguments) -> str:
     """Return how to resume a run that ended early, or what the next run starts from.
 
     Args:
-        checkpoint: The flags of the command; those of one that resumed by itself would not say what to leave out.
+        checkpoint: The flags of the command; those of one that resumed on its own would not say what to leave out.
     """
     again = "a new run starts from the beginning"
     if checkpoint.load is not None and _may_have_checkpoint(checkpoint.local(checkpoint.load)):

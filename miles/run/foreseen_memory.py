@@ -1,4 +1,4 @@
-"""Foresee what a rank of a run on GPUs holds while it trains, so that it is logged beside what is measured.
+"""Foresee what a rank of a run on GPUs holds while it trains, so that it is logged alongside what is measured.
 
 The traces run in a process of their own, at low priority, while the run starts (commands/rehearsal/beside_run.py).
 """
@@ -24,7 +24,7 @@ FORESEEN = "perf/trainer_memory_foreseen_gib"
 
 
 class ForeseenMemory:
-    """Rehearses a run beside it.
+    """Rehearses a run alongside it.
 
     Args:
         settings: All sections of the run.
@@ -46,7 +46,7 @@ class ForeseenMemory:
             )
 
     def beside(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return the foreseen memory if it is known by now, and note it once beside what ``row`` has measured."""
+        """Return the foreseen memory if it is known by now, and note it once alongside what ``row`` has measured."""
         if not self._is_noted and self._process.poll() is not None:
             self._is_noted = True
             said, _ = self._process.communicate()

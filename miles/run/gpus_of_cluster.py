@@ -47,7 +47,7 @@ def gpus_of_cluster(address: str, seconds: float) -> float:
 
     Raises:
         OSError: Nothing answers there.
-        Exception: Ray does not tell, for a reason that the message says.
+        Exception: Ray does not tell, for a reason that the message states.
     """
     if address != AUTO:
         with _limited(seconds):

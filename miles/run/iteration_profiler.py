@@ -53,7 +53,7 @@ class IterationProfiler:
     def iteration(self, number: int) -> AbstractContextManager[None]:
         """Record the block if the flags name the iteration.
 
-        A run that resumes after those iterations says so, unless an earlier attempt has recorded them.
+        A run that resumes after those iterations reports it, unless an earlier attempt has recorded them.
         """
         if not self._has_begun:
             self._has_begun = True
@@ -62,7 +62,7 @@ class IterationProfiler:
 
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:
-        # Starting and stopping take seconds, in which the processes wait: both are outside of what is recorded.
+        # Starting and stopping take seconds, where the processes wait: both are outside of what is recorded.
         trainers = [] if self._trainer is None else self._trainer.profiled
         starting = [actor.start_profile.remote() for actor in trainers]
         self._rollout.start_profile()
@@ -115,4 +115,4 @@ class IterationProfiler:
             why = disk_fault(trace, error) or error
             print(f"note: --profile: {trace} was not written, because {why}", file=sys.stderr)
             return
-        print(f"note: --profile: {trace} opens in https://ui.perfetto.dev; the table is beside it", flush=True)
+        print(f"note: --profile: {trace} opens in https://ui.perfetto.dev; the table is alongside it", flush=True)

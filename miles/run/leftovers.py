@@ -45,7 +45,7 @@ def leftovers(root: Path, clean: bool) -> tuple[list[Leftover], int]:
         for folder in stale_folders(root):
             left = Leftover(str(folder), _size(folder), [process.pid for process in members(str(folder))])
             if clean:
-                with suppress(OSError):  # the answer says that it is still there
+                with suppress(OSError):  # the answer states that it is still there
                     clean_up(folder)
                 left = Leftover(left.folder, left.size, left.pids, not folder.exists())
             found.append(left)

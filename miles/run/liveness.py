@@ -82,15 +82,15 @@ WEIGHTS = "weights"  # the concurrency group of a call for all weights, while th
 HEARTBEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
-END_SECONDS = 10.0  # for workers to end by themselves
+END_SECONDS = 10.0  # for workers to end on their own
 BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the death that caused it
 
 
 def with_heartbeat(worker: type) -> Any:
     """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
 
-    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for what is done beside
-    the work.
+    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for what is done
+    alongside the work.
     """
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
     return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
@@ -224,7 +224,7 @@ class Workers:
     ) -> list[Any]:
         """Return the results of ``calls`` in order.
 
-        The first failure of any call, or of a call in ``beside``, is raised at once, because its peers may hang.
+        The first failure of any call, or of a call in ``alongside``, is raised at once, because its peers may hang.
 
         Raises:
             ActorLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``), and

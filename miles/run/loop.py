@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
 
 
 def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return nothing: no rehearsal runs beside the run."""
+    """Return nothing: no rehearsal runs alongside the run."""
     return {}
 
 
@@ -59,7 +59,7 @@ class TrainingLoop:
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
-    # What was foreseen of the metrics that an iteration has measured, to be logged beside them.
+    # What was foreseen of the metrics that an iteration has measured, to be logged alongside them.
     foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
 
     def run(self) -> None:

@@ -84,7 +84,7 @@ def choose_nodes(
 ) -> list[str] | None:
     """Return the nodes for the ranks: those with the fewest free devices that suffice, so that larger ones stay free.
 
-    None if there are not enough, or the engines find no place beside the ranks.
+    None if there are not enough, or the engines find no place alongside the ranks.
 
     Args:
         free: The free devices of each node.
@@ -151,7 +151,7 @@ def malloc_environment(device: str, given: Mapping[str, str], memory: int | None
 
     By default glibc returns large blocks to the kernel when they are freed, which clears their pages for the next
     allocation: a fifth of the time of a training pass (docs/performance.md has the figures). A host with plenty of
-    memory lets each process keep an eighth of it. On others, blocks above 2 MiB are returned. One heap in place of one
+    memory lets each process keep an eighth of it. On others, blocks above 2 MiB are returned. One heap instead of one
     per thread wastes less in either case. glibc reads the variables when a process starts.
 
     Args:

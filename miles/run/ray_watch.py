@@ -115,7 +115,7 @@ def parts_of_ray() -> list[OwnProcess | Listener]:
     if not node.head:
         this_node = _in_table(ray.get_runtime_context().get_node_id())
         return [Listener(gcs, address), Listener(raylet, _address(this_node))]
-    # A process of its own as well: after SIGTERM the GCS stays for a minute, and answers nobody.
+    # A separate process as well: after SIGTERM the GCS stays for a minute, and answers nobody.
     listeners = [Listener(gcs, address, is_own=True), Listener(raylet, node.raylet_socket_name, is_own=True)]
     kinds = ((gcs, ray_constants.PROCESS_TYPE_GCS_SERVER), (raylet, ray_constants.PROCESS_TYPE_RAYLET))
     own = [OwnProcess(name, psutil.Process(node.all_processes[kind][0].process.pid)) for name, kind in kinds]

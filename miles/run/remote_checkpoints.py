@@ -1,6 +1,6 @@
 """Checkpoints in remote storage (``--save s3://bucket/run``), and the local copy through which a run sees them.
 
-A run writes and reads checkpoints in the local copy, a folder as any other (training/checkpoint_files.py). Beside
+A run writes and reads checkpoints in the local copy, a folder as any other (training/checkpoint_files.py). Alongside
 whole checkpoints it holds entries for those that are only in the remote folder: ``state.json``, ``manifest.json`` and
 ``.only-remote``. So identity, pruning and the best checkpoint are decided on one list, by the same code as ever::
 
@@ -54,7 +54,7 @@ from miles.training.checkpoint_files import (
 
 UPLOADED = ".uploaded"  # in a local checkpoint: the remote folder has it too
 INCOMPLETE = ".incomplete"  # in a remote checkpoint: it is being written or removed
-RUN_FILES = (run_files.FILE_NAME, CONFIG, METRICS, ENDED_EARLY)  # of --output-dir, copied beside the checkpoints
+RUN_FILES = (run_files.FILE_NAME, CONFIG, METRICS, ENDED_EARLY)  # of --output-dir, copied alongside the checkpoints
 
 
 class RemoteCheckpoints:
@@ -170,7 +170,7 @@ class RemoteCheckpoints:
         (folder / UPLOADED).touch()
 
     def upload_records(self, output_dir: Path) -> None:
-        """Copy ``best.json`` and the small files of the run beside the checkpoints. Raises ``RemoteError``."""
+        """Copy ``best.json`` and the small files of the run alongside the checkpoints. Raises ``RemoteError``."""
         for place, names in ((self.local, (BEST,)), (output_dir, RUN_FILES)):
             self.remote.upload(place, [name for name in names if (place / name).is_file()])
 
@@ -178,7 +178,7 @@ class RemoteCheckpoints:
         """Copy the metrics of the run to a machine that has none of its files. Raises ``RemoteError``."""
         if any((output_dir / name).exists() for name in RUN_FILES):
             return
-        for name in (METRICS, run_files.FILE_NAME):  # run.json says whose metrics they are
+        for name in (METRICS, run_files.FILE_NAME):  # run.json states whose metrics they are
             present = self.remote.read(name)
             if present is None:
                 return
@@ -439,7 +439,7 @@ class Uploads:
         """Wait until all is uploaded, with one more try of what has failed, also of what fails meanwhile.
 
         Raises:
-            WriteFailed: That try has failed too. The message says what is safe on this machine.
+            WriteFailed: That try has failed too. The message states what is safe on this machine.
         """
         with self._changed:
             notes = self._notes_of_waiting()
@@ -595,7 +595,7 @@ class Uploads:
 
 @contextmanager
 def uploading(settings: Settings, lock: RemoteLock | None, damaged: Collection[Path] = ()) -> Iterator[Uploads | None]:
-    """Upload what the block saves and exports, if a URL says so; first what an earlier run could not upload.
+    """Upload what the block saves and exports, if a URL reports it; first what an earlier run could not upload.
 
     Args:
         settings: The run, with its own folder as ``--save``.

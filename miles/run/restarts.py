@@ -35,7 +35,7 @@ class Restarts:
     left: int
 
     def take(self, why: str, settings: Settings, files: FailureFiles | None = None) -> Settings:
-        """Use one, and return ``settings`` changed to resume what the run has saved; says so.
+        """Use one, and return ``settings`` changed to resume what the run has saved; reports it.
 
         Args:
             why: The error that ended the run.

@@ -186,9 +186,7 @@ def branch_of(checkpoint: CheckpointArguments) -> tuple[str | None, list[str]]:
     ]
     if not later:
         return None, []
-    note = (
-        f"{run} has continued from this checkpoint, to {later[-1].name}, so this is a new run with metrics of its own"
-    )
+    note = f"{run} has continued from this checkpoint, to {later[-1].name}, so this is a new run with its own metrics"
     return str(start), [f"--load {checkpoint.load}: {note}"]
 
 

@@ -82,7 +82,7 @@ class GeneratedIteration:
 class RolloutDriver:
     """Starts the rollout worker and calls it.
 
-    Weight updates are sent one at a time, as each holds a whole model in memory.
+    Weight updates are sent one by one, as each holds a whole model in memory.
 
     With ``--use-fault-tolerance`` a worker that dies or hangs is replaced. The new one starts engines, gets the newest
     weights and the position in the prompts after the last iteration that the main loop received, and generates again
@@ -100,7 +100,7 @@ class RolloutDriver:
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
         self._weights: tuple[UpdateWeights | None, int] | None = None  # the newest, if workers are replaced
         self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended
-        self._whole_updates = 0  # in which an engine took all weights
+        self._whole_updates = 0  # where an engine took all weights
         self._actor: Any = with_heartbeat(RolloutActor).options(**placement.rollout_options())
         self.num_iterations = self._start()
 
@@ -258,7 +258,7 @@ class RolloutDriver:
 
 
 class RolloutActor:
-    """Runs the rollout pipeline in a process of its own, as an asyncio actor: its calls overlap.
+    """Runs the rollout pipeline in a separate process, as an asyncio actor: its calls overlap.
 
     The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
     """
@@ -401,7 +401,7 @@ class RolloutActor:
 
     @ray.method(concurrency_group=HEARTBEAT)
     async def heartbeat(self, seconds: float) -> int:
-        """Answer a heartbeat (``liveness.Workers``), on an event loop of its own."""
+        """Answer a heartbeat (``liveness.Workers``), on a separate event loop."""
         await asyncio.sleep(seconds)
         return os.getpid()
 

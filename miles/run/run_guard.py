@@ -128,7 +128,7 @@ def clean_up(folder: Path, launcher: psutil.Process | None = None) -> bool:
 
     Args:
         folder: The folder of the run.
-        launcher: The process that holds the guard. It is left alone: if it lives, it is about to end by itself.
+        launcher: The process that holds the guard. It is left alone: if it lives, it is about to end on its own.
 
     Returns:
         Whether all have ended.

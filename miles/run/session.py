@@ -64,7 +64,7 @@ SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
 RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU, and further ones for the actors
-    "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
+    "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine alongside anything else that runs
 }
 # A local Ray records no task events, which only its dashboard and state API read: for each call the GCS would keep
 # 3 KiB, up to 100,000 calls, and each worker has 5 MiB and more threads to report them.
@@ -151,7 +151,7 @@ class Placement:
         return self._options(self._bundle(0) if self.cluster.colocate else self._first_engine, self._share)
 
     def generation_worker_options(self) -> dict[str, Any]:
-        """Return the Ray actor options of a generation worker, which computes nothing: it is beside the rollout actor.
+        """Return the Ray actor options of a generation worker, which computes nothing: it is next to the rollout actor.
 
         The router in front of the servers may listen on that node only.
         """
@@ -168,7 +168,7 @@ class Placement:
     def engine_gpus(self, number: int, node: int = 0) -> tuple[str, ...]:
         """Return the GPUs of engine ``number`` on its node ``node``, those of consecutive ranks.
 
-        Empty if its actor has them by itself. Otherwise Ray shows the actor the GPU of its own bundle only, and the
+        Empty if its actor has them on its own. Otherwise Ray shows the actor the GPU of its own bundle only, and the
         other bundles of the engine belong to trainer ranks.
         """
         if not (self.cluster.colocate and self.slots):
@@ -215,7 +215,7 @@ def ray_session(
     Args:
         cluster: The flags on the cluster.
         engines: The servers that the run starts.
-        on_loss: Says what happened to Ray before the process ends, and returns the exit status, 1 without it, or how
+        on_loss: States what happened to Ray before the process ends, and returns the exit status, 1 without it, or how
             the run continues.
         files: Gets the folder of Ray's logs.
 
@@ -319,7 +319,7 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
 
 @contextmanager
 def _starting(guard: RunGuard | None) -> Iterator[None]:
-    """Handle a signal that stops the run after the block, in which Ray starts; a second one ends this process.
+    """Handle a signal that stops the run after the block, where Ray starts; a second one ends this process.
 
     Handlers raise, and where Ray's native code calls Python that ends the process with "Aborted". Nor may Ray set its
     own handler for SIGTERM, which exits.
@@ -411,7 +411,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
                     _temp_dir=str(guard.folder),
                 )
             return
-        except Exception as error:  # Ray raises no type of its own here
+        except Exception as error:  # Ray raises no separate type here
             ray.shutdown()
             _end_failed_start(guard)
             if "timed out during startup" not in str(error):
@@ -461,7 +461,7 @@ def _on_nodes_as_asked(
 ) -> PlacementGroup:
     """Return ``group``, or another one in its place whose ranks are on as many nodes as the flags say.
 
-    Ray is asked for certain nodes only if it has chosen others by itself, since bundles that ask for a node have no
+    Ray is asked for certain nodes only if it has chosen others on its own, since bundles that ask for a node have no
     place if it is lost. With several nodes, the nodes of the ranks are printed.
     """
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

@@ -1,6 +1,6 @@
 """The two sides of a run, trainer and engines: weights go from one to the other, and both may share GPUs.
 
-Without ``--colocate`` on GPUs, each side keeps its memory. With it, the sides take turns, as ``Offload`` says::
+Without ``--colocate`` on GPUs, each side keeps its memory. With it, the sides take turns, as ``Offload`` states::
 
     engines generate ── give_gpus_to_trainer() ──> the trainer trains, saves ── sync_weights() ──> engines generate
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSide(Protocol):
-    """What the loop and the checkpoints call of the engines' side. ``RolloutDriver`` says what each call does."""
+    """What the loop and the checkpoints call of the engines' side. ``RolloutDriver`` states what each call does."""
 
     num_iterations: int
     weight_metrics: dict[str, Metric]
@@ -37,7 +37,7 @@ class RolloutSide(Protocol):
 
 
 class TrainerSide(Protocol):
-    """What the loop and the checkpoints call of the trainer. ``TrainDriver`` says what each call does."""
+    """What the loop and the checkpoints call of the trainer. ``TrainDriver`` states what each call does."""
 
     def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
     def export_weights(self) -> Any: ...  # noqa: D102

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
-SIGNAL_SECONDS = 2.0  # in which a signal that has ended processes of the run reaches the launcher too
+SIGNAL_SECONDS = 2.0  # where a signal that has ended processes of the run reaches the launcher too
 
 
 class StopRequested(KeyboardInterrupt):
@@ -46,7 +46,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Receives the signals; the main loop says what must be finished first."""
+    """Receives the signals; the main loop states what must be finished first."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -208,7 +208,7 @@ def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
 
 
 def _ignore_stops() -> None:
-    """Ignore signals in the last moment of the process, in which Python would give them back their default actions."""
+    """Ignore signals in the last moment of the process, where Python would give them back their default actions."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,7 +1,7 @@
 """The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
 
 All weights are one object per chunk. A delta (miles/engine/weight_sync/disk.py) is in files; the object that is passed
-on says where, and whom to ask for all weights.
+on states where, and whom to ask for all weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles.types.weights import PackedChunk, WeightChunk, pack, unpack
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    """The weights of an update, as they are passed between processes.
+    """The weights of an update, as passed between processes.
 
     Attributes:
         packed: References to the chunks of all weights; none if there is a delta. Ray passes on the references in a
@@ -47,7 +47,7 @@ class UpdateWeights:
 
 
 def store(chunks: Iterable[WeightChunk]) -> list[ray.ObjectRef[Any]]:
-    """Put the chunks into the object store, one at a time, and return references to them."""
+    """Put the chunks into the object store, one by one, and return references to them."""
     return store_packed(pack(chunk) for chunk in chunks)
 
 
@@ -57,7 +57,7 @@ def store_packed(chunks: Iterable[PackedChunk]) -> list[ray.ObjectRef[Any]]:
 
 
 class StoredWeights:
-    """Iterate over stored chunks. Each pass has one in memory at a time.
+    """Iterate over stored chunks. Each pass has one in memory at once.
 
     A pass blocks: it belongs into a thread of the engine's, not into the event loop.
     """

@@ -425,7 +425,7 @@ class TrainActor:
         pool.shutdown(wait=False)
 
     def _state_with(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the launcher's state with what this rank keeps beside its backend."""
+        """Return the launcher's state with what this rank keeps alongside its backend."""
         return state | {"coefficients": self.trainer.coefficients.state()}
 
     @ray.method(concurrency_group=SAVING)

@@ -1,7 +1,7 @@
 """The adapter in a checkpoint or an export: its place, its files, and a comparison with the flags of a run.
 
-The files are peft's. They lie in a folder of their own, because transformers would add an adapter that it finds beside
-``config.json`` to weights that hold it already.
+The files are peft's. They lie in a folder of their own, because transformers would add an adapter that it finds
+alongside ``config.json`` to weights that hold it already.
 """
 
 from __future__ import annotations

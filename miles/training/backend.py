@@ -48,7 +48,7 @@ class PolicyScorer(Protocol):
 
 
 ValueScorer: TypeAlias = Callable[[], torch.Tensor]
-"""The same of a critic: returns the value of the state in which each response token is chosen, fp32 [R]."""
+"""The same of a critic: returns the value of the state where each response token is chosen, fp32 [R]."""
 
 Scorer = TypeVar("Scorer")  # PolicyScorer or ValueScorer
 Scorer_co = TypeVar("Scorer_co", covariant=True)
@@ -72,7 +72,7 @@ class Optimizer(Protocol):
         ...
 
     def skip(self) -> dict[str, Metric]:
-        """Clear the gradients of a step without a loss token; weights and schedule stay as they are."""
+        """Clear the gradients of a step without a loss token; weights and schedule stay unchanged."""
         ...
 
 

@@ -55,7 +55,8 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
 
     If ``folder`` exists, the new one takes its place in two renames, and gets its other files: all but weights and
     files of the names that the new one has. Whenever this is killed, the older or the new one is complete, in
-    ``folder``, or in ``.replaced_*`` or ``.writing_*`` beside it. The next call, or ``recover_exports``, puts it there.
+    ``folder``, or in ``.replaced_*`` or ``.writing_*`` alongside it. The next call, or ``recover_exports``, puts it
+    there.
     """
     folder = folder.resolve()  # a link stays, and what it names is replaced
     _recover(folder)
@@ -78,7 +79,7 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
 
 
 def recover_exports(template: str) -> None:
-    """Put into place what a killed run has left of exports of this name, in which ``{iteration}`` is any number.
+    """Put into place what a killed run has left of exports of this name, where ``{iteration}`` is any number.
 
     What is half-written stays until the next export of the same name, as another run may be writing it.
     """
@@ -160,7 +161,7 @@ def in_one_line(error: BaseException) -> str:
 #
 # This finds accidents: a file that was cut, lost or overwritten. Whoever can write to the folder can also write
 # another
-# manifest (docs/checkpoints.md says what protects a reader from that).
+# manifest (docs/checkpoints.md states what protects a reader from that).
 
 
 MANIFEST = "manifest.json"
@@ -172,7 +173,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file."""
+    """What the manifest states of one file."""
 
     bytes: int
     sha256: str
@@ -620,7 +621,7 @@ def read_run_state(folder: Path, backend: str, flag: str) -> dict[str, Any]:
 
 
 def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_use: Collection[Path] = ()) -> list[str]:
-    """Remove the checkpoints beside ``saved`` that are not kept, oldest first, and return their names.
+    """Remove the checkpoints alongside ``saved`` that are not kept, oldest first, and return their names.
 
     Only the run that holds the lock of that folder may call it.
 

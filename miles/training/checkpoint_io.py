@@ -117,7 +117,7 @@ def restricted_loading() -> Iterator[None]:
     """Have torch.distributed.checkpoint, and Megatron's loader built on it, unpickle only what is allowed.
 
     Neither library has a setting for it: they call ``pickle.load`` and ``torch.load(weights_only=False)``. Not for
-    several threads at a time.
+    several threads at once.
     """
     load_bytes = default_planner.DefaultLoadPlanner.load_bytes
 
@@ -194,7 +194,7 @@ class StagedFiles:
 
 
 class _Content(io.BufferedIOBase):
-    """What was written, in the pieces in which it came: one growing buffer would be copied again and again."""
+    """What was written, in the pieces where it came: one growing buffer would be copied again and again."""
 
     def __init__(self) -> None:
         self._pieces: deque[bytes] = deque()

@@ -8,7 +8,7 @@ others, and its two chunks of queries each attend to the part of the sequence th
 
 In a padded micro-batch the tokens are such rows already.
 
-A layer with a sliding window of W keys attends in rows of its own: W queries, and the 2 W - 1 keys that they may see.
+A layer with a sliding window of W keys attends in its own rows: W queries, and the 2 W - 1 keys that they may see.
 So neither time nor memory grows with the square of a sequence's length.
 """
 
@@ -31,7 +31,7 @@ from miles.types.groups import ALONE, ContextGroup
 from miles.types.parallel import padded_length, zigzag_chunks
 from miles.types.train_batch import MicroBatch
 
-# Attention over short rows in half precision on a CPU: a few rows at a time, whose fp32 scores stay in a core's cache.
+# Attention over short rows in half precision on a CPU: a few rows at once, whose fp32 scores stay in a core's cache.
 #
 # Computing the scores of all rows at once takes a few passes over memory that was just allocated, which is slower than
 # the two matrix products (docs/performance.md has the figures).
@@ -136,8 +136,8 @@ class Rows:
 
     ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
     packed tokens that occur as queries, each once; ``to_packed`` [n] is a cell of the queries that holds each, and
-    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` says which key a query sees, in each row
-    or in all; None if that is causal, with the last query at the last key.
+    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` states which key a query sees, in each
+    row or in all; None if that is causal, with the last query at the last key.
     """
 
     query_shape: tuple[int, int]  # rows, Q
@@ -209,7 +209,7 @@ class PackedLayout:
         context: ContextGroup = ALONE,
         tokens: int | None = None,
     ) -> PackedLayout:
-        """Put spans into buckets in which none is shorter than half the longest, so that at most half is padding.
+        """Put spans into buckets where none is shorter than half the longest, so that at most half is padding.
 
         A packed token of several sequences (in a shared prompt, say) is read by all of them. Long spans that do not
         start at the first token get a bucket of their own: fused kernels have no mask but the causal one.
@@ -245,7 +245,7 @@ class PackedLayout:
 
 
 def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[Rows, ...]:
-    """Put spans into buckets, as ``PackedLayout.of_packed`` says. With a window, those of a bucket share their mask."""
+    """Put spans into buckets, as ``PackedLayout.of_packed`` states. With a window, its spans share a mask."""
     everywhere = sequences.tokens
     packed = everywhere // context.size
     spans = _spans(sequences.token_index, sequences.lengths, context)
@@ -402,7 +402,7 @@ def _short_attention(
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
-    half precision the same is done a few rows at a time (cpu/cached_attention.py).
+    half precision the same is done a few rows at once (cpu/cached_attention.py).
     """
     rows, heads, length, width = q.shape
     groups = k.shape[1]

@@ -97,7 +97,7 @@ def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: Tr
 
 
 def values(backend: TrainBackend, model: ScoredModel[ValueScorer], shard: TrainShard) -> list[np.ndarray]:
-    """Return the value of the state in which each response token is chosen, float32 [response], on every rank."""
+    """Return the value of the state where each response token is chosen, float32 [response], on every rank."""
     return _by_sample(backend, model, shard, lambda scorer: scorer())
 
 

@@ -88,5 +88,5 @@ class ContextGroups:
                     self._groups[size] = ContextGroup(size, members.index(me), group)
 
     def of(self, size: int) -> ContextGroup:
-        """Return the group in which this rank works on a micro-batch of context-parallel size ``size``."""
+        """Return the group where this rank works on a micro-batch of context-parallel size ``size``."""
         return self._groups[size]

@@ -107,7 +107,7 @@ class MicroImages:
 
     Attributes:
         batches: The images of each prompt; a vision tower that is frozen encodes one of them once per iteration.
-        feature: For each token, the row of the images' features in the place of its embedding, int64 [T]; -1 for text.
+        feature: For each token, the row of the images' features instead of its embedding, int64 [T]; -1 for text.
         positions: The rotary positions, int64 [3, T]; None for a model with one axis.
     """
 

@@ -94,7 +94,7 @@ class TokenSets:
         return TokenSets(self.vocab_size, self.sizes[indices], ids, self.bits[row_of[chosen]])
 
     def contain(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return for each set whether it has the token beside it, bool [N]; those outside V are in no set."""
+        """Return for each set whether it has the token alongside it, bool [N]; those outside V are in no set."""
         wanted = np.asarray(tokens, np.int64)
         inside = (wanted >= 0) & (wanted < self.vocab_size)
         wanted = np.where(inside, wanted, 0)
@@ -192,7 +192,7 @@ def extended(
 # bytes per token.
 
 
-UNKNOWN = -1  # in a micro-batch: the router chooses by itself
+UNKNOWN = -1  # in a micro-batch: the router chooses on its own
 
 
 def dtype_for(num_experts: int) -> type[np.generic]:

@@ -39,7 +39,7 @@ class Prompt:
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
     row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
-    its column of prompts holds, as it is: text or messages; ``tools`` those of the column ``--tool-key``; ``images``
+    its column of prompts holds, unchanged: text or messages; ``tools`` those of the column ``--tool-key``; ``images``
     what takes the place of placeholders in ``token_ids``.
     """
 
@@ -94,7 +94,7 @@ class Sample:
     support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so
     # Experts of each layer for the tokens from the first on, [positions, layers, k], if the engine said them.
     experts: np.ndarray | None = field(default=None, compare=False)
-    advantage: float | None = None  # given by a function of the user's, in the place of the estimator's
+    advantage: float | None = None  # given by a function of the user's, instead of the estimator's
 
     @property
     def label(self) -> Any:

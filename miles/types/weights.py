@@ -28,7 +28,7 @@ class WeightChunk:
 
 
 def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightChunk]:
-    """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor is a chunk of its own."""
+    """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor is its own chunk."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:

@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 
 
 # Files that take longest, in the order in which they start; all others follow. A long file that starts last would run
-# beside an idle worker. Those that compute in many processes alternate with those that mostly wait.
+# alongside an idle worker. Those that compute in many processes alternate with those that mostly wait.
 LONGEST = (
     "training/megatron/test_megatron_layouts.py",
     "run/runs/test_train_and_resume.py",

@@ -1,8 +1,8 @@
 """The wheel holds every file of the package, and its commands work in a folder that is no checkout.
 
 The last test follows the docs in a clean environment: it installs the wheel with its libraries, trains, watches the run
-in Chromium, evaluates and exports. ``QUICKSTART=whole`` trains the quickstart's own model as it is; by default a random
-model with two layers takes its place.
+in Chromium, evaluates and exports. ``QUICKSTART=whole`` trains the quickstart's own model unchanged; by default a
+random model with two layers takes its place.
 """
 
 import json
@@ -42,7 +42,7 @@ def try_pip(*words, python=sys.executable):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build from a copy: setuptools writes beside the source."""
+    """Build from a copy: setuptools writes alongside the source."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(REPO / "miles", source / "miles", ignore=shutil.ignore_patterns("__pycache__"))
@@ -71,7 +71,7 @@ def miles(environment, tmp_path):
 
 
 def commands_of(environment, folder):
-    """Return what runs a program of the environment in ``folder``, to its end or, with ``starts``, beside the test."""
+    """Return what runs a program of the environment in ``folder``, to its end or, with ``starts``, during the test."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
     def run(*words, program="miles", starts=False):
@@ -87,7 +87,7 @@ def commands_of(environment, folder):
 
 @pytest.fixture
 def clean_environment(wheel, tmp_path) -> Path:
-    """A virtual environment into which the wheel and its libraries were installed as the README says."""
+    """A virtual environment into which the wheel and its libraries were installed as the README states."""
     probe = try_pip(
         "download", "--no-deps", "--no-cache-dir", "--dest", tmp_path / "probe", "argparse-dataclass==2.0.0"
     )
@@ -185,7 +185,7 @@ def test_a_newcomer_installs_trains_watches_evaluates_and_exports(browser, clean
     report = None
     try:
         begun, _ = lines_of(run, "step +1/")
-        assert any(re.match("CPU with .* trainer rank.*sequences? at a time.* GiB", line) for line in begun), begun
+        assert any(re.match("CPU with .* trainer rank.*sequences? at once.* GiB", line) for line in begun), begun
         report = miles("report", "outputs/quickstart", "--port", "0", starts=True)
         _, address = lines_of(report, r"(http://127\.0\.0\.1:\d+/) shows outputs/quickstart")
         page, said = browser.new_page(), []

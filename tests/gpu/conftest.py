@@ -1,4 +1,4 @@
-"""Tests that need GPUs: ``pytest tests/gpu``. Without GPUs or a package they are skipped, and the summary says so."""
+"""Tests that need GPUs: ``pytest tests/gpu``. Without GPUs or a package they are skipped, as the summary reports."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def tiny_model(tmp_path_factory):
 def run_program(tmp_path):
     """Return ``run(name, *arguments)``, which runs a program of this folder and returns the JSON that it prints last.
 
-    It gets a process of its own, because Megatron creates its process groups once per process, and an empty folder as
+    It gets a separate process, because Megatron creates its process groups once per process, and an empty folder as
     its last argument.
     """
 
@@ -73,4 +73,4 @@ def pytest_terminal_summary(terminalreporter):
     skipped = len(terminalreporter.stats.get("skipped", ()))
     if skipped:
         terminalreporter.section("NOT TESTED", red=True, bold=True)
-        terminalreporter.line(f"{skipped} tests were skipped on this machine of {GPUS} GPUs; -rs says why.")
+        terminalreporter.line(f"{skipped} tests were skipped on this machine of {GPUS} GPUs; -rs states why.")

@@ -26,7 +26,7 @@ NEW_TOKENS, SAMPLES = 16, 4
 # One tensor that keeps its old values makes it larger than the bound, apart from a few small ones. It is a median,
 # because a router in bf16 now and then chooses another expert, which moves a token's log-prob by up to 1.
 BOUND = 0.1
-# Log-probs of other weights are so far away at least, or the comparison says nothing.
+# Log-probs of other weights are so far away at least, or the comparison states nothing.
 APART = 6 * BOUND
 
 STOP_TOKENS = slice(3, 7)  # of a free response: the text that ends the other one

@@ -206,7 +206,7 @@ def ratios(folder: Path) -> Iterator[str]:
             rows.append([title, f"{one['tokens_per_second'] / other['tokens_per_second']:.2f}"])
     found = measured(folder, "server-speed") or {}
     fast, slow = found.get("tokens_per_second", {}), found.get("without_graphs", {})
-    title = "engine with CUDA graphs against without, responses at a time: ratio"
+    title = "engine with CUDA graphs against without, responses at once: ratio"
     shown = [f"{n}: {fast[n] / slow[n]:.2f} ({fast[n]:.0f} tokens/s)" for n in fast if n in slow]
     rows.append([title, ", ".join(shown) or "not measured: no result of server-speed"])
     yield from table(["what", "ratio"], rows)

@@ -2,7 +2,7 @@
 # Run what this machine's GPU and packages allow; end with a page of figures, OUT/page.md, which is printed too.
 #   bash tests/gpu/run.sh [OUT]             OUT: a folder for logs, models and the page; default outputs/gpu
 #   DEVICE=cpu bash tests/gpu/run.sh OUT    try the parts themselves without a GPU, with a small model
-#   PYTHON=… the interpreter (default: python3, as it is); QUICKSTART=FOLDER has the model of the quickstart
+#   PYTHON=… the interpreter (default: python3, unchanged); QUICKSTART=FOLDER has the model of the quickstart
 #   PARTS=REGEX runs the parts whose names match, where time is limited: PARTS='model|step'
 #   BUDGET=SECONDS for all parts (default: 900). The most important run first; the last ones need BUDGET=2400.
 # A part that cannot run is skipped with its reason. The exit status is 1 if a part failed or was stopped, or none ran.

@@ -1,6 +1,6 @@
 """Run tests as a part of ``run.sh``: ``run_tests.py RESULTS.xml PYTEST_ARGUMENTS...``.
 
-The exit status is pytest's, or ``SKIPPED`` if it skipped every test; a line ``skipped: REASON`` then says why.
+The exit status is pytest's, or ``SKIPPED`` if it skipped every test; a line ``skipped: REASON`` then states why.
 """
 
 from __future__ import annotations

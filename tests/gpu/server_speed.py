@@ -2,7 +2,7 @@
 
 Writes one JSON object, also if it fails, with what was measured until then:
 
-- ``tokens_per_second`` by the number of responses at a time, with CUDA graphs and ``without_graphs``;
+- ``tokens_per_second`` by the number of responses at once, with CUDA graphs and ``without_graphs``;
 - ``updates``: bytes and seconds of weight updates from the host's memory by each way, and from another GPU over NCCL;
 - ``memory``: bytes of the GPU that are taken while the server serves, after it has released them, and taken back.
 """

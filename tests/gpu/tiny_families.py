@@ -87,7 +87,7 @@ _VECTORS = 0.3  # of norms, biases and the like, around what they begin with
 
 
 def family_config(kind: str) -> dict[str, Any]:
-    """Return what ``config.json`` of the model says."""
+    """Return what ``config.json`` of the model states."""
     tokenizer, changes = byte_tokenizer(), _CHANGES.get(kind, {})
     published = AutoConfig.for_model(READ_AS.get(kind, kind)).to_dict()
     small = shrunk_config(published)
@@ -137,7 +137,7 @@ def write_family(kind: str, folder: Path, seed: int) -> PreTrainedModel:
 def write_readable(folder: Path) -> Callable[[list[int]], str]:
     """Write a dense model whose greedy responses are printable ASCII, and return what makes text of them.
 
-    The head of every other token is 0, and some logit is larger. Parts of UTF-8 would read otherwise beside others.
+    The head of every other token is 0, and some logit is larger. Parts of UTF-8 would read otherwise alongside others.
     """
     tokenizer, model = byte_tokenizer(), family_model(DENSE, seed=0)
     for token in range(len(tokenizer)):

@@ -89,7 +89,7 @@ def lengths_of(options: argparse.Namespace) -> list[int]:
 
 
 def random_batch(settings: Settings, lengths: Sequence[int], vocabulary: int) -> TrainBatch:
-    """Return samples of random tokens, each with a prompt of its own, so that none is computed once for several."""
+    """Return samples of random tokens, each with its own prompt, so that none is computed once for several."""
     rng = np.random.default_rng(0)
     prompt_tokens = min(PROMPT_TOKENS, min(lengths) // 2)
     groups = []
@@ -152,7 +152,7 @@ class Device:
         return time.perf_counter() - started
 
     def idle_share(self, work: Callable[[], Any], table: Path) -> float | None:
-        """Profile ``work`` and write the table. Return the share of its time in which no kernel ran; None on CPU."""
+        """Profile ``work`` and write the table. Return the share of its time where no kernel ran; None on CPU."""
         kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.is_gpu else [ProfilerActivity.CPU]
         with profile(activities=kinds) as profiled:
             seconds = self.timed(work)

@@ -70,7 +70,7 @@ def prepare(folder: Path | None, target: Path = TARGET) -> Path:
     """Return the model's folder, and print its source on stderr.
 
     Args:
-        folder: A Hugging Face folder to use as it is; None takes the first other source that is available.
+        folder: A Hugging Face folder to use unchanged; None takes the first other source that is available.
         target: Where to put the model from another source.
 
     Raises:
@@ -93,7 +93,7 @@ def prepare(folder: Path | None, target: Path = TARGET) -> Path:
 def main() -> None:
     """Print the model's folder on stdout and its source on stderr."""
     parser = argparse.ArgumentParser(prog="python -m miles.commands.quickstart_parts.model", description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face folder to use as it is")
+    parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face folder to use unchanged")
     parser.add_argument("--target", type=Path, default=TARGET)
     options = parser.parse_args()
     try:

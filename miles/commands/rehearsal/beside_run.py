@@ -1,4 +1,4 @@
-"""Trace a run beside it, in a process of its own: the part of ``run/foreseen_memory.py`` that computes."""
+"""Trace a run alongside it, in a separate process: the part of ``run/foreseen_memory.py`` that computes."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from miles.config.sglang.flags import value_of
 from miles.models.packing import kv_bytes_per_token
 
 WORKSPACE = 3 << 30  # bytes of an engine's CUDA graphs, activations and libraries
-MEMORY_SHARE = 0.9  # of a device of its own that an engine takes for weights, KV cache and workspace
-SHARED_SHARE = 0.8  # the same beside a trainer that is in host memory
+MEMORY_SHARE = 0.9  # of its own device that an engine takes for weights, KV cache and workspace
+SHARED_SHARE = 0.8  # the same alongside a trainer that is in host memory
 
 # SGLang's flags.
 MEM_FRACTION = "--mem-fraction-static"  # the share of a device for weights and KV cache alone
@@ -49,7 +49,7 @@ class GenerationEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on one device, beside the cache."""
+        """Bytes on one device, alongside the cache."""
         return self.weight_bytes + WORKSPACE if self.engines else 0
 
 
@@ -105,7 +105,7 @@ def memory_for_tensors(settings: Settings, memory: float) -> float:
 def _decode(
     weights: int, per_token: int, running: int, prompt: int, response: int, active: float, device: Device, rate: float
 ) -> Seconds:
-    """Return the time in which ``running`` sequences grow from prompt to response, in step, at ``rate`` TFLOP/s."""
+    """Return the time where ``running`` sequences grow from prompt to response, in step, at ``rate`` TFLOP/s."""
     cache = per_token * running * (prompt + response / 2)
     memory = response * (weights + cache) / (device.bandwidth * 1e12)
     arithmetic = 2 * active * running * response / (rate * 1e12)
@@ -116,7 +116,7 @@ def _decode(
 
 
 def sync_seconds(settings: Settings, parameters: int, engines: int, device: Device) -> Seconds | None:
-    """Return the time in which all engines get new weights; None if files carry these, at the unknown speed of a disk.
+    """Return the time where all engines get new weights; None if files carry these, at the unknown speed of a disk.
 
     Trainer ranks gather the weights, rank 0 copies them to its host, and from there they reach the engines. Each of
     these ways is assumed to be as fast as a network adapter, which has the bandwidth of the bus behind it.

@@ -330,7 +330,7 @@ class KnownOperations:
         return tuple(parts), given
 
     def _is_repeatable(self, func: Any) -> bool:
-        """Return whether nothing but dtypes and shapes of tensors decides what ``func`` does."""
+        """Return whether only dtypes and shapes of tensors decides what ``func`` does."""
         found = self._repeatable.get(func)
         if found is None:
             is_free = func is torch.ops.aten.index.Tensor or _VALUES_DECIDE.isdisjoint(func.tags)  # without masks
@@ -442,7 +442,7 @@ def _made(tensor: torch.Tensor, places: dict[int, int], storages: dict[int, int]
 aten = torch.ops.aten
 
 
-# What is allocated in a phase, if nothing else says what it is; activations in other phases.
+# What is allocated in a phase, if nothing else states what it is; activations in other phases.
 _KIND_OF_PHASE = {Phase.BUILD: MemoryKind.WEIGHTS, Phase.OPTIMIZE: MemoryKind.OPTIMIZER}
 
 
@@ -880,7 +880,7 @@ EXTRA_FLOPS[torch.ops.miles_rehearsal.attention_backward] = _backward_flops
 def fused_attention() -> Iterator[None]:
     """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square.
 
-    Logits are worked on as on a GPU too: a whole chunk at a time. So are the rows of short samples, which leave out the
+    Logits are worked on as on a GPU too: a whole chunk at once. So are the rows of short samples, which leave out the
     queries that another row has on a CPU only.
     """
     original, cached = packed_attention._attend, token_log_probs.CACHED_BYTES

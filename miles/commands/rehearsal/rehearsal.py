@@ -98,7 +98,7 @@ class Rehearsal:
 
     @property
     def bubble(self) -> float:
-        """The share of the passes in which a pipeline stage waits for others."""
+        """The share of the passes where a pipeline stage waits for others."""
         count = self.worst.trace.micro_batches * self.chunks
         return (self.stages - 1) / (count + self.stages - 1)
 
@@ -121,7 +121,7 @@ class Rehearsal:
 
     @property
     def scoring(self) -> Seconds:
-        """The time in which all samples of an iteration are scored; further passes over them use the same scores."""
+        """The time where all samples of an iteration are scored; further passes over them use the same scores."""
         return self.phase_seconds(Phase.SCORE) * self.settings.steps_per_pass
 
     @property
@@ -131,7 +131,7 @@ class Rehearsal:
 
     @property
     def sync(self) -> Seconds | None:
-        """The time in which the engines get new weights; nothing without engines, None if it is not known."""
+        """The time where the engines get new weights; nothing without engines, None if it is not known."""
         engines = self.generation.engines
         return sync_seconds(self.settings, self.size.parameters, engines, self.device) if engines else NOTHING
 

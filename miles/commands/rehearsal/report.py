@@ -164,9 +164,9 @@ def _generation(rehearsal: Rehearsal) -> list[str]:
     where = count(generation.engines, "engine") + f" of {count(generation.devices, 'device')}"
     took = f"{generation.duration} per iteration of {generation.tokens} tokens, on {where}"
     if generation.sequences:
-        took += f", {generation.sequences} sequences at a time on each"
+        took += f", {generation.sequences} sequences at once on each"
     else:
-        took = f"impossible on {where}: beside its weights there is no room for the cache of one sequence"
+        took = f"impossible on {where}: alongside its weights there is no room for the cache of one sequence"
     if rehearsal.sync is None:
         sync = "not known: files carry the weights, and the disk's speed is not"
     else:
@@ -184,7 +184,7 @@ def _generation(rehearsal: Rehearsal) -> list[str]:
 def _order(timeline: Timeline) -> str:
     if not any(lane.side is Side.ROLLOUT for lane in timeline.lanes):
         return ""
-    return ", generation beside training" if timeline.overlaps else ", generation before training"
+    return ", generation alongside training" if timeline.overlaps else ", generation before training"
 
 
 def _waits(timeline: Timeline) -> Iterator[str]:
@@ -291,9 +291,9 @@ def _range(seconds: Seconds) -> list[float | None]:
 
 
 WIDTH, BAR, LEFT = 900, 26, 170
-LABEL = 150  # beside the bars of the timeline
+LABEL = 150  # alongside the bars of the timeline
 MOST_DRAWN = 12  # micro-batches in the picture of the schedule, unless the pipeline needs more to fill
-FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, in turns
+FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, alternately
 COLORS = {
     MemoryKind.WEIGHTS: "#4269d0",
     MemoryKind.GRADIENTS: "#efb118",
@@ -393,7 +393,7 @@ def _timeline(rehearsal: Rehearsal) -> str:
             right = left + width
         shapes.append(f"<text x={right + 5:.1f} y={top + 18}>{lane.seconds}</text>")
         top += BAR + 6
-    how = " Generation runs beside training." if timeline.overlaps else ""
+    how = " Generation runs alongside training." if timeline.overlaps else ""
     unknown = " The time of weight sync is not known." if rehearsal.sync is None else ""
     note = f"{timeline.seconds}, drawn at the middle of each range. Dashed: waiting.{how}{unknown}"
     return f"<p>{note}</p><svg width={WIDTH} height={top}>{''.join(shapes)}</svg>"

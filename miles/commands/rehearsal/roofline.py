@@ -1,7 +1,7 @@
 """Estimate how long counted work takes on a device: a range from the possible to the usual.
 
 Every operation takes the longer of its arithmetic and its memory traffic (Williams et al., 2009). The short end has
-operations at full speed, memory traffic beside matrix products hidden by fusion in the passes of the model, and
+operations at full speed, memory traffic alongside matrix products hidden by fusion in the passes of the model, and
 communication hidden behind computation. The long end has the efficiencies below, no fusion, and nothing hidden.
 """
 

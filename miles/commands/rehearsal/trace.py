@@ -55,7 +55,7 @@ from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 # The step that is rehearsed: every response has the assumed length, and micro-batches are cut as in a run.
 
 
-PROMPT = 512  # tokens, if neither flag says how many
+PROMPT = 512  # tokens, if neither flag states how many
 
 
 def prompt_length(settings: Settings) -> int:
@@ -481,7 +481,7 @@ class _Run:
 
 
 def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:
-    """Run the passes in which an iteration scores the micro-batches of ``shard`` before its last step."""
+    """Run the passes where an iteration scores the micro-batches of ``shard`` before its last step."""
     loss = settings.loss
     needs = needs_of(build_objective(loss), settings.steps_per_iteration - 1, loss.type.trains_policy)
     models = []
@@ -500,13 +500,13 @@ def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) ->
 
 
 def largest_alone(shard: TrainShard, times: int) -> TrainShard:
-    """Return the shard with nothing but its largest micro-batch, so many times, and unwatched."""
+    """Return the shard with only its largest micro-batch, so many times, and unwatched."""
     largest = max(shard.micro_batches, key=lambda plan: _tokens(shard, plan))
     return replace(shard, micro_batches=[largest] * times, score_only=(), expected_loss_mass=None)
 
 
 def _tokens(shard: TrainShard, plan: MicroBatchPlan) -> int:
-    """Count the tokens of a micro-batch on all ranks that share it, as they are laid out."""
+    """Count the tokens of a micro-batch on all ranks that share it, as laid out."""
     batch = shard.batch
     totals = [len(batch.tokens[i]) for i in plan.samples]
     if plan.padded:
@@ -517,7 +517,7 @@ def _tokens(shard: TrainShard, plan: MicroBatchPlan) -> int:
     return max(1, sum(batch.response_lengths[i] for i in plan.samples) + sum(len(prompt) // 8 for prompt in prompts))
 
 
-# Trace several ranks at once, each in a process on a core of its own.
+# Trace several ranks at once, each in a process on its own core.
 
 
 @dataclass(frozen=True)
@@ -602,7 +602,7 @@ def contract_data(settings: Settings) -> dict[str, Any]:
 
 
 def expected_mass(settings: Settings) -> float | None:
-    """Return the loss mass of a step in which no token is masked (objective/canary.py); None if it is not known."""
+    """Return the loss mass of a step where no token is masked (objective/canary.py); None if it is not known."""
     step = _of_step(settings)
     return None if step is None else step.expected_loss_mass
 

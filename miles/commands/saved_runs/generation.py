@@ -139,7 +139,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     reward = settings.reward
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     loaded = load_held_out(replace(settings, evaluation=evaluation), tokenizer)
-    if samples_per_prompt is not None:  # also if --eval-config says another number
+    if samples_per_prompt is not None:  # also if --eval-config states another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)
     async with _engine(settings) as engine, group_generator(settings) as generate:

@@ -253,9 +253,9 @@ def _frozen(value: Any) -> Any:
 
 # Runs in remote storage: the records of a run that saves to a URL, and its checkpoints, downloaded for one command.
 #
-# A run with ``--save s3://bucket/run`` copies its settings and metrics there, beside its checkpoints. So ``miles
+# A run with ``--save s3://bucket/run`` copies its settings and metrics there, alongside its checkpoints. So ``miles
 # runs``,
-# ``report``, ``eval``, ``export`` and ``sample`` take that URL in place of the folder of a run. They write nothing
+# ``report``, ``eval``, ``export`` and ``sample`` take that URL instead of the folder of a run. They write nothing
 # there.
 # Credentials come from the environment: run.json holds no secrets.
 
@@ -320,7 +320,7 @@ def _found_at(url: str, header: bytes, folder: Path) -> bytes:
         found = json.loads(header)
         found["settings"]["checkpoint"] |= {"save": url, "remote_cache": str(folder / "remote")}
     except (ValueError, KeyError, TypeError):
-        return header  # reading the run says what is wrong with it
+        return header  # reading the run states what is wrong with it
     return json.dumps(found).encode()
 
 

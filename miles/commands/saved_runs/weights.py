@@ -94,7 +94,7 @@ def _own_export(run: SavedRun, step: Step) -> Path | None:
 def export(run: SavedRun, checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint as a Hugging Face folder with a tokenizer; ``folder`` appears whole or not at all.
 
-    A process of its own does it, on CPU: Megatron needs torch changed there, which no engine should meet.
+    A separate process does it, on CPU: Megatron needs torch changed there, which no engine should meet.
 
     Raises:
         InputError: The checkpoint is damaged, or the run's settings do not describe it.

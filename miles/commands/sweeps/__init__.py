@@ -1,1 +1,1 @@
-"""``miles sweep``: variants times seeds as independent runs, a few at a time, and their comparison."""
+"""``miles sweep``: variants times seeds as independent runs, a few at once, and their comparison."""

@@ -1,6 +1,6 @@
 """The file of a sweep, YAML or TOML: common flags, variants or a grid, seeds, and what to compare.
 
-Scalars are taken as they are written, as ``--config`` takes them; only true, false and null have a meaning of their
+Scalars are taken as written, as ``--config`` takes them; only true, false and null have a meaning of their
 own.
 """
 
@@ -33,7 +33,7 @@ LARGEST_FILE = 200_000  # characters
 MOST_RUNS = 10_000
 LONGEST_NAME = 150  # characters of a variant, which names a folder
 SEED_OFFSET = "seed_offset"
-TABLE_JSON, TABLE_CSV, PAGE = "table.json", "table.csv", "sweep.html"  # beside the folders of the variants
+TABLE_JSON, TABLE_CSV, PAGE = "table.json", "table.csv", "sweep.html"  # alongside the folders of the variants
 KEYS = ("config", "flags", "grid", "variants", "seeds", "baseline", "metrics", "last", "output")
 OF_THE_SWEEP = ("seed", "rollout_seed", "output_dir")  # fields that the sweep sets for each run
 
@@ -46,7 +46,7 @@ class SweepVariant:
 
     Attributes:
         name: Its name, and that of the folder of its runs.
-        flags: The flags in which it differs, by field: text, True, False, None, or a list or a dict of these. False and
+        flags: The flags where it differs, by field: text, True, False, None, or a list or a dict of these. False and
             None take a common flag back.
         seed_offset: A number added to each seed. The same settings under other seeds show the noise of a comparison.
     """
@@ -264,9 +264,11 @@ class _Values:
             instead = "output or --out" if name == "output_dir" else "seeds"
             self.refuse(f"{where}: {flag_name(name)}: the sweep sets it for each run; drop it, and use {instead}")
         elif name == "config" and where != "flags":
-            self.refuse(f"{where}: config: is no flag of a variant; write the key config beside {where.split(':')[0]}")
+            self.refuse(
+                f"{where}: config: is no flag of a variant; write the key config alongside {where.split(':')[0]}"
+            )
         elif name == "config" and not isinstance(self.given["flags"], str):
-            self.refuse("flags: config: is not a setting of a run; write the key config beside flags")
+            self.refuse("flags: config: is not a setting of a run; write the key config alongside flags")
 
     def _whole(self, where: str, value: Any, least: int) -> int | None:
         text = str(value)
@@ -505,7 +507,7 @@ def _faults(command: Command, folder: Path, seed: int) -> Iterator[str]:
         sections |= vars(section)
     for name in _SHARED_PORTS:
         if sections[name]:
-            rule = "two runs at a time cannot have one port"
+            rule = "two runs at once cannot have one port"
             yield f"{flag_name(name)} {sections[name]}: {rule}; give 0, or drop {flag_name(name)}"
     for name in _SHARED_FILES:
         if sections[name] is not None:

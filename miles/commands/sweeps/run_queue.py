@@ -1,4 +1,4 @@
-"""Run commands, some at a time: each in a process of its own with its share of the machine; a failed one once more.
+"""Run commands, some at once: each in a separate process with its share of the machine; a failed one once more.
 
 One thread per place starts and awaits processes; it is bound to the cores of its place, and a process inherits the
 cores of the thread that starts it. The main thread receives what happens, and signals, and reports both.
@@ -46,7 +46,7 @@ from miles.config.settings import Settings
 from miles.observe.console import in_words
 from miles.run.stop_requests import STOPS
 
-# Places for runs at a time: each has its share of the cores, and GPUs of its own as far as there are enough.
+# Places for runs at once: each has its share of the cores, and its own GPUs as far as there are enough.
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -54,7 +54,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one run at a time.
+    """A place for one run at once.
 
     Attributes:
         cores: The cores that its run may use.
@@ -102,16 +102,16 @@ def devices_of(settings: Settings) -> int:
 
 
 def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[Slot]:
-    """Return the places for runs at a time.
+    """Return the places for runs at once.
 
     Args:
         jobs: How many, ``--jobs``; by default as many as have devices of their own. On CPU a device is a core. Runs on
-            a cluster, or with engines that are running already, are one at a time by default.
+            a cluster, or with engines that are running already, are one by one by default.
         runs: The settings of the runs.
         machine: What there is.
 
     Raises:
-        FlagError: A run needs more GPUs than there are, or several at a time would write their weights to one engine.
+        FlagError: A run needs more GPUs than there are, or several at once would write their weights to one engine.
     """
     needed = max(devices_of(settings) for settings in runs)
     joined = any(settings.cluster.ray_address is not None for settings in runs)
@@ -122,7 +122,7 @@ def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[
         raise FlagError(f"a run needs {count(needed, 'GPU')} and this machine has {len(machine.gpus)}; {what_to_do}")
     share_engines = sum(settings.sglang.rollout_external and settings.generates for settings in runs) > 1
     if share_engines and jobs is not None and jobs > 1:
-        rule = "all runs write their weights to the engines of --rollout-external, so only one may run at a time"
+        rule = "all runs write their weights to the engines of --rollout-external, so only one may run at once"
         raise FlagError(f"--jobs {jobs}: {rule}; give --jobs 1, or drop --rollout-external")
     if jobs is None:
         there = len(machine.gpus) if uses_gpus else int(machine.busy)
@@ -149,7 +149,7 @@ def _share(cores: Sequence[int], number: int, among: int) -> frozenset[int]:
 
 
 class Child(Protocol):
-    """A started command, in a session of its own."""
+    """A started command, in a separate session."""
 
     def poll(self) -> int | None:
         """Return its exit status, negative for the signal that ended it; None while it runs."""
@@ -320,7 +320,7 @@ class Ended:
 
 
 class RunQueue:
-    """Runs tasks in order, one at a time in each of its places."""
+    """Runs tasks in order, one by one in each of its places."""
 
     def __init__(
         self, tasks: Sequence[Task], slots: Sequence[Slot], listener: QueueListener, start: Starter = start_process
@@ -448,7 +448,7 @@ def last_line(log: Path, begin: int, most: int = 1 << 16) -> str:
 
 
 def importing_miles() -> Mapping[str, str]:
-    """Return the environment in which a process finds this miles, also if it is not installed."""
+    """Return the environment where a process finds this miles, also if it is not installed."""
     package = Path(miles.__file__).resolve().parent.parent
     if str(package).startswith(sys.prefix):
         return {}
@@ -462,7 +462,7 @@ class QueueTimeLeft:
     """Foresees when a queue ends, from the speed of its runs.
 
     Args:
-        places: Runs at a time.
+        places: Runs at once.
         runs: The share of each run that is left to do (1: all of it).
     """
 
@@ -502,7 +502,7 @@ class SweepProgress:
     Args:
         runs: The runs that are to be done.
         finished: How many runs are finished already.
-        places: How many run at a time.
+        places: How many run at once.
         console: Where to print.
         clock: Seconds, as ``time.monotonic``.
     """

@@ -241,7 +241,7 @@ def _readable(folder: Path) -> SavedRun | None:
 
 
 def _differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Return the flags in which two commands differ, with both values."""
+    """Return the flags where two commands differ, with both values."""
     old, new = (dict(group_words(words)) for words in (before, now))
     changed = []
     for flag in dict.fromkeys((*old, *new)):

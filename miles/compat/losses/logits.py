@@ -25,7 +25,7 @@ NO_LOGITS = (
 
 @dataclass(frozen=True, eq=False)
 class ResponseLogits:
-    """Log-probs and entropy of ``R`` response tokens of ``S`` samples, in place of the logits.
+    """Log-probs and entropy of ``R`` response tokens of ``S`` samples, instead of the logits.
 
     Attributes:
         log_probs: Of the samples' own tokens, at the rollout's temperature, fp32 [R], with a graph.
@@ -113,5 +113,5 @@ def compute_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return PPO's token losses and what was clipped; ``ppo_kl`` is log old policy - log policy."""
     losses = clipped_losses(-ppo_kl, advantages, ClipFlags(eps_clip, eps_clip_high, eps_clip_c))
-    assert losses.clipped is not None, "PPO says what it clips"
+    assert losses.clipped is not None, "PPO states what it clips"
     return losses.losses, losses.clipped

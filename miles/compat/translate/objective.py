@@ -212,7 +212,7 @@ class Objective:
         mode: Our mode, and the words that ask for it.
         divisor: L of ``constant`` in the examples; ``None`` for 1/N, the N of each example.
         words: The flags that ask for our mode.
-        depends: What changes the result there beside the batch; empty if nothing does.
+        depends: What changes the result there alongside the batch; empty if nothing does.
         variants: Other things that the same setting computes, by the condition.
         exact: Whether our mode computes the same, whatever the batch.
     """

@@ -274,7 +274,7 @@ def _counts() -> dict[str, float]:
 
 # Read the training command of a shell script: its words, with the script's own variables and arrays filled in.
 #
-# Nothing is run. A file beside the script that it sources is read for its variables and arrays too.
+# Nothing is run. A file alongside the script that it sources is read for its variables and arrays too.
 
 
 # What the words of a training command contain, and how its settings are written. The later ones are no RL, or a script
@@ -308,7 +308,7 @@ class _Sources:
     seen: set[Path] = field(default_factory=set)
 
     def text(self, name: str) -> str | None:
-        """Return the text of a file beside the script, or ``None``."""
+        """Return the text of a file alongside the script, or ``None``."""
         relative = Path(_FIRST_FOLDER.sub("", name))
         file = next((base / relative for base in (self.folder, Path()) if os.path.isfile(base / relative)), None)
         if relative.is_absolute() or file is None:
@@ -369,7 +369,7 @@ def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
 
 
 def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
-    """Read Hydra's ``key=value``, and which file of settings it names. Other words are listed by themselves.
+    """Read Hydra's ``key=value``, and which file of settings it names. Other words are listed on their own.
 
     The second result are the words that expand to settings which are not known.
     """
@@ -511,7 +511,7 @@ def _with_parent(document: Document, setting: Setting, name: str, folder: str, d
         document.fail(
             setting.line,
             f"{setting.shown}: the settings that are not written here are those of {relative}, which is not there: put "
-            "it beside this file, or give a file that is whole",
+            "it alongside this file, or give a file that is whole",
         )
     parent = _read_document(str(file), depth + 1).settings
     replaced = tuple(f"{key}." for key in document.settings)

@@ -107,7 +107,7 @@ class Row:
         kind: ``value``, ``number``, ``list``, ``file``, whose default is an example, ``prompts`` for a file or a name
             of the Hub, or ``switch``, which becomes a flag without value if it is true.
         neutral: Further values that ask for nothing, here and there. The default of a row without a flag is one.
-        needs: A flag of ours without which this one has no effect: it is written only beside it.
+        needs: A flag of ours without which this one has no effect: it is written only alongside it.
         other: Whether it belongs to other releases than the one whose defaults the table has.
         now: Its name in the trainer's newer release, whose row has the rest.
     """

@@ -27,7 +27,7 @@ from miles.models.registry import CONVERTED, common_shape, megatron_shape, vocab
 
 # Fields that Megatron's latent attention does not read, and why.
 NOT_LATENT = {
-    "kv_channels": "latent attention has widths of its own",
+    "kv_channels": "latent attention has its own widths",
     "add_qkv_bias": "latent attention has no bias on queries, keys and values",
 }
 _MSCALES = ("mscale", "mscale_all_dim")
@@ -42,7 +42,7 @@ class FieldVerdict:
 
     Attributes:
         value: The value that is passed on; None if the flag is dropped.
-        note: Why it was dropped or replaced; None if it is passed on as it is.
+        note: Why it was dropped or replaced; None if it is passed on unchanged.
     """
 
     value: Any = None
@@ -129,7 +129,7 @@ def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any
 def _judge_without_megatron(
     field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any], errors: Errors
 ) -> FieldVerdict:
-    """Drop a field, or refuse it if it says something else than the model's config or changes the result."""
+    """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
     shown = _shown(field, value)
     unread = _why_without_effect(field.name, shape, given)
     if unread is not None:

@@ -1,7 +1,7 @@
 """Check the flags that set fields of Megatron's own dataclasses.
 
 The Hugging Face config determines the shape of the model, and this backend sets some fields itself: a flag may repeat
-their values, as launch scripts do, and is an error if it says something else. The fields in ``TRIED`` are passed on.
+their values, as launch scripts do, and is an error if it states something else. The fields in ``TRIED`` are passed on.
 All others are refused: megatron-core has them, but training with them has not been shown to be correct here.
 """
 
@@ -60,7 +60,7 @@ def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: d
 
 
 def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> str:
-    """Return the error of a field that says something else than the model's config.
+    """Return the error of a field that states something else than the model's config.
 
     Args:
         name: The field.
@@ -70,7 +70,7 @@ def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> st
     """
     neutral = NEUTRAL_VALUES.get(name, (None,))[0]
     if isinstance(value, bool):
-        found = f"says the opposite of {flag}" if name in shape else f"describes a model without {flag}"
+        found = f"states the opposite of {flag}" if name in shape else f"describes a model without {flag}"
     elif shape.get(name, neutral) is None:
         found = f"describes a model without {flag}"
     else:
@@ -96,7 +96,7 @@ def refusal_of(name: str) -> str:
 
 
 def repeats(value: Any, wanted: Any) -> bool:
-    """Return whether a flag says what is so anyway; lists of equal entries may be written as one entry.
+    """Return whether a flag states what is so anyway; lists of equal entries may be written as one entry.
 
     A float that a config has rounded to fp32, such as 9.999999747378752e-06, is the number that was rounded.
     """

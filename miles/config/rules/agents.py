@@ -46,7 +46,7 @@ def _check_kind(settings: Settings, name: str, errors: Errors) -> None:
 
 
 def _check_maker(settings: Settings, name: str, errors: Errors) -> None:
-    """Check what makes the trajectories, the flag ``name``, beside the other flags."""
+    """Check what makes the trajectories, the flag ``name``, alongside the other flags."""
     rollout = settings.rollout
     value = str(getattr(rollout, name))
     if name == "agent_command" and not _names_program(value, errors):

@@ -63,7 +63,7 @@ def _check_old_log_probs(settings: Settings, errors: Errors) -> None:
     """Check that the engine's log-probs are read, if they are the old ones, and are those that the trainer compares."""
     loss, rollout = settings.loss, settings.rollout
     if not loss.use_rollout_logprobs or not loss.type.uses_advantages:
-        return  # what has no advantages refuses it by itself
+        return  # what has no advantages refuses it on its own
     objective, flag = build_objective(loss), "use_rollout_logprobs"
     if objective.estimator.needs(loss).sum_squared_probs:
         rule = f"--advantage-estimator {loss.advantage_estimator} reads the trainer's probabilities of all tokens"
@@ -91,7 +91,7 @@ def _check_reward_parts(settings: Settings, errors: Errors) -> None:
         name = "reward_error_value" if reward.reward_error is None else "reward_error"
         rule = (
             f"gives a failing answer one number, and --advantage-estimator {loss.advantage_estimator} reads each "
-            f"reward of --rm-type {reward.rm_type} by itself"
+            f"reward of --rm-type {reward.rm_type} on its own"
         )
         errors.refuse(name, getattr(reward, name), rule, "use --reward-error drop")
 

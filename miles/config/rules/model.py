@@ -1,4 +1,4 @@
-"""Check that a response fits into the model's context beside a prompt: engines refuse such requests."""
+"""Check that a response fits into the model's context alongside a prompt: engines refuse such requests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
-    """Return the most tokens of a sequence, and what says so; a number without a bound if it is not known.
+    """Return the most tokens of a sequence, and what reports it; a number without a bound if it is not known.
 
     Raises:
         FlagError: The configuration of the model cannot be read.
@@ -131,7 +131,7 @@ def check_images(settings: Settings, errors: Errors) -> None:
 
 
 def check_stop_token_ids(settings: Settings, errors: Errors) -> None:
-    """Refuse ids that the model cannot generate, if its configuration is here and says how many it has."""
+    """Refuse ids that the model cannot generate, if its configuration is here and states how many it has."""
     ids = settings.rollout.stop_token_ids
     if not ids or not errors.none_about("hf_checkpoint", "rollout_stop_token_ids"):
         return
@@ -196,5 +196,5 @@ def check_labels(settings: Settings, errors: Errors) -> None:
     if data.prompt_data is None or data.prompt_data.startswith(OWN_LABELS):
         return
     if needing := reward.needing_labels:
-        rule = f"{', '.join(needing)} compares answers with a reference answer, and no flag says which column has it"
+        rule = f"{', '.join(needing)} compares answers with a reference answer, and no flag states which column has it"
         errors.refuse("rm_type", reward.rm_type, rule, "add --label-key COLUMN")

@@ -71,7 +71,7 @@ def check_debug_modes(settings: Settings, errors: Errors) -> None:
 # Check ``--deterministic-mode``: two runs of one command give the same weights, bit for bit.
 
 
-# Modes in which the order of completion decides which answers an iteration has.
+# Modes where the order of completion decides which answers an iteration has.
 BY_COMPLETION = ("partial_rollout", "over_sampling_early_stop", "fully_async")
 
 
@@ -140,7 +140,7 @@ def check_one_process(settings: Settings) -> None:
     errors.raise_if_any()
 
 
-# Check routing replay: the model has experts, the engine says which it chose, and the trainer can be given them.
+# Check routing replay: the model has experts, the engine reports which it chose, and the trainer can be given them.
 
 
 # Types whose routers can be given experts, on the backends that train them and the torch engine
@@ -184,7 +184,7 @@ def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
     name = settings.rollout.rollout_engine
     wants = settings.rollout.use_rollout_routing_replay and not settings.is_given_samples
     if wants and engine_spec(name).has_servers and not settings.sglang.rollout_external:
-        rule = f"--rollout-engine {name} says which experts it chose on GPUs only"
+        rule = f"--rollout-engine {name} states which experts it chose on GPUs only"
         what_to_do = "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay"
         errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 

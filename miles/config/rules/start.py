@@ -45,7 +45,7 @@ def check_devices(settings: Settings, errors: Errors) -> None:
     if cluster.ray_address:
         return
     if settings.trains and cluster.actor_num_nodes > 1:
-        rule = "the run starts a Ray of its own on this host, which is 1 node"
+        rule = "the run starts its own Ray on this host, which is 1 node"
         what_to_do = "give 1, or join the Ray cluster of the nodes with --ray-address"
         errors.refuse("actor_num_nodes", cluster.actor_num_nodes, rule, what_to_do)
         return

@@ -280,7 +280,7 @@ class SglangArguments:
     pause_generation_mode: Literal["retract", "in_place", "abort"] = _of_servers(
         "retract",
         "requests in flight when weights change: retract recomputes their cache, in_place continues with the old one, "
-        "abort is retract, as it is allowed only without --fully-async, where none are in flight",
+        "abort is retract, because it is allowed only without --fully-async, where none are in flight",
     )
     check_weight_update_equal: bool = _of_servers(
         False,
@@ -295,7 +295,7 @@ class SglangArguments:
     )
     engine_log_max_mb: float = _of_servers(
         100.0,
-        "bound of engines/*.log in --output-dir; a full file becomes *.log.1, in place of the one before",
+        "bound of engines/*.log in --output-dir; a full file becomes *.log.1, instead of the one before",
         above=0,
     )
 

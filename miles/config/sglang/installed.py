@@ -1,6 +1,6 @@
 """Read from SGLang's source which flags its server and its router have, and which values each of them takes.
 
-Importing SGLang takes seconds, and its parser is made of declarations that can be read as they are written: fields of
+Importing SGLang takes seconds, and its parser is made of declarations that can be read as written: fields of
 ``srt/arg_groups/fields/*.py`` annotated ``A[type, "help"]`` or ``A[type, Arg(…)]``, and calls of ``add_argument``.
 
 Not checked are values that the source does not tell: choices that SGLang computes when it is imported

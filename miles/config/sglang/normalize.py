@@ -83,7 +83,7 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
         if instead is None:
             normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
         elif has_flag(flags.server, instead[0]):
-            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[0][2:]} says it")
+            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[0][2:]} states it")
         else:
             normalized, note = instead, _note(READ_AS, group, _written(instead, SERVER))
         server += [normalized] if normalized is not None else []
@@ -119,7 +119,7 @@ def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
 
 
 def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:
-    """Read the replicas that a server would hold as engines: each has a server of its own, behind the router.
+    """Read the replicas that a server would hold as engines: each has its own server, behind the router.
 
     SGLang updates no weights of a server with replicas. What cannot be read so stays, and is refused later.
     """

@@ -44,7 +44,7 @@ EXPERT = ("--ep-size", "--expert-parallel-size", "--ep")
 EXPERT_DATA = ("--moe-dp-size", "--moe-data-parallel-size")
 DENSE = ("--moe-dense-tp-size",)
 DISTRIBUTED_WEIGHTS = ("--dwdp-size",)
-# With these SGLang decides by itself over how many devices the experts are divided.
+# With these SGLang decides on its own over how many devices the experts are divided.
 _DECIDES_EXPERTS = ("--moe-a2a-backend", "--elastic-ep-backend", "--dwdp-size")
 
 
@@ -111,7 +111,7 @@ def _attention_data(words: Sequence[str], errors: Errors) -> _Size:
         return replicas
     if replicas.value > 1:
         rule = (
-            f"contradicts {attention.written}, which says the same as this with --sglang{ATTENTION_DATA_PARALLEL[1:]}"
+            f"contradicts {attention.written}, which states the same as this with --sglang{ATTENTION_DATA_PARALLEL[1:]}"
         )
         errors.refuse(_size_field(replicas), replicas.value, rule, f"drop {replicas.flag}")
     return attention
@@ -263,7 +263,8 @@ def _check_support(settings: Settings, errors: Errors) -> None:
         name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
         name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
         rule = (
-            "SGLang says which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k of at "
+            "SGLang reports which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k of "
+            "at "
             f"most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
         )
         what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
@@ -376,5 +377,5 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
     if can_count_engines(errors) and errors.none_about("sglang_server_concurrency", "rollout_external"):
         requests = sglang.sglang_server_concurrency * (settings.num_engines + len(sglang.external_addresses))
         if 0 < requests < workers:
-            rule = f"leaves some of them without a request: all servers together take {requests} at a time"
+            rule = f"leaves some of them without a request: all servers together take {requests} at once"
             errors.refuse(name, workers, rule, f"give at most {requests}, or a larger --sglang-server-concurrency")

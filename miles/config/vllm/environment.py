@@ -24,7 +24,7 @@ def vllm_python(given: str | None = None) -> str:
 
 @cache
 def missing_vllm(python: str) -> str | None:
-    """Return an error that says that ``python`` has no vLLM; None if it has."""
+    """Return an error that states that ``python`` has no vLLM; None if it has."""
     found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         is_there = subprocess.run([python, "-P", "-c", found], env=clean_environment(), timeout=60).returncode == 0

@@ -1,6 +1,6 @@
 """Pass ``--vllm-*`` on to vLLM's servers, whose own parser judges these flags in vLLM's environment.
 
-vLLM wants other versions of packages than a run has, so it is in an environment of its own (scripts/vllm.sh).
+vLLM wants other versions of packages than a run has, so it is in a separate environment (scripts/vllm.sh).
 Importing its parser takes seconds: that is done once per command, and only if it has such flags.
 """
 

@@ -95,7 +95,7 @@ def _check_truncated(settings: Settings, errors: Errors) -> None:
         names = changed(rollout, ["rollout_top_p", "rollout_min_p"]) or ["rollout_top_k"]
         name = "rollout_top_k" if rollout.rollout_top_k > 0 else names[0]
         rule = (
-            "vLLM says which tokens it keeps, so that the trainer can repeat it, under a --rollout-top-k of at most "
+            "vLLM states which tokens it keeps, so that the trainer can repeat it, under a --rollout-top-k of at most "
             f"{MOST_KEPT}"
         )
         what_to_do = "give --rollout-top-k 1024, use --rollout-engine torch, or add --no-support-replay"

@@ -20,7 +20,7 @@ from miles.models.attention_sinks import with_sink
 from miles.models.packing import ROW_STEP
 
 NAME = "miles_slots"  # of the attention implementation, in transformers
-MASKED_QUERIES = 1024  # of a prompt that attend at a time, if the kernel needs a mask
+MASKED_QUERIES = 1024  # of a prompt that attend at once, if the kernel needs a mask
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class KVCache:
     """
 
     def __init__(self, states: LayerStates | None = None) -> None:
-        """``states`` are what some layers keep beside keys and values, of the same rows."""
+        """``states`` are what some layers keep alongside keys and values, of the same rows."""
         self.states = states
         # By the number of a layer. ``_of_indexer`` gives that of a layer's indexer, which has no values.
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -353,7 +353,7 @@ def slot_attention(
 AttentionInterface.register(NAME, slot_attention)
 
 
-# What layers keep of the running sequences beside keys and values: recurrent states, and the keys of an indexer.
+# What layers keep of the running sequences alongside keys and values: recurrent states, and the keys of an indexer.
 #
 # Transformers' layers ask their cache for both, so this is one of its caches. Keys and values, and an indexer's keys,
 # are
@@ -387,7 +387,7 @@ def _bounded(
 class LayerStates(DynamicCache):
     """The states of rows 0 .. n - 1. A decoding step reads and replaces them.
 
-    A prefill has a cache of its own, whose states ``admit`` then appends. If a layer is recurrent, prompts of one
+    A prefill has its own cache, whose states ``admit`` then appends. If a layer is recurrent, prompts of one
     prefill must be of equal length: its state after a prompt must not have seen padding.
     """
 

@@ -48,7 +48,7 @@ class ModelRunner:
     """Run a decoder-only transformers model, and keep what its layers need of the tokens of each row.
 
     Plain attention is the fastest. A layer with a sliding window reads the whole row and hides what is outside,
-    attention that chooses its keys scores all of them, and recurrent layers prefill prompts of one length at a time.
+    attention that chooses its keys scores all of them, and recurrent layers prefill prompts of one length at once.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:

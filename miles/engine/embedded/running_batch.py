@@ -126,7 +126,7 @@ class RunningBatch:
     def admit(self, sequences: Many[Sequence], version: int) -> None:
         """Prefill the prompts of new sequences, each distinct prompt once, and draw their first tokens."""
         by_prompt: dict[ReadPrompt, list[Sequence]] = {}
-        self._runner.cache.reserve(len(self.sequences) + len(sequences), 0)  # each may need a row of its own
+        self._runner.cache.reserve(len(self.sequences) + len(sequences), 0)  # each may need a separate row
         for sequence in sequences:
             self._runner.cache.expect(len(sequence.prompt_ids) + sequence.sampling.max_new_tokens)
             by_prompt.setdefault(sequence.prompt, []).append(sequence)

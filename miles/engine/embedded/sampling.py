@@ -17,7 +17,7 @@ import torch
 from miles.engine.base import SamplingParams
 
 BLOCK = 256  # tokens per first-level block; about the square root of a vocabulary
-CACHED_BYTES = 2000 << 10  # of fp32 scores that are in memory at a time, on a CPU
+CACHED_BYTES = 2000 << 10  # of fp32 scores that are in memory at once, on a CPU
 NUCLEUS_GUESS = 1024  # look for a top-p set among so many tokens before sorting the whole vocabulary
 
 
@@ -134,7 +134,7 @@ def _scores(logits: torch.Tensor, rows: RowSampling, of: torch.Tensor | slice = 
 def _block_sums(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's largest score [B, 1], and the sums of exp(score - largest) over its blocks; fp32 [B, blocks].
 
-    On a CPU a few rows at a time stay in the cache, in memory that is used again: fresh pages for all rows would take
+    On a CPU a few rows at once stay in the cache, in memory that is used again: fresh pages for all rows would take
     longer than the arithmetic.
     """
     count, vocab = logits.shape

@@ -42,7 +42,7 @@ def _as_list(content: Any) -> Any:
 
 
 def decode(content: bytes) -> Any:
-    """Return what the JSON says. Raises ``ValueError`` if it is none."""
+    """Return what the JSON states. Raises ``ValueError`` if it is none."""
     if orjson is not None:
         with suppress(ValueError):  # NaN, which Python reads
             return orjson.loads(content)
@@ -66,7 +66,7 @@ class RequestRefused(ValueError):
 
 
 class ServerClient(ABC):
-    """Call one server, or a router in front of several. An engine's client says how in its server's words.
+    """Call one server, or a router in front of several. An engine's client states how in its server's words.
 
     Every method raises ``EngineUnavailable`` or ``RequestRefused``; no other error of HTTP leaves this class.
 
@@ -79,11 +79,11 @@ class ServerClient(ABC):
     def __init__(
         self, url: str, connections: int, seconds: float, key: str | None = None, admin_key: str | None = None
     ) -> None:
-        """Allow ``connections`` requests at a time, and some control calls in addition.
+        """Allow ``connections`` requests at once, and some control calls in addition.
 
         Args:
             url: The address of the server or router.
-            connections: The number of requests at a time.
+            connections: The number of requests at once.
             seconds: The time limit of everything but responses and weight transfers (``control``, ``transfer``).
             key: The key for generation; None if the server wants none.
             admin_key: The key for control calls.

@@ -43,7 +43,7 @@ ABORT_AGAIN_SECONDS = 0.5
 class ServersEngine:
     """Generate with servers; implements ``miles.engine.base.Engine``, ``ReleasesMemory``, ``SharesServers``.
 
-    A subclass says how to talk to its servers.
+    A subclass states how to talk to its servers.
     """
 
     client: ClassVar[type[ServerClient]]
@@ -228,7 +228,7 @@ async def start_servers(
         host: Says from where weights are sent.
         keys: The keys that servers and router want.
         processes: Places the servers, given what makes the log file of a name.
-        router: Starts the router of two or more servers, given its log file and the requests at a time.
+        router: Starts the router of two or more servers, given its log file and the requests at once.
     """
     model = settings.model.hf_checkpoint
     assert model is not None

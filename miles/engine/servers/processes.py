@@ -32,7 +32,7 @@ SPARE_FILES = 1024  # open files for everything but the counted sockets, and for
 
 
 class ChildProcess:
-    """Run one server process, in a process group of its own, with a log file."""
+    """Run one server process, in a separate process group, with a log file."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ def allow_open_files(sockets: int, why: str) -> None:
     """Raise the soft limit of open files to what ``sockets`` connections need.
 
     Args:
-        sockets: How many connections are open at a time, one file each.
+        sockets: How many connections are open at once, one file each.
         why: Begins the error message: the flag that asks for so many, and its value.
 
     Raises:
@@ -147,7 +147,7 @@ def allow_open_files(sockets: int, why: str) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ValueError(
-            f"{why} needs {wanted} open files at a time, and the system allows {hard}; give less, or raise the hard "
+            f"{why} needs {wanted} open files at once, and the system allows {hard}; give less, or raise the hard "
             f"limit (ulimit -Hn {wanted})"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

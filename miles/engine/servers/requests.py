@@ -70,7 +70,7 @@ class Requests:
 
         Args:
             servers: The servers of the engine.
-            most: Requests at a time; further ones wait here.
+            most: Requests at once; further ones wait here.
             vocab_size: The size of the model's vocabulary.
             eos_ids: The model's own stop tokens.
             keeps_cache: Whether an update of the weights leaves what the old ones have computed.
@@ -92,7 +92,7 @@ class Requests:
         self._end: Exception | None = None  # why all requests have ended
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one ``Generation`` per seed, in order; ``ServersEngine.generate`` says more."""
+        """Return one ``Generation`` per seed, in order; ``ServersEngine.generate`` states more."""
         request.sampling.check()
         self._check_prompt(request.prompt_ids)
         aborts = self._aborts
@@ -182,9 +182,9 @@ class Requests:
 
     def _gave_up(self, failure: EngineUnavailable) -> str:
         what_to_do = (
-            "its log file says why"
+            "its log file states why"
             if self._servers.restarts
-            else "its log file says why; with --use-fault-tolerance engines that fail are restarted"
+            else "its log file states why; with --use-fault-tolerance engines that fail are restarted"
         )
         return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {what_to_do}"
 
@@ -344,7 +344,7 @@ class ServersSenderConfig:
 
     Attributes:
         client: Talks to a server in its words.
-        requests: At a time, of all processes together.
+        requests: At once, of all processes together.
         vocab_size: The size of the model's vocabulary.
         eos_ids: The model's own stop tokens.
         keeps_cache: Whether an update of the weights leaves what the old ones have computed.
@@ -369,7 +369,7 @@ class ServersSenderConfig:
     why: str
 
     def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> ServersSender:
-        """Return what sends up to ``requests`` at a time, over as many connections, and keeps these.
+        """Return what sends up to ``requests`` at once, over as many connections, and keeps these.
 
         Raises:
             ValueError: The system allows too few open files.

@@ -20,7 +20,7 @@ KEPT_LINES = 1000  # a fault may be followed by the tracebacks of what fails bec
 class LogFile:
     """The file of a server's output, over all its starts.
 
-    When ``path`` would exceed ``max_mb`` megabytes, it becomes ``path`` + ``.1``, in place of the one before.
+    When ``path`` would exceed ``max_mb`` megabytes, it becomes ``path`` + ``.1``, instead of the one before.
     """
 
     path: Path

@@ -181,7 +181,7 @@ class Servers:
             await self._changed.wait()
 
     def _gone(self) -> RuntimeError | None:
-        """Return the error that says that no server can come back, if that is so."""
+        """Return the error that states that no server can come back, if that is so."""
         if any(server.state not in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
             return None
         reasons = (f"{server.name}: {server.lost_because}".removesuffix(": ") for server in self.all)
@@ -212,7 +212,7 @@ class Servers:
         return shown
 
     async def shown(self) -> None:
-        """Return when other processes, if there are any, know the servers and the version as they are now."""
+        """Return when other processes, if there are any, know the servers and the version at present."""
         if (shown := self._start_showing()) is not None:
             await shown
 

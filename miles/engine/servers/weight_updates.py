@@ -30,7 +30,7 @@ class WeightUpdates:
         self._chunks: Iterable[WeightChunk] | None = None  # of the last update, kept for servers that restart
 
     async def update(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all servers in use; ``ServersEngine.update_weights`` says what that means."""
+        """Replace the weights of all servers in use; ``ServersEngine.update_weights`` states what that means."""
         servers = self._servers
         async with servers.updating:
             self._chunks = chunks if servers.restarts else None
@@ -86,7 +86,7 @@ class WeightUpdates:
     async def put_into_use(self, server: ManagedServer) -> AsyncIterator[None]:
         """Give a starting server the weights and the pause that the others have; after the body it is in use.
 
-        No update begins before the body, in which the server is registered with the router, has ended.
+        No update begins before the body, where the server is registered with the router, has ended.
         """
         servers = self._servers
         async with servers.updating:

@@ -43,7 +43,7 @@ class Router:
             flags: The user's ``--router-*`` words, without the prefix.
             host: The address that it listens on.
             log_file: Where its output goes, and the limit.
-            requests: The most requests in flight at a time. Each takes two sockets of the router.
+            requests: The most requests in flight at once. Each takes two sockets of the router.
             keys: The keys that the router and the servers want.
 
         Raises:

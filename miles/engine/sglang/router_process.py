@@ -14,7 +14,7 @@ BALANCER = "sglang_router.mini_lb"
 
 
 def without_balancer() -> ModuleType:
-    """Return a module in place of the balancer's, with the one name that the router imports from it."""
+    """Return a module instead of the balancer's, with the one name that the router imports from it."""
     module = ModuleType(BALANCER)
     module.MiniLoadBalancer = None  # type: ignore[attr-defined]
     return module

@@ -13,7 +13,7 @@ from miles.engine.servers.client import EngineUnavailable
 from miles.engine.sglang.client import SglangClient
 from miles.types.sample import Sample
 
-IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
+IN_FLIGHT = 64  # requests of a run at once to one server: scoring a long sequence needs much memory there
 SECONDS = 600.0  # of one request
 WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 
@@ -24,7 +24,7 @@ class SglangTeacher:
     def __init__(
         self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
     ) -> None:
-        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at a time each.
+        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at once each.
 
         ``key`` is that of the metadata.
         """

@@ -1,4 +1,4 @@
-"""Start vLLM servers: the command line and environment of one, which runs in an environment of its own."""
+"""Start vLLM servers: the command line and environment of one, which runs in a separate environment."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class VllmProgram:
                 "only; run it on the launcher's host, or use --rollout-engine sglang"
             )
         words = ["--model", self.model_path, "--host", host, "--port", str(port), "--enable-scale-out"]
-        words += ["--generation-config", "vllm", "--middleware", GUARD]  # the request alone says how tokens are drawn
+        words += ["--generation-config", "vllm", "--middleware", GUARD]  # the request alone states how tokens are drawn
         words += ["--logprobs-mode", "raw_logprobs" if self.raw_log_probs else "processed_logprobs"]
         words += ["--max-logprobs", "-1", "--disable-uvicorn-access-log"]
         words += [] if self.reads_text else ["--skip-tokenizer-init"]

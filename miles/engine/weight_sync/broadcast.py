@@ -77,7 +77,7 @@ class _Group:
 
 
 class BroadcastTransport:
-    """Broadcast to each engine in a group of its own, so that an engine that dies disturbs no other.
+    """Broadcast to each engine in a separate group, so that an engine that dies disturbs no other.
 
     A group is formed at an engine's first update and kept. The engine's reply and the broadcast are awaited together:
     if an engine refuses or dies, its update ends with the error at once, and the sender does not wait for a peer that
@@ -170,7 +170,7 @@ async def _both(reply: Any, sent: Any) -> tuple[Any, Any]:
         task.cancel()
         # Its thread ends later, with a timeout error from gloo; the first error has been raised by then.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    for task in tasks:  # the reply first: it says why
+    for task in tasks:  # the reply first: it states why
         if task in done:
             task.result()
     return tasks[0].result(), tasks[1].result()

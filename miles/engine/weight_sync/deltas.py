@@ -45,7 +45,8 @@ class TensorChange:
     """Hold the changed elements of one tensor.
 
     Attributes:
-        form: How ``places`` says which elements they are. ``gaps``: the distance of each from the one before it, and of
+        form: How ``places`` states which elements they are. ``gaps``: the distance of each from the one before it, and
+        of
             the first from the start. ``bitmap``: one bit per element. ``whole``: all elements; ``places`` is empty.
         places: [changed] unsigned integers, or [ceil(elements / 8)] bytes.
         values: [changed] their new bits, as unsigned integers of the element's size.
@@ -148,7 +149,7 @@ MAX_THREADS = 8  # for checksums and comparisons, which release Python's lock; m
 
 
 class DeltaRefused(Exception):
-    """Says why a host cannot follow a delta, so that it needs all weights."""
+    """States why a host cannot follow a delta, so that it needs all weights."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Delta:
     files: dict[str, dict[str, int]]
 
     def changes(self) -> Iterator[tuple[str, TensorChange]]:
-        """Yield the changes by the names of their tensors, one file in memory at a time.
+        """Yield the changes by the names of their tensors, one file in memory at once.
 
         Raises:
             DeltaRefused: A file is missing, cut or altered.
@@ -538,8 +539,8 @@ class _Contents:
 class LocalCopy:
     """All weights in a folder that only this user may enter. Processes of one host may share it: they take turns.
 
-    The copy says what it holds while it is whole, and nothing while it changes. So a process that dies halfway leaves a
-    copy that follows no delta and must be made again.
+    The copy states what it holds while it is whole, and nothing while it changes. So a process that dies halfway leaves
+    a copy that follows no delta and must be made again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -615,7 +616,7 @@ class LocalCopy:
             self._note(_Contents(sent, records, headers))
 
     def chunks(self) -> Iterator[WeightChunk]:
-        """Yield the weights, one file in memory at a time."""
+        """Yield the weights, one file in memory at once."""
         return chunks_in(self.folder)
 
     @contextmanager
@@ -670,7 +671,7 @@ class LocalCopy:
 
 
 def chunks_in(folder: Path) -> Iterator[WeightChunk]:
-    """Yield the tensors of the safetensors files in ``folder``, one file at a time."""
+    """Yield the tensors of the safetensors files in ``folder``, file by file."""
     from safetensors.torch import load_file
 
     for path in sorted(folder.glob("*.safetensors")):

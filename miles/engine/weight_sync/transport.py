@@ -91,7 +91,7 @@ class Transport(Protocol):
 
 
 async def stream(chunks: Iterable[WeightChunk]) -> AsyncIterator[tuple[WeightChunk, bool]]:
-    """Yield each chunk, and whether it is the last. A thread fetches them; two are in memory at a time."""
+    """Yield each chunk, and whether it is the last. A thread fetches them; two are in memory at once."""
     iterator = iter(chunks)
     chunk = await in_thread(next, iterator, None)
     while chunk is not None:

@@ -1,6 +1,6 @@
 """The models that ``--train-backend megatron`` can train: one file per layout of Hugging Face checkpoints.
 
-A family says how a ``config.json`` reads in Megatron's words, which of its settings the layers do not compute, which
+A family states how a ``config.json`` reads in Megatron's words, which of its settings the layers do not compute, which
 Hugging Face tensors each parameter of Megatron holds, and how these are cut over ranks.
 
 The files are here, and not in ``training/megatron``, because start-up validation reads them too. It must not import

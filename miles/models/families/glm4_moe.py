@@ -8,7 +8,7 @@ from miles.models.parameters import Binding
 
 
 class Glm4Moe(Llama):
-    """Llama's layout, with a router, experts and shared experts; biases and norms as the config says."""
+    """Llama's layout, with a router, experts and shared experts; biases and norms as the config states."""
 
     can_be_bridged = False
 

@@ -1,4 +1,4 @@
-"""Mistral, through Megatron-Bridge: Llama with a sliding window, unless the config says that there is none."""
+"""Mistral, through Megatron-Bridge: Llama with a sliding window, unless the config states that there is none."""
 
 from __future__ import annotations
 

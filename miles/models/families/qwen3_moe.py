@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose layers, or some of them, have experts in the place of the MLP."""
+"""Qwen3-MoE: Qwen3 whose layers, or some of them, have experts instead of the MLP."""
 
 from __future__ import annotations
 

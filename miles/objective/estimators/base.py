@@ -119,7 +119,7 @@ class Estimator(ObjectivePart[E]):
         return self.needs(flags)
 
     def sample_advantages(self, flags: E, samples: SampleRewards) -> list[float]:
-        """Compute phase 1: one number per sample, from whole groups. By default the rewards as they are."""
+        """Compute phase 1: one number per sample, from whole groups. By default the rewards unchanged."""
         return list(samples.rewards)
 
     def token_advantages(
@@ -127,7 +127,7 @@ class Estimator(ObjectivePart[E]):
     ) -> list[np.ndarray]:
         """Compute phase 2: advantages from rewards and values, one float64 array [its loss tokens] per trajectory.
 
-        Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards as they are.
+        Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards unchanged.
         """
         return list(rewards)
 

@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalized within its group by itself (reward-decoupled normalization, 2601.05242)."""
+"""GDPO: several rewards, each normalized within its group on its own (reward-decoupled normalization, 2601.05242)."""
 
 import statistics
 from collections.abc import Iterable
@@ -15,16 +15,16 @@ class Gdpo(Estimator[AdvantageFlags]):
     """``A = S / (std of S + 1e-6)``, ``S_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6)`` (2601.05242).
 
     Mean and standard deviation (the unbiased one) of reward k are those of the prompt group, std of S is that of the
-    iteration's trajectories. The paper also subtracts the mean of S, which is 0, as it is in each group. GRPO adds the
-    rewards first, so that different combinations with the same sum have the same advantage, and the reward that varies
-    most decides. The rewards and weights are those of ``--rm-type a:1,b:0.2``; a run with one reward has one k.
+    iteration's trajectories. The paper also subtracts the mean of S, which is 0, because it is in each group. GRPO adds
+    the rewards first, so that different combinations with the same sum have the same advantage, and the reward that
+    varies most decides. The rewards and weights are those of ``--rm-type a:1,b:0.2``; a run with one reward has one k.
 
     verl divides by the spread over the tokens of the step instead: add ``--normalize-advantages``, which undoes the
     division by std of S. A group of one, and equal rewards, have advantages of exactly 0 and no gradient.
     """
 
     name = "gdpo"
-    summary = "several rewards (--rm-type a:1,b:0.2), each normalized within its prompt group by itself"
+    summary = "several rewards (--rm-type a:1,b:0.2), each normalized within its prompt group on its own"
     reads = ("normalize_advantages",)
     reads_reward_parts = True
 

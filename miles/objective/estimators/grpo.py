@@ -1,4 +1,4 @@
-"""GRPO: the reward less the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
+"""GRPO: the reward minus the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ class Grpo(Estimator[GrpoFlags]):
         return [Term(f"A = ({centred}) / std of its prompt group", __name__)]
 
     def sample_advantages(self, flags: GrpoFlags, samples: SampleRewards) -> list[float]:
-        """Compare rewards within each group, unless they are used as they are."""
+        """Compare rewards within each group, unless they are used unchanged."""
         if flags.disable_rewards_normalization:
             return list(samples.rewards)
         return less_group_mean(samples, std=not flags.disable_grpo_std_normalization)

@@ -1,4 +1,4 @@
-"""GRPO with the standard deviation of the whole iteration in place of the group's (ScaleRL, arXiv 2510.13786)."""
+"""GRPO with the standard deviation of the whole iteration instead of the group's (ScaleRL, arXiv 2510.13786)."""
 
 import statistics
 

@@ -40,7 +40,7 @@ class Ppo(Estimator[P]):
     """
 
     name = "ppo"
-    summary = "generalized advantages (GAE) on a critic that is trained beside the policy"
+    summary = "generalized advantages (GAE) on a critic that is trained alongside the policy"
     reads: tuple[str, ...] = ("normalize_advantages", "gamma", "lambd", "critic_lambd", "value_clip", "kl_coef")
     own_flags: ClassVar[type | None] = PpoFlags
     by_token = True

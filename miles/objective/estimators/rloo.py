@@ -1,4 +1,4 @@
-"""RLOO: the reward less the mean of the others in its group (REINFORCE leave-one-out, arXiv 2402.14740)."""
+"""RLOO: the reward minus the mean of the others in its group (REINFORCE leave-one-out, arXiv 2402.14740)."""
 
 import statistics
 
@@ -11,7 +11,7 @@ class Rloo(Estimator[AdvantageFlags]):
     """``R_i - mean of R_j, j != i``: the mean of a group without its own trajectory is an unbiased baseline."""
 
     name = "rloo"
-    summary = "the reward less the mean of the others in its group (leave-one-out)"
+    summary = "the reward minus the mean of the others in its group (leave-one-out)"
     reads = ("normalize_advantages",)
 
     def smallest_group(self, flags: AdvantageFlags) -> int:

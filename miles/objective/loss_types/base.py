@@ -99,6 +99,6 @@ def _estimate(objective: Objective, shape: StepShape) -> list[Term]:
     if given is None:
         return estimator.formula(objective.flags)
     if not estimator.by_token:
-        return [replace(given, text=f"A = {given.text} in the place of --advantage-estimator {estimator.name}")]
+        return [replace(given, text=f"A = {given.text} instead of --advantage-estimator {estimator.name}")]
     rewards = replace(given, text=f"reward, or its difference from a mean, is what {given.text} says")
     return [*estimator.formula(objective.flags), rewards]

@@ -52,7 +52,7 @@ class CustomLoss(LossType):
             errors.refuse("loss_type", self.name, rule, "add --custom-loss-function-path module:function")
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
-        """Return what the function says; true until it says no."""
+        """Return what the function states; true until it says no."""
         return WHOLE_LOSS.zero_advantage_has_gradient(_path(flags))
 
     def terms(self, objective: Objective, shape: StepShape) -> list[Term]:

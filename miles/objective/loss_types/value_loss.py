@@ -1,4 +1,4 @@
-"""The critic's value loss alone; the policy stays as it is. The loss itself is in ``miles/objective/value_loss.py``."""
+"""The critic's value loss alone; the policy stays unchanged. The loss is in ``miles/objective/value_loss.py``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ValueLoss(LossType):
 
     def terms(self, objective: Objective, shape: StepShape) -> list[Term]:
         """Return the value loss and what its returns are made of."""
-        whole = Term("loss = value_loss of the critic; the policy stays as it is", "miles.objective.value_loss")
+        whole = Term("loss = value_loss of the critic; the policy stays unchanged", "miles.objective.value_loss")
         return [whole, *advantage_terms(objective, shape)]
 
     def words(self, objective: Objective) -> str:

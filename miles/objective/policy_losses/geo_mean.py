@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's ratios, each clipped by itself (arXiv 2507.20673)."""
+"""GMPO: the geometric mean of a sequence's ratios, each clipped on its own (arXiv 2507.20673)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipFlags:
-    """ppo and gspo: the range in which ratios are not clipped."""
+    """ppo and gspo: the range where ratios are not clipped."""
 
     eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps", within="(0, 1]")
     eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip", above=0)

@@ -1,4 +1,4 @@
-"""SAPO: a sigmoid gate on each token's ratio in place of a clip (soft adaptive policy optimization, 2511.20347)."""
+"""SAPO: a sigmoid gate on each token's ratio instead of a clip (soft adaptive policy optimization, 2511.20347)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ class Sapo(PolicyLoss[SapoFlags]):
     """
 
     name = "sapo"
-    summary = "a sigmoid gate on the ratio of each token, in place of a clip"
+    summary = "a sigmoid gate on the ratio of each token, instead of a clip"
     reads = ("sapo_tau_pos", "sapo_tau_neg")
     own_flags = SapoFlags
 

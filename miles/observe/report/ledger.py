@@ -50,7 +50,7 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
     ``weight`` is that of the token in the loss, with corrections if the trainer has recorded them. ``credit`` is the
     advantage times this weight: the token's part in the gradient, at a ratio of 1. ``gap`` is the trainer's log-prob
-    less the engine's. The trainer's values of tokens outside the loss are left out (None).
+    minus the engine's. The trainer's values of tokens outside the loss are left out (None).
     """
     count = len(row.get("tokens") or [])
     if not count:
@@ -144,7 +144,7 @@ def _trainer_lines(columns: Mapping[str, Sequence[float | None]]) -> list[dict[s
         lines.append(_line("ratio", _range(columns["ratio"]), why))
     gaps = [abs(gap) for gap in columns.get("gap", ()) if gap is not None]
     if gaps:
-        why = f"nats per loss token, at most {max(gaps):.4g}: the trainer's log-probs less the engine's"
+        why = f"nats per loss token, at most {max(gaps):.4g}: the trainer's log-probs minus the engine's"
         lines.append(_line("engine-trainer gap", f"{sum(gaps) / len(gaps):.4g}", why))
     return lines
 

@@ -26,7 +26,7 @@ _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 class ReportServer:
     """Serves the folder of one run on a port of the loopback address, in a thread, until ``close``.
 
-    The run need not have started: until it has, the page says so and asks again.
+    The run need not have started: until it has, the page reports it and asks again.
 
     Args:
         folder: The ``--output-dir`` of a run.

@@ -2,7 +2,7 @@
 /* Curves and stacked bars by uPlot: smoothing, hover over all charts at once, zoom by dragging. */
 
 const COLOURS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7', '--c8', '--c9'];
-const SMOOTHED_FROM = 40; // measurements: fewer are drawn as they are
+const SMOOTHED_FROM = 40; // measurements: fewer are drawn unchanged
 
 const view = { from: null, to: null, smoothing: 0.6, charts: [] };
 

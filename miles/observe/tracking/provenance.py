@@ -34,7 +34,7 @@ HASHED_BYTES = 2**30  # of one file of prompts; the checksum of a larger one is 
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
-    """Return plain JSON that says with what a run starts now.
+    """Return plain JSON that states with what a run starts now.
 
     Args:
         settings: The run's settings.

@@ -294,7 +294,7 @@ class ChatFormat:
         """Return the tokens between an answer, which ends ``messages[:answered]``, and the next turn to be sampled.
 
         They are the end of the answer's turn, as far as it was not sampled, the messages behind it and the start of
-        the assistant's next turn. A mark is rendered in the place of the answer, so they do not depend on how the
+        the assistant's next turn. A mark is rendered instead of the answer, so they do not depend on how the
         template would write the answer itself.
 
         Args:

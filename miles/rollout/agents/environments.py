@@ -53,7 +53,7 @@ class RecordedModel:
 
 
 class EnvironmentGenerator(SessionGenerator):
-    """A ``GroupGenerator`` that plays every trajectory in an environment of its own, all of them at once."""
+    """A ``GroupGenerator`` that plays every trajectory in a separate environment, all of them at once."""
 
     def __init__(self, settings: Settings) -> None:
         """Raise ``InputError`` if the environment is not there."""
@@ -135,7 +135,7 @@ class EnvironmentGenerator(SessionGenerator):
                 if session.ended.is_set():
                     return None, ""
                 if not playing.done():
-                    return None, f"took more than {self._seconds:g} s by itself (--agent-timeout)"
+                    return None, f"took more than {self._seconds:g} s on its own (--agent-timeout)"
                 return _outcome(playing, session)
             finally:
                 for task in (playing, *waiting):
@@ -148,7 +148,7 @@ class EnvironmentGenerator(SessionGenerator):
             return f"returned {type(environment).__name__}, which is no Environment"
         if self._max_turns is not None:
             if type(environment).play is not Environment.play:
-                return "has a loop of its own (play), which --max-turns cannot bound; drop that flag"
+                return "has a separate loop (play), which --max-turns cannot bound; drop that flag"
             environment.max_turns = self._max_turns
         return ""
 

@@ -69,7 +69,7 @@ class SessionGenerator(ABC):
         """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
 
         A program or environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error``
-        says.
+        states.
 
         Raises:
             Exception: Whatever the engine raises.
@@ -106,7 +106,7 @@ class SessionGenerator(ABC):
         )
 
 
-# Run an agent program once: in a process group of its own, within its time, and leave nothing of it behind.
+# Run an agent program once: in a separate process group, within its time, and leave nothing of it behind.
 
 
 MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
@@ -163,9 +163,9 @@ def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> 
 async def run_program(
     command: Sequence[str], row: str, environment: Mapping[str, str], session: Session, seconds: float
 ) -> ProgramEnd:
-    """Run ``command`` until it ends, until the session ends, or until it has taken ``seconds`` by itself.
+    """Run ``command`` until it ends, until the session ends, or until it has taken ``seconds`` on its own.
 
-    The time in which calls are being answered does not count. In every case, cancellation included, the processes of
+    The time where calls are being answered does not count. In every case, cancellation included, the processes of
     its group are killed before this returns.
 
     Args:
@@ -228,7 +228,7 @@ def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
 
 
 async def time_is_up(session: Session, seconds: float) -> None:
-    """Return when a program or an environment has taken ``seconds`` by itself."""
+    """Return when a program or an environment has taken ``seconds`` on its own."""
     while True:
         await session.idle.wait()
         try:
@@ -265,7 +265,7 @@ class _Output:
 class AgentGenerator(SessionGenerator):
     """A ``GroupGenerator`` that runs a program for every trajectory, and records what the model answers to its calls.
 
-    The server starts with the first group. At most ``--agent-concurrency`` programs run at a time.
+    The server starts with the first group. At most ``--agent-concurrency`` programs run at once.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -349,7 +349,7 @@ class AgentGenerator(SessionGenerator):
                 f"(--rollout-max-context-len); {errors}"
             )
         if end.status is None:
-            return f"took more than {self._seconds:g} s by itself (--agent-timeout); {errors}"
+            return f"took more than {self._seconds:g} s on its own (--agent-timeout); {errors}"
         if end.status == 0 and not session.has_answered:
             return f"made no call that was answered; {errors}"
         return end.fault

@@ -106,7 +106,7 @@ class Session:
     """The calls of one trajectory, until it is closed. All methods belong to one event loop.
 
     Attributes:
-        idle: Set while the program works by itself.
+        idle: Set while the program works on its own.
         busy: Set otherwise: while a call is being answered, or another ``not_its_own`` block runs.
         ended: Set when no further call can be answered, because the engine failed or was aborted.
         error: The exception that the engine raised.
@@ -143,7 +143,7 @@ class Session:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds in which the program has worked by itself."""
+        """Seconds where the program has worked on its own."""
         return self._own_seconds + (time.monotonic() - self._idle_since if self.idle.is_set() else 0.0)
 
     @property

@@ -45,7 +45,7 @@ PackedGroup = tuple[dict[str, Any], list[Any], int, str | None]
 
 
 def pack(produced: ProducedGroup, prompt: Prompt) -> PackedGroup:
-    """Return ``produced``, a group of ``prompt``, as it is sent."""
+    """Return ``produced``, a group of ``prompt``, as sent."""
     group = {name: value for name, value in vars(produced.group).items() if name not in (_PROMPT, _SAMPLES)}
     samples = [_pack_sample(sample, prompt) for sample in produced.group.samples]
     return group, samples, produced.reward_errors, produced.drop_reason
@@ -61,7 +61,7 @@ def unpack(packed: PackedGroup, prompt: Prompt) -> ProducedGroup:
 
 
 def _pack_sample(sample: Sample, prompt: Prompt) -> Any:
-    if type(sample) is not Sample or sample.prompt is not prompt:  # made by a function of the user's: sent as it is
+    if type(sample) is not Sample or sample.prompt is not prompt:  # made by a function of the user's: sent unchanged
         return sample
     attributes = vars(sample).copy()  # those that a user's function has added too
     del attributes[_PROMPT]
@@ -81,7 +81,7 @@ def _unpack_sample(packed: Any, prompt: Prompt) -> Sample:
 
 
 def _pack_column(column: Any, code: str) -> Any:
-    """Return a list of numbers as ``_Repeated`` if they are equal, else as an array; anything else as it is."""
+    """Return a list of numbers as ``_Repeated`` if they are equal, else as an array; anything else unchanged."""
     if type(column) is not list or not column:
         return column
     first = column[0]
@@ -140,7 +140,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Show:
-    """Know the engine's servers as they are now."""
+    """Know the engine's servers at present."""
 
     servers: Any
 
@@ -183,7 +183,7 @@ class Produced:
 
     Attributes:
         ticket: Its order.
-        made: A ``Made``, pickled by itself: what somebody's function has put into a group may refuse.
+        made: A ``Made``, pickled on its own: what somebody's function has put into a group may refuse.
     """
 
     ticket: int
@@ -229,7 +229,7 @@ class CheckServers:
 
 
 def encode(content: Any, what: str = "") -> bytes:
-    """Return ``content`` as it is sent.
+    """Return ``content`` as sent.
 
     Raises:
         ValueError: It holds something that cannot be sent. The message begins with ``what``.

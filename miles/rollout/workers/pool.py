@@ -8,7 +8,7 @@
                one future per ticket <── Produced, Failed ── GenerationWorker.collect
     Engine ────────────── Show, Ask ────────────────────> its requests to the servers
 
-A ticket is one order of one group. It is with one worker at a time, and its first result is its only one: so a group is
+A ticket is one order of one group. It is with one worker at once, and its first result is its only one: so a group is
 neither lost nor counted twice, whichever worker dies. A group is sent again with its own seeds.
 
 A worker is lost when its process ends or shows no sign of life. With ``--use-fault-tolerance`` another one takes its
@@ -58,11 +58,11 @@ log = logging.getLogger(__name__)
 
 
 class WorkerLost(RuntimeError):
-    """A worker's process has ended, or shows no sign of life. The message says how, without its name."""
+    """A worker's process has ended, or shows no sign of life. The message states how, without its name."""
 
 
 class WorkerProcess(Protocol):
-    """A generation worker in a process of its own. Every method raises ``WorkerLost`` when it is lost."""
+    """A generation worker in a separate process. Every method raises ``WorkerLost`` when it is lost."""
 
     async def prepare(self) -> None:
         """Wait until the worker is built. Raises ``ValueError`` and the like if it cannot be."""
@@ -249,7 +249,7 @@ class WorkerPool:
                         future.set_result(0)
 
     def _encode(self, worker: _Worker, messages: list[Any]) -> bytes:
-        """Return the messages as they are sent, the orders of one kind together: they share a specification."""
+        """Return the messages as sent, the orders of one kind together: they share a specification."""
         sent: list[Any] = []
 
         def is_order(message: Any) -> tuple[int, GeneratorParts] | None:

@@ -1,7 +1,7 @@
 """The best checkpoint of a run by a metric (``--save-best``): ``best.json`` in the folder of ``--save`` names it.
 
-It is a checkpoint beside the others, and stays until a better one is complete. The file is replaced after that, so it
-never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
+It is a checkpoint alongside the others, and stays until a better one is complete. The file is replaced after that, so
+it never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
 (training/checkpoint_files.py) if they are given; without them it goes unless it was due anyway.
 """
 
@@ -68,7 +68,7 @@ class BestCheckpoint:
 
 
 def best_in(root: Path) -> BestCheckpoint | None:
-    """Return what the file in ``root`` says; None without one, or if its checkpoint is not there any more."""
+    """Return what the file in ``root`` states; None without one, or if its checkpoint is not there any more."""
     if not (root / FILE_NAME).is_file():
         return None
     try:
@@ -86,7 +86,7 @@ def _read(found: dict[str, Any]) -> BestCheckpoint | None:
 
 
 class BestSoFar:
-    """Says whether an iteration is the best by the metric of ``--save-best``.
+    """States whether an iteration is the best by the metric of ``--save-best``.
 
     Args:
         given: The value of the flag.

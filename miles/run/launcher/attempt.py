@@ -108,7 +108,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
 
 
 def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
-    """Return what rehearses the trainer's memory beside a run on GPUs; None for other runs."""
+    """Return what rehearses the trainer's memory alongside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
     from miles.run.foreseen_memory import ForeseenMemory

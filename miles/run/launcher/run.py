@@ -139,7 +139,7 @@ def _check(validated: Validated, is_first: bool) -> None:
 
 
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
-    """Return the flags from which a message says how to resume: those of the attempt, with switches as in the command.
+    """Return the flags with which a message describes a resume: those of the attempt, with switches as in the command.
 
     A restart drops some switches (run/restarts.py), and the user has to leave them out too.
     """
@@ -287,7 +287,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
             except Exception as error:
                 loss = f"{loss}, and the run cannot be restarted: {error}"
         last_line = stopped(loss, checkpoint, context.files)
-    if has_joined and context.files.workers is not None:  # those of a Ray of its own the guard ends
+    if has_joined and context.files.workers is not None:  # those of its own Ray the guard ends
         context.files.workers.end_directly()
     with suppress(OSError):  # nobody reads it any more
         print(last_line, file=sys.stderr, flush=True)
@@ -296,7 +296,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
 
 
 def _try(what: str, keep: Callable[[], None]) -> None:
-    """Call ``keep``; a failure is a note, as the run ends anyway and says why."""
+    """Call ``keep``; a failure is a note, as the run ends anyway and states why."""
     try:
         keep()
     except Exception as error:

@@ -116,7 +116,7 @@ class OneProcessRollout:
 
 
 class OneProcessTrainer:
-    """The trainer's only rank, in this process and a process group of its own."""
+    """The trainer's only rank, in this process and a separate process group."""
 
     def __init__(self, settings: Settings, total_steps: int) -> None:
         self._settings = settings

@@ -40,7 +40,7 @@ T = TypeVar("T")
 MOST_FAULTS = 5  # of a source that are reported; the check ends there
 MOST_PROCESSES = 16
 _BATCH = 256  # rows that are tokenized together
-_RANGE = 4096  # rows that a process checks at a time
+_RANGE = 4096  # rows that a process checks at once
 _MANY = 20_000  # rows that several processes check
 _PROGRESS_SECONDS = 1.0  # between two lines of progress
 _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
@@ -85,7 +85,7 @@ class Verdict:
 
 
 class Make(Protocol[P_co]):
-    """Makes prompts of rows, with notes of what is unusual; in the place of a prompt, what is wrong."""
+    """Makes prompts of rows, with notes of what is unusual; instead of a prompt, what is wrong."""
 
     def __call__(self, rows: Sequence[Row], notes: Notes, is_exact: bool) -> Sequence[P_co | InputError]:
         """Return one for each row; without tokens if they are certainly few enough, unless it ``is_exact``."""

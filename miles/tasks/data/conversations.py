@@ -103,7 +103,9 @@ def load_conversations(
     def unrendered(row: Row) -> Prompt:
         return Prompt("", (), input=row.find(data.input_key))
 
-    return PromptSet(rows, verdict, reader.conversation, unrendered, _TOO_LONG.partition("as it is longer than ")[2])
+    return PromptSet(
+        rows, verdict, reader.conversation, unrendered, _TOO_LONG.partition("because it is longer than ")[2]
+    )
 
 
 class _Reader:
@@ -130,13 +132,14 @@ class _Reader:
     def conversations(
         self, rows: Sequence[Row], notes: Notes, is_exact: bool = True
     ) -> list[Conversation | InputError]:
-        """Return the conversations of rows; in the place of one, what is wrong with its row."""
+        """Return the conversations of rows; instead of one, what is wrong with its row."""
         renderer, tokenizer = self._tools
         return [caught(partial(_read, row, renderer, self._data, tokenizer, notes)) for row in rows]
 
 
 _TOO_LONG = (
-    "dropped, as it is longer than --rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
+    "dropped, because it is longer than --rollout-max-context-len, --rollout-max-response-len or "
+    "--rollout-max-prompt-len"
 )
 
 _NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
@@ -218,7 +221,7 @@ def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: 
     start = text.find(whole, _place(render, messages, number, text))
     if start < 0 or not content:
         row.refuse(
-            f"the chat template does not write message {number + 1} as it is, so its tokens are not known; shorten the "
+            f"the chat template changes message {number + 1}, so its tokens are not known; shorten the "
             "conversation so that it is the last message, or correct the template"
         )
     return start, start + len(whole)

@@ -10,7 +10,7 @@ nothing::
     def unsolved(curriculum: Curriculum) -> list[tuple[str, int]]:
         return [place for place, known in curriculum.prompts.items() if known.reward < 0.5]
 
-It should keep no state of its own: a resumed run has the statistics of its checkpoint, and calls it again for its first
+It should keep no separate state: a resumed run has the statistics of its checkpoint, and calls it again for its first
 iteration. With ``--async-steps`` or ``--partial-rollout``, groups that are in progress are not in the statistics yet.
 """
 

@@ -31,7 +31,7 @@ _NO_IMAGE = {"video": "video", "audio": "audio", "video_url": "video", "input_au
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An encoded image in the place of its part of a message, and the size that it is resized to."""
+    """An encoded image instead of its part of a message, and the size that it is resized to."""
 
     content: bytes
     size: tuple[int, int]

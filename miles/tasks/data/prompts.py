@@ -128,7 +128,7 @@ class _Reader:
     def prompts(
         self, rows: Sequence[Row], notes: Notes, is_exact: bool = True, limit: float = 0
     ) -> list[Prompt | InputError]:
-        """Return the prompts of rows, tokenized together; in the place of a prompt, what is wrong with its row.
+        """Return the prompts of rows, tokenized together; instead of a prompt, what is wrong with its row.
 
         Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
         """

@@ -63,7 +63,7 @@ class DataArguments:
         needs="prompts to draw, answers, no --data-source-path, --prompt-data or --prompt-mix",
     )
     data_source_path: Optional[str] = flag(
-        None, "your source of rows, in the place of --prompt-data (docs/data.md), module:class", needs="prompts to draw"
+        None, "your source of rows, instead of --prompt-data (docs/data.md), module:class", needs="prompts to draw"
     )
     input_key: str = flag("input", "column of the prompt: text, or a list of chat messages")
     label_key: Optional[str] = flag(None, "column of the reference answer, or a part of one: answer.text")

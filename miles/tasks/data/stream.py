@@ -99,7 +99,7 @@ class TrainingStream(ABC):
 
 
 class PromptStream(TrainingStream):
-    """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
+    """Draws the prompts of a set, pass after pass; each pass in its own order with ``shuffle``.
 
     The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three
     numbers, and a group can be drawn again from its index. Every prompt is drawn once a pass, unless ``leave_out`` has

@@ -34,7 +34,7 @@ _PRIVATE_USE = (0xF0000, 0x100000, 0xE000)  # where code points begin that have 
 
 
 class SpecialTokens:
-    """Finds the special tokens of a tokenizer in text, and tokenizes messages in which some of them are text."""
+    """Finds the special tokens of a tokenizer in text, and tokenizes messages where some of them are text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -86,7 +86,7 @@ class SpecialTokens:
     def token_ids(self, row: Row, rendered: str, hidden: dict[str, str]) -> tuple[int, ...]:
         """Tokenize rendered messages: the template's special tokens as such, those that were hidden as text.
 
-        A tokenizer reads the text between two special tokens by itself, so the parts are tokenized one by one.
+        A tokenizer reads the text between two special tokens on its own, so the parts are tokenized one by one.
         """
         ids: list[int] = []
         end = 0
@@ -117,7 +117,7 @@ class SpecialTokens:
             starts = [start for start, _ in encoded["offset_mapping"]]
             if 1 not in starts:
                 row.refuse(
-                    "this tokenizer cannot read a text behind a special token by itself; remove the special text"
+                    "this tokenizer cannot read a text behind a special token on its own; remove the special text"
                 )
             ids = ids[starts.index(1) :]
         if self.are_in(text) and not set(ids).isdisjoint(self._ids.values()):
@@ -162,10 +162,11 @@ _PRINTABLE = re.compile("[!-~]")
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], float]:
-    """Return a function that says how many tokens a text has at most, without tokenizing it; infinite if in doubt.
+    """Return a function that states how many tokens a text has at most, without tokenizing it; infinite if in doubt.
 
     A byte-level BPE, as most models have, makes at most one token of a byte, and at least one of printable ASCII that
-    is in its vocabulary. NFC makes at most three bytes of one; text of ASCII stays as it is. Eight tokens may be added.
+    is in its vocabulary. NFC makes at most three bytes of one; text of ASCII stays unchanged. Eight tokens may be
+    added.
     """
     from tokenizers import models
 
@@ -203,7 +204,7 @@ class RenderedPrompt:
 
 
 class PromptRenderer:
-    """Renders prompts as ``--apply-chat-template`` says: through the tokenizer's template, or as they are.
+    """Renders prompts as ``--apply-chat-template`` states: through the tokenizer's template, or unchanged.
 
     Raises ``InputError`` if a template is asked for and the tokenizer has none, and if
     ``--apply-chat-template-kwargs`` is not a JSON object or has no template to go to.

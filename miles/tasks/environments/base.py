@@ -81,7 +81,7 @@ class Environment(ABC):
     async def play(self, model: Model) -> float:
         """Take the trajectory to its end, and return its reward.
 
-        An environment that has a loop of its own, such as one of a library, overrides this. What ``step`` says to the
+        An environment that has a separate loop, such as one of a library, overrides this. What ``step`` says to the
         last of ``max_turns`` answers is not read by the model.
         """
         messages = list(await self.reset())
@@ -167,7 +167,7 @@ class ToolEnvironment(Environment):
 
     A tool is a function with type hints and a docstring of Google style, from which transformers makes the schema that
     the model sees. It may be ``async``; another one runs in a thread (``run_blocking``). Its result is the content of a
-    message of role tool: text as it is, anything else as JSON. An exception becomes such a message too, so the model
+    message of role tool: text unchanged, anything else as JSON. An exception becomes such a message too, so the model
     can correct itself.
 
     Attributes:
@@ -242,7 +242,7 @@ class ToolEnvironment(Environment):
 
 
 def content_of(found: Any) -> str:
-    """Return what a tool has returned as the content of a message: text as it is, anything else as JSON."""
+    """Return what a tool has returned as the content of a message: text unchanged, anything else as JSON."""
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
 
@@ -253,6 +253,6 @@ def said_of(error: BaseException) -> str:
 
 
 def opening(prompt: Prompt) -> list[Message]:
-    """Return the messages of a row: its prompt as it is, or text as one message of the user."""
+    """Return the messages of a row: its prompt unchanged, or text as one message of the user."""
     given = prompt.text if prompt.input is None else prompt.input
     return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)

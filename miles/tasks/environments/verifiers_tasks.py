@@ -59,7 +59,7 @@ def read_tasks(source: str) -> Iterator[tuple[Any, Origin]]:
         prompt = task.data.prompt
         if prompt is not None and not isinstance(prompt, str):
             prompt = [message.model_dump(mode="json", exclude_none=True) for message in prompt]
-        # A task whose conversation the environment opens has no prompt of its own.
+        # A task whose conversation the environment opens has no separate prompt.
         yield prompt or task.data.name or f"task {index}", {"config": config, "size": size, "index": index}
 
 

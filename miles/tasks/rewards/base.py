@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NotAReward(str):
-    """Why a sample has no reward: in the list that a reward function returns, in the place of the number."""
+    """Why a sample has no reward: in the list that a reward function returns, instead of the number."""
 
 
 LARGEST_REWARD = 1e30  # sums of such rewards are finite, also in 32 bits
@@ -85,7 +85,7 @@ class Reward(Choice[F]):
         needs_label: Whether a row without a label cannot be scored.
         instead_of_label: The flag that takes the place of the label, as a field.
         libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
-        shared_limits: Fields of its flags that limit all processes of a run together, such as requests at a time.
+        shared_limits: Fields of its flags that limit all processes of a run together, such as requests at once.
     """
 
     flag = "rm_type"
@@ -98,7 +98,7 @@ class Reward(Choice[F]):
 
     @property
     def reads_row(self) -> bool:
-        """Whether the score depends on the prompt's row, such as its label, and so says whether an answer is right."""
+        """Whether the score depends on the prompt's row, such as its label, and so tells a right answer."""
         return bool(self.data)
 
     @abstractmethod

@@ -30,7 +30,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request, wi
 
 
 class HttpCallError(Exception):
-    """No answer to a request, after all attempts; the message says why, without secrets."""
+    """No answer to a request, after all attempts; the message states why, without secrets."""
 
 
 class JsonClient:
@@ -40,7 +40,7 @@ class JsonClient:
         url: The URL.
         name: The flag of the URL, as a field: for messages.
         key: Sent as ``Authorization: Bearer``; None sends none.
-        concurrency: The requests in flight at a time; further ones wait.
+        concurrency: The requests in flight at once; further ones wait.
         retries: Further attempts if the server is busy (429, 5xx), does not answer, or cannot be reached.
         seconds: The longest time of an attempt.
         first_wait: Seconds before the second attempt, doubled for each one after it.

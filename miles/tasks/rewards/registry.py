@@ -22,13 +22,13 @@ def get_reward_function(
 
     A custom function takes ``samples: Sequence[Sample]``, which it must not change, and returns one finite number per
     sample, in order; with ``--reward-key KEY`` one mapping per sample, whose value at KEY is the number. It may be
-    ``async``. It runs in a process of its own, in which several calls may run at once. A call that takes longer than
+    ``async``. It runs in a separate process, where several calls may run at once. A call that takes longer than
     ``--reward-timeout`` raises. Aborted and truncated samples are scored too; ``sample.status`` identifies them.
 
     Args:
         reward: The section.
         memory: Bytes that the processes of a custom function may use together; 0 is no limit.
-        share: Returns how much of a limit of the whole run, such as requests at a time, is this process's.
+        share: Returns how much of a limit of the whole run, such as requests at once, is this process's.
 
     Raises:
         ValueError: For no reward, two rewards, an unknown name, flags that break a rule, a path that cannot be

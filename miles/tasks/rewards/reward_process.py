@@ -1,4 +1,4 @@
-"""A user's reward function in a process of its own, so that nothing it does can stop, fill or end the rollout side.
+"""A user's reward function in a separate process, so that nothing it does can stop, fill or end the rollout side.
 
 There is one process for all calls: a function may keep a client, a cache or a model. It is replaced when it dies, when
 a call does not return in time (Python cannot stop a thread), and when it uses too much memory.
@@ -51,7 +51,7 @@ _NOT_THE_USERS = ("site-packages", "/lib/python3", "/miles/")
 
 
 class RewardProcessDied(Exception):
-    """The process of the reward function ended during the call, or before it; the message says how.
+    """The process of the reward function ended during the call, or before it; the message states how.
 
     Attributes:
         only_call: Whether no other call can be to blame.

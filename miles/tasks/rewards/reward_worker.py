@@ -1,6 +1,6 @@
 """Run a user's reward function: ``python -m miles.tasks.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD FD``.
 
-It is two processes. The worker imports the function and answers calls, many at a time. The supervisor runs no user
+It is two processes. The worker imports the function and answers calls, many at once. The supervisor runs no user
 code: it ends the worker, and every process that the worker has started, when the rollout side is gone, when they use
 more memory than they may, or when the worker has lost the pipe of its calls or that of its replies, which user code can
 close. It reports how the worker ended by a pipe that user code never has.
@@ -91,7 +91,7 @@ class _Pipes:
             return False
 
     def are_open_in(self, worker: int) -> bool:
-        """Return whether the worker still has them, or is ending: its exit status then says how."""
+        """Return whether the worker still has them, or is ending: its exit status then states how."""
         try:
             return all(os.path.samestat(os.stat(f"/proc/{worker}/fd/{fd}"), pipe) for fd, pipe in self._of.items())
         except FileNotFoundError:

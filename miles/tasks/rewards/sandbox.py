@@ -1,4 +1,4 @@
-"""Run Python programs that a model wrote, each in processes of its own (``sandboxed.py``).
+"""Run Python programs that a model wrote, each in its own processes (``sandboxed.py``).
 
 With namespaces, a program has no network and sees no other processes. It sees an empty folder and, read-only, the
 interpreter, its packages and the system's libraries, with the sockets and FIFOs that may lie there, but no other files.
@@ -30,12 +30,12 @@ from miles.base.text import one_line
 from miles.tasks.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
 
 _START_SECONDS = 30.0  # of wall time, for the processes around the program
-_END_SECONDS = 5.0  # of wall time, in which they end what is left of it
-_slots = threading.BoundedSemaphore(MAX_CHILDREN)  # sandboxes at a time
+_END_SECONDS = 5.0  # of wall time, where they end what is left of it
+_slots = threading.BoundedSemaphore(MAX_CHILDREN)  # sandboxes at once
 
 
 class SandboxRefused(Exception):
-    """The kernel does not permit the namespaces; the message says which."""
+    """The kernel does not permit the namespaces; the message states which."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Limits:
         seconds: Processor time of its processes together; ``WALL_SECONDS`` times as many of wall time. N tests together
             may take N + ``WALL_SECONDS`` times as many of wall time.
         memory: Bytes, over all its processes, with their page tables and buffers; a quarter more in its folder.
-        processes: Processes and threads at a time.
+        processes: Processes and threads at once.
     """
 
     seconds: int = 4
@@ -94,7 +94,7 @@ def run_tests(
         program: The text of a Python program.
         tests: The tests. Statements (``code``) run in the program's own process, which could forge their success.
         limits: What each may use.
-        isolated: In namespaces of its own.
+        isolated: In its own namespaces.
         prelude: Import statements; their names are built-in names of the program.
         goes_on: Whether further tests are wanted after an outcome, that of the test at a place; if not, it is the last.
 

@@ -34,7 +34,7 @@ CHECK_SECONDS = 0.05  # between two looks at processes and memory
 OUTPUT = 1 << 20  # bytes that a program may write to a file, its output included
 FOLDER = "/sandbox"  # the program's own, in the new root
 FOLDER_BYTES, FOLDER_FILES = 64 << 20, 4096  # at most a quarter of the memory
-SHOWN = (  # of the system, in the new root; with what the interpreter needs beside
+SHOWN = (  # of the system, in the new root; with what the interpreter needs alongside
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"),
 )

@@ -112,7 +112,7 @@ async def _one_by_one(
 
 
 def _per_sample(samples: Sequence[Sample], results: Any, name: str) -> list[float | RewardError]:
-    """Return a float (a ``RewardSum`` as it is) for each finite number.
+    """Return a float (a ``RewardSum`` unchanged) for each finite number.
 
     Raises:
         TypeError: There is not one result per sample.

@@ -39,7 +39,7 @@ class CommonRewardFlags:
     )
     custom_reward_post_process_path: Optional[str] = flag(
         None,
-        "your function that makes advantages of rewards, in the place of the estimator's (docs/rewards.md)",
+        "your function that makes advantages of rewards, instead of the estimator's (docs/rewards.md)",
         needs="advantages",
     )
     reward_error: Optional[str] = flag(
@@ -156,7 +156,7 @@ def reward_weights(rm_type: str) -> dict[str, float]:
 
 
 def _named_rewards(rm_type: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each name of ``--rm-type``, and its weight as it is written."""
+    """Yield each name of ``--rm-type``, and its weight as written."""
     for word in rm_type.split(","):
         name, colon, weight = word.strip().partition(":")
         yield name, weight if colon else None

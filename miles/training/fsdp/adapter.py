@@ -1,7 +1,7 @@
 """A low-rank adapter on a Hugging Face model, by peft: its layers, its format on disk, and its sum with the weights.
 
-peft puts each chosen linear layer into one of its own: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``, beside
-``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.default.weight`` [out, rank].
+peft puts each chosen linear layer into one of its own: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``,
+alongside ``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.default.weight`` [out, rank].
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each weight of the model as it would be without peft, in ``dtype``; a tied head is the embedding.
 
-    A weight with an adapter is ``W + (alpha / rank) B A``, added in fp32. Every rank gathers one at a time. The buffers
+    A weight with an adapter is ``W + (alpha / rank) B A``, added in fp32. Every rank gathers one by one. The buffers
     that checkpoints have (the biases of experts) follow, in their own dtype: no gradient reaches them.
     """
     layers = adapted_layers(model)

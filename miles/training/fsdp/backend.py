@@ -171,7 +171,7 @@ class FsdpBackend:
         return in_chunks(weights)
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather one parameter at a time, in compute dtype; a tied head is the embedding, and yielded once."""
+        """Gather parameter by parameter, in compute dtype; a tied head is the embedding, and yielded once."""
         for name, weight in merged_weights(self.policy.module.language_model, self.compute_dtype):
             yield name, weight.cpu()
 
@@ -200,7 +200,7 @@ class FsdpBackend:
         assert self.reference is not None, "validate() demands a reference"
         reference = {name: _local(weight) for name, weight in _state(self.reference.module).items()}
         policy = {
-            # Weights that are updated are fp32, and gathered in compute dtype; buffers stay as they are.
+            # Weights that are updated are fp32, and gathered in compute dtype; buffers stay unchanged.
             name: _local(weight).to(self.compute_dtype) if isinstance(weight, nn.Parameter) else weight
             for name, weight in _state(self.policy.module).items()
         }

@@ -60,7 +60,7 @@ def as_on_disk(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``weights`` of ``model`` as ``save_pretrained`` would write them, in the same order.
 
-    One tensor of the model at a time becomes one or more on disk. If several become one, the model is converted as a
+    One tensor of the model at once becomes one or more on disk. If several become one, the model is converted as a
     whole, which takes the memory of all weights.
     """
     changes = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
@@ -208,7 +208,7 @@ def export_hf(
             setattr(config, HEADS_IN_CONFIG, 0)  # transformers leaves the heads of a checkpoint out
         config.save_pretrained(folder)
         if model.generation_config is not None:
-            # As it is: ``save_pretrained`` refuses some that ``from_pretrained`` reads.
+            # Unchanged: ``save_pretrained`` refuses some that ``from_pretrained`` reads.
             model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
         save_torch_state_dict(state, folder)
     dist.barrier()

@@ -26,7 +26,7 @@ from miles.training.packed_attention import PackedLayout, Rows
 def reset_states_between_samples(model: nn.Module) -> None:
     """Make every layer of ``model`` with recurrent state compute packed samples one by one, in place.
 
-    In transformers it is a module with a causal convolution of its own. One whose decoder layer does not hand keyword
+    In transformers it is a module with its own causal convolution. One whose decoder layer does not hand keyword
     arguments on to it (jamba, lfm2) is not told the layout, and the check at the start of a run refuses the model.
     """
     for module in model.modules():
@@ -39,7 +39,7 @@ def _by_sample(
 ) -> torch.Tensor:
     """Compute a layer on hidden states [1, T, hidden] of packed samples; same shape.
 
-    Rows of padded samples, and whatever comes without a layout, are computed as they are.
+    Rows of padded samples, and whatever comes without a layout, are computed unchanged.
     """
     if packed is None or packed.padded:
         return forward(*args, **given)
@@ -90,7 +90,7 @@ def _in_rows(
 ) -> tuple[Any, ...]:
     """Compute a layer on hidden states [1, T, hidden] of packed samples, or [rows, S, hidden] of padded ones.
 
-    What comes without a layout is computed as it is. The result is that of transformers' layer; the keys that a layer
+    What comes without a layout is computed unchanged. The result is that of transformers' layer; the keys that a layer
     chooses, which a later layer may reuse, are one tensor per group of rows.
     """
     if packed is None:

@@ -134,7 +134,7 @@ class ValueModel(ShardedModule[ValueScorer]):
         return None
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
+        """Return the value of the state where each token of ``micro.targets`` is chosen, fp32 [R]."""
         values: torch.Tensor = self.value_head(self.hidden_states(micro)[micro.logit_index])
         return values[:, 0]
 
@@ -225,8 +225,8 @@ def _compute_without_noise(model: nn.Module) -> None:
 
     The loss compares log-probs of this pass with those that the engine, the reference and the policy itself gave
     without noise, and a token that several samples share is computed once. transformers' layers copy the rates from
-    the configuration when they are built; it stays as it is, for the export. Types whose layers read it later are found
-    by packing_check.py.
+    the configuration when they are built; it stays unchanged, for the export. Types whose layers read it later are
+    found by packing_check.py.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,4 +1,4 @@
-"""Compare a model with transformers before it is trained: packed samples, padded samples, and each sample by itself.
+"""Compare a model with transformers before it is trained: packed samples, padded samples, and each sample on its own.
 
 A layer that ignores the bounds of samples carries its state into the next one, and nothing else notices: the loss is
 finite, and the gradient is that of another model. Types of models that a test compares are in
@@ -39,7 +39,7 @@ _GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once w
 def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
     """Refuse a model that is not trained, and one in a layout that may not suit its layers.
 
-    Validation does so, and pads by itself, if it can read the config; of a model on a hub it is known only here.
+    Validation does so, and pads on its own, if it can read the config; of a model on a hub it is known only here.
 
     Args:
         flag: The flag that names the model.
@@ -119,7 +119,7 @@ def compare_with_transformers(policy: Policy, name: str, parallel: ParallelArgum
 
 
 def own_log_probs(policy: Policy) -> torch.Tensor:
-    """Compute the tiny samples by transformers alone: its attention, its head, one at a time; float32 [R]."""
+    """Compute the tiny samples by transformers alone: its attention, its head, one by one; float32 [R]."""
     model = policy.language_model
     batch = _tiny_batch(model)
     model.set_attn_implementation("eager")

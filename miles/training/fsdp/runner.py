@@ -154,12 +154,12 @@ class RecordedExperts:
 
 
 class FsdpBaseModel(FsdpModel[Scorer]):
-    """The model under an adapter, which is left out: as a reference it needs no weights of its own."""
+    """The model under an adapter, which is left out: as a reference it needs no separate weights."""
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
     ) -> list[Result]:
-        """Run ``plans`` without the adapter, and with experts of its own choice."""
+        """Run ``plans`` without the adapter, and with its own experts choice."""
         own = replace(shard, batch=replace(shard.batch, experts=None))
         with without_adapter(self.module.language_model):
             return super().forward(own, plans, function)

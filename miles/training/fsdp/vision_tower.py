@@ -28,7 +28,7 @@ class VisionTower:
         self._known: WeakKeyDictionary[ImageTensors, list[torch.Tensor]] = WeakKeyDictionary()
 
     def freeze(self) -> None:
-        """Leave everything that encodes images as it is."""
+        """Leave everything that encodes images unchanged."""
         for name in self._family.encoders:
             getattr(self._body, name).requires_grad_(False)
 

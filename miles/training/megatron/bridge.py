@@ -102,7 +102,7 @@ def bridge_shape(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def check_provider(provider: Any, config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` naming what ``provider`` says of the model and our layers do not compute."""
+    """Raise ``ValueError`` naming what ``provider`` states of the model and our layers do not compute."""
     _check_kind(provider)
     _check_model(provider, config)
 
@@ -128,7 +128,7 @@ def _check_model(provider: Any, config: PretrainedConfig) -> None:
         ("position_embedding_type", lambda v: v == "rope", "positions are rotary"),
         ("rotary_percent", lambda v: v == share, f"its rope_parameters say that {share} of a head is rotated"),
         ("vocab_size", lambda v: v == vocabulary["vocab_size"], "the model's config has another one"),
-        ("share_embeddings_and_output_weights", lambda v: v == tied, "the model's config says otherwise"),
+        ("share_embeddings_and_output_weights", lambda v: v == tied, "the model's config states otherwise"),
         ("add_bias_linear", lambda v: not v, "only matrices without bias are computed"),
         ("hidden_dropout", lambda v: not v, "dropout is not computed"),
         ("attention_dropout", lambda v: not v, "dropout is not computed"),
@@ -160,7 +160,7 @@ def _refusal(name: str, value: Any, why: str) -> ValueError:
 # ``--megatron-to-hf-mode bridge``: names, shape and weights by Megatron-Bridge; layers and losses are miles' own.
 #
 # Megatron-Bridge has a mapping for each parameter: the Hugging Face tensors that it holds, and how they are cut over
-# ranks and gathered again. Here too, both directions process one parameter at a time. Megatron-Bridge logs and skips a
+# ranks and gathered again. Here too, both directions process parameter by parameter. Megatron-Bridge logs and skips a
 # parameter without a mapping and a mapping without a tensor. Here each of these is an error, and so is a tensor of the
 # checkpoint that no parameter reads.
 
@@ -213,7 +213,7 @@ class BridgeConverter:
             _Checkpoint(self._config, _Tensors(self._weights)),
             cpu=False,
             show_progress=False,
-            conversion_tasks=(_with_value(task, value, dtype) for task in tasks),  # one at a time
+            conversion_tasks=(_with_value(task, value, dtype) for task in tasks),  # one by one
             merge_adapter_weights=False,
         )
         head = bridge.mapping_registry().megatron_to_hf_lookup(HEAD).hf_param

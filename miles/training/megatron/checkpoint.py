@@ -1,6 +1,6 @@
 """Adam's state by model parameter, for all of Megatron's optimizers.
 
-Megatron keeps it in four forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy, with
+Megatron keeps it in four forms: for fp32 models alongside the parameter, for bf16 models alongside an fp32 copy, with
 ``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks, and with ``--optimizer-cpu-offload`` in such
 pieces in host memory. Here all of them look the same, so that a checkpoint written under one can be read under another.
 """
@@ -165,14 +165,14 @@ def _tracked(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
         yield from buffer.param_index_map
 
 
-# Writes Megatron's ``torch_dist`` format from the training processes themselves, one tensor at a time.
+# Writes Megatron's ``torch_dist`` format from the training processes themselves, tensor by tensor.
 #
 # Megatron's own strategy is made for saving in the background: it starts a server process on every rank, which a
 # killed
 # run leaves behind, and forks writers from a process that has threads. It also gathers what its ``sharded_state_dict``
 # describes: with a distributed optimizer every data-parallel rank (or the first) then holds whole fp32 weights and
-# moments beside its own state. Here each rank writes what it has, directly from the optimizer. A reader sees no
-# difference: the format lists the slices in which a tensor was written, and any number of slices is valid.
+# moments alongside its own state. Here each rank writes what it has, directly from the optimizer. A reader sees no
+# difference: the format lists the slices where a tensor was written, and any number of slices is valid.
 
 
 ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, number of the first element
@@ -266,7 +266,7 @@ class _OneByOne(StagingWriter):
         name = f"{plan.storage_data.prefix}0.distcp"
         written = []
         with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-            file: Any = stream  # torch says no more than that it is a file
+            file: Any = stream  # torch reports no more than that it is a file
             for item in plan.items:
                 start = file.tell()
                 torch.save(planner.resolve_data(item), file)
@@ -311,13 +311,13 @@ def _in_row(inner: tuple[int, ...], number: int, begin: int, end: int) -> Iterat
 #
 # Tensors have Megatron's names (``optimizer.state.exp_avg.…`` for Adam's), without rank numbers: each rank describes
 # the parts that it holds. Weights are the fp32 ones that the optimizer updates. Saving copies one tensor at a
-# time to the CPU, loading reads ``BUCKET_BYTES`` at a time.
+# time to the CPU, loading reads ``BUCKET_BYTES`` at once.
 
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 KINDS = (MASTER, *MOMENTS)
 OF_OPTIMIZER = "optimizer.state."  # where names of the moments begin
-BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a larger tensor is read by itself
+BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a larger tensor is read on its own
 
 
 def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:

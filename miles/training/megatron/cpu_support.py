@@ -1,6 +1,6 @@
 """Lets megatron-core run on CPU over gloo: call ``support_cpu`` once in a trainer process on CPU.
 
-Megatron writes CUDA when it means "this rank's device". Each function below says which calls it replaces; all can be
+Megatron writes CUDA when it means "this rank's device". Each function below states which calls it replaces; all can be
 deleted once Megatron asks ``torch.accelerator`` or the tensor instead. Nothing here changes a result.
 """
 
@@ -103,7 +103,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _import_uncompiled() -> None:
-    """Import Megatron with its small functions as they are written.
+    """Import Megatron with its small functions as written.
 
     They are marked for ``torch.compile``, which imports its compiler for GPU kernels at the first mark: 1 s of
     processor time in every rank. Functions marked later follow the choice that ``megatron.core.jit`` makes here.

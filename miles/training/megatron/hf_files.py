@@ -142,7 +142,7 @@ def export_hf(
             if value or hasattr(config, name):
                 setattr(config, name, value)
         config.save_pretrained(folder)
-        if generation_config is not None:  # as it is: transformers would not save every one that it reads
+        if generation_config is not None:  # unchanged: transformers would not save every one that it reads
             (folder / GENERATION_CONFIG).write_text(generation_config)
         _write_weights(folder, weights)
     else:

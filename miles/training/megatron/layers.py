@@ -1,4 +1,4 @@
-"""Norms: torch's, because Megatron's wrapper of them refuses sequence parallel, which needs nothing but a mark."""
+"""Norms: torch's, because Megatron's wrapper of them refuses sequence parallel, which needs only a mark."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LayerNorm(torch.nn.LayerNorm):
 # Rotary position embedding: frequencies as transformers computes them, angles of each token's own position.
 
 
-# Kinds whose frequencies depend on nothing but the config. Cosine and sine are scaled by yarn only, which only latent
+# Kinds whose frequencies depend on only the config. Cosine and sine are scaled by yarn only, which only latent
 # attention has (latent_attention.py, yarn_factors).
 FIXED_KINDS = ("linear", "llama3")
 OF_LATENT_ATTENTION = ("yarn",)
@@ -215,7 +215,7 @@ class LatentAttention(MegatronModule):
 
         Args:
             hidden_states: [s, B, hidden], with sequence parallel the rank's part of the S tokens.
-            attention_mask: Not read; the layout says what each token sees.
+            attention_mask: Not read; the layout states what each token sees.
             rotary_pos_emb: The angles [S, 1, 1, rotated width], each twice.
             packed_seq_params: The layout.
         """
@@ -282,7 +282,7 @@ def _norm(config: TransformerConfig) -> type:
 
 
 def decoder_spec(config: TransformerConfig, pp_rank: int, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says.
+    """Return the layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` states.
 
     ``chunk`` is the number of its part of an interleaved pipeline, else None.
     """

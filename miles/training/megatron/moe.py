@@ -30,7 +30,7 @@ from miles.types.metrics import Metric
 from miles.types.replay import UNKNOWN
 from miles.types.train_batch import MicroBatch, TrainShard
 
-# Losses that are computed inside the model, beside the policy loss: the routers' (router.py) and MTP's (mtp.py).
+# Losses that are computed inside the model, alongside the policy loss: the routers' (router.py) and MTP's (mtp.py).
 #
 # They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
 # gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;
@@ -205,7 +205,7 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router, with these losses attached to its probabilities in place of Megatron's own."""
+    """Megatron's router, with these losses attached to its probabilities instead of Megatron's own."""
 
     tokens: RoutedTokens | None = None  # set by the layer before every pass
 

@@ -60,7 +60,7 @@ class MegatronOptimizer(ScheduledOptimizer):
         return float(self.adam.get_grad_norm())
 
     def _clip_and_update(self, norm: float) -> None:
-        updated, _norm, _zeros = self.adam.step()  # clips by itself
+        updated, _norm, _zeros = self.adam.step()  # clips on its own
         assert updated, "only a loss scaler, which fp16 has, refuses an update"
 
     def _clear(self) -> None:
@@ -73,7 +73,7 @@ class MegatronOptimizer(ScheduledOptimizer):
 #
 # Megatron's parameters, gradients and fp32 copies are views of a few large buffers, and several objects have views of
 # the
-# same buffer. So storages are emptied and filled again: every view stays as it is, on CPU as on a GPU.
+# same buffer. So storages are emptied and filled again: every view stays unchanged, on CPU as on a GPU.
 
 
 class HostCopies:
@@ -87,7 +87,7 @@ class HostCopies:
         """Copy the storages of ``tensors`` and empty them.
 
         Args:
-            tensors: Those on other devices stay as they are. Several may share a storage.
+            tensors: Those on other devices stay unchanged. Several may share a storage.
             zeros: Those whose storages hold zeros, which are not copied: one pass over them checks it.
             device: The device whose memory is freed.
         """

@@ -62,7 +62,7 @@ def vocab_parallel_log_probs(
         targets: int64 [R], token ids.
         first_token: The token of the first row of ``weight``.
         temperature: Logits are divided by it, unless it is 0.
-        chunk_size: Positions computed at a time; all if 0.
+        chunk_size: Positions computed at once; all if 0.
         group: The tensor-parallel ranks.
         with_entropy: Whether to return the entropy.
         fp32: Whether the logits are computed in fp32 under a body in bf16.
@@ -186,7 +186,7 @@ def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor
 class PolicyModel(GPTModel):
     """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``scorer``.
 
-    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time. In an
+    The head is not part of ``forward``: only response positions need it, and a chunk of them at once. In an
     interleaved pipeline a rank has several ``chunks``, in order; the last of them stands for the rank.
     """
 
@@ -405,7 +405,7 @@ class ValueStage(PolicyModel):
         return partial(self.values, hidden_states, micro)
 
     def values(self, hidden_states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
+        """Return the value of the state where each token of ``micro.targets`` is chosen, fp32 [R]."""
         assert self.value_head is not None, "the head is on the last stage"
         whole = hidden_states
         if self.config.sequence_parallel:

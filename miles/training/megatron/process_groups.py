@@ -43,7 +43,7 @@ class Ranks:
 
 
 def initialize_process_groups(dims: ParallelDims, seed: int) -> Ranks:
-    """Divide the ranks of the default process group as ``dims`` says, and seed Megatron's random states.
+    """Divide the ranks of the default process group as ``dims`` states, and seed Megatron's random states.
 
     Collective. Megatron's groups are created once per process; another call returns the same ones.
     """

@@ -103,7 +103,7 @@ class RehearsedMegatron(MegatronBackend):
             yield from self.following.exact.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the fp32 buffers in which gradients are accumulated."""
+        """Yield the fp32 buffers where gradients are accumulated."""
         for wrapper in (wrapper for model in self._trained() for wrapper in model.distributed):
             yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 

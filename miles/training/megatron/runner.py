@@ -197,7 +197,7 @@ class MegatronModel(Generic[Scorer]):
         auxiliary: AuxiliaryStep | None,
         kept_before: Collection[int],
     ) -> Iterator[tuple[MicroBatch, PackedTokens]]:
-        """Yield one micro-batch at a time, when the schedule asks for it."""
+        """Yield micro-batch by micro-batch, when the schedule asks for it."""
         config = self.stage.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         heads = auxiliary.sizes.mtp_heads if auxiliary is not None else 0
@@ -229,7 +229,7 @@ class MegatronModel(Generic[Scorer]):
     ) -> MicroBatchExperts | None:
         """Return the experts for the micro-batch's routers, or an object that keeps their choice; None for neither.
 
-        ``is_known`` says that an earlier pass has kept them. A micro-batch has the same layout in every pass. Its
+        ``is_known`` states that an earlier pass has kept them. A micro-batch has the same layout in every pass. Its
         experts are removed when its plan is no longer used.
         """
         if self.replays_experts and micro.experts is not None:
@@ -248,7 +248,7 @@ class MegatronModel(Generic[Scorer]):
 
 
 class MegatronBaseModel(MegatronModel[Scorer]):
-    """The model under an adapter, which is left out: as a reference it needs no weights of its own."""
+    """The model under an adapter, which is left out: as a reference it needs no separate weights."""
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]

@@ -26,7 +26,7 @@ from miles.training.megatron.process_groups import Ranks
 # Moves weights between Hugging Face checkpoints and Megatron's parameters on this rank.
 #
 # ``build_converter`` returns the one that ``--megatron-to-hf-mode`` names: miles' own (raw, in this file), or one by
-# Megatron-Bridge (bridge.py). Both directions process one parameter at a time: no rank ever holds more of the model
+# Megatron-Bridge (bridge.py). Both directions process parameter by parameter: no rank ever holds more of the model
 # than
 # its own part and one whole tensor.
 
@@ -144,7 +144,7 @@ class RawConverter:
         """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once.
 
         ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
-        Buffers (the biases of experts) are exported as they are.
+        Buffers (the biases of experts) are exported unchanged.
         """
         local = self._local(model)
         for name, location in self._whole_model(local).items():

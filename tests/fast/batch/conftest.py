@@ -1,4 +1,4 @@
-"""A step from nothing but lengths; every number in it differs, so that a mix-up shows."""
+"""A step from only lengths; every number in it differs, so that a mix-up shows."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, mak
     tried = benchmark("levers_tried")
     assert tried.passes([1, 2, 3, 4, 5, 6], 2) == 4  # no pair of tokens occurred before
     assert tried.passes([1, 2, 3, 4, 1, 2, 3, 4, 9], 6) == 1  # 3 and 4 are kept, and 9 is drawn
-    assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn in place of 7
+    assert tried.passes([1, 2, 3, 7, 1, 2, 3, 4, 9], 6) == 2  # 3 is kept, 4 is drawn instead of 7
     assert 1 <= tried.tokens_per_pass(make_bench("float32")) <= 1 + tried.DRAFTS
     whole, cut = tried.micro_batch_tokens(make_bench("float32"))
     assert whole < cut

@@ -1,4 +1,4 @@
-"""Each flag of the tables is judged as its row says: refused with what to do, unless it asks for nothing."""
+"""Each flag of the tables is judged as its row states: refused with what to do, unless it asks for nothing."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.fast.config.test_needs import QWEN3
 
 REFUSED = [row for row in FOREIGN_FLAGS.values() if row.heading is None]
 VALUES = {"switch": [], "value": ["7"], "list": ["7", "8"]}
-# A run in which no condition holds that makes a refused flag idle, apart from two that exclude each other.
+# A run where no condition holds that makes a refused flag idle, apart from two that exclude each other.
 NOTHING_HOLDS = (
     "--train-backend megatron --actor-num-gpus-per-node 2 --load empty --weight-decay 0.1 --async-steps 1 "
     "--rollout-engine sglang --pause-generation-mode in_place --opd-log-prob-top-k 4"
@@ -45,7 +45,7 @@ def test_the_value_that_asks_for_nothing_is_noted(accepted, flags):
     assert any(note.written == flags for note in accepted(flags).accepted)
 
 
-# In the order of the conditions: a command in which each makes its flag idle.
+# In the order of the conditions: a command where each makes its flag idle.
 IDLE = {
     "has_tool_calls": "--generate-multi-samples --environment tool_calls:call=json.loads --apply-chat-template "
     "--rollout-max-context-len 99",

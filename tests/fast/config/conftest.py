@@ -22,7 +22,7 @@ MINIMAL = {
 
 
 def minimal(flags: str = "", without: str = "") -> list[str]:
-    """The words of the smallest command, less the flags ``without``, with ``flags`` added."""
+    """The words of the smallest command, minus the flags ``without``, with ``flags`` added."""
     kept = {name: value for name, value in MINIMAL.items() if name not in without.split()}
     return [*(word for pair in kept.items() for word in pair), *flags.split()]
 

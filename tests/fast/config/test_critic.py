@@ -17,7 +17,7 @@ REFUSED = [
     (f"{PPO} --kl-coef=-1", "at least 0"),
     (
         f"{PPO} --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
-        "--kl-coef 0.1: beside --kl-loss-coef 0.1 counts the KL twice",
+        "--kl-coef 0.1: alongside --kl-loss-coef 0.1 counts the KL twice",
     ),
     (f"{PPO} --use-opsm", "--use-opsm: drops sequences"),
     (f"{PPO} --critic-lr 0", "above 0"),

@@ -1,4 +1,4 @@
-"""What --explain says is true of the run."""
+"""What --explain states is true of the run."""
 
 from fractions import Fraction
 
@@ -88,7 +88,7 @@ def test_what_is_left_to_your_loss_is_not_said_to_be_added(validated):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "A = mine:f(...) in the place of --advantage-estimator grpo"),
+        ("", "A = mine:f(...) instead of --advantage-estimator grpo"),
         ("--advantage-estimator ppo", "reward, or its difference from a mean, is what mine:f(...) says"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run on CPU takes of a host: threads, sequences at a time and memory, on hosts of several sizes."""
+"""What a run on CPU takes of a host: threads, sequences at once and memory, on hosts of several sizes."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_a_given_batch_stays(host, judged):
     host(1)
     settings = judged("--torch-engine-max-batch-size 300").settings
     assert settings.rollout.torch_engine_max_batch_size == 300
-    assert "300 sequences at a time, up to 33 of 1.0 GiB (3281.2%)" in host_line(settings)
+    assert "300 sequences at once, up to 33 of 1.0 GiB (3281.2%)" in host_line(settings)
 
 
 def test_the_model_bounds_the_length(host, judged):

@@ -40,7 +40,7 @@ def keep(args, samples):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder with a tokenizer, functions and rows, in which commands run."""
+    """Return a folder with a tokenizer, functions and rows, where commands run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -163,7 +163,9 @@ def test_a_plan_lists_what_is_not_here_and_checks_the_rest(folder):
     assert found.unchecked == [
         "--prompt-data absent.jsonl: no such file; check the path, which is relative to the folder the run starts in"
     ]
-    assert explain_inputs(settings, found)[-1].startswith("not checked, as it is not on this machine: --prompt-data ")
+    assert explain_inputs(settings, found)[-1].startswith(
+        "not checked, because it is not on this machine: --prompt-data "
+    )
     with pytest.raises(FlagError, match="--prompt-data absent.jsonl: no such file"):
         check_inputs(settings, starts=True)
     absent = "--hf-checkpoint some/model"

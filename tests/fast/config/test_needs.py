@@ -269,7 +269,7 @@ def test_no_secret_is_shown(accepted, flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--train-backend fsdp --moe-aux-loss-coeff 0.1",  # a loss of its own
+        "--train-backend fsdp --moe-aux-loss-coeff 0.1",  # its own loss
         "--train-backend fsdp --fp8-format e4m3",
         "--rollout-engine torch --sglang-context-length 4096",  # cuts answers
         "--rollout-engine torch --sglang-kv-cache-dtype fp8_e4m3",
@@ -312,7 +312,9 @@ def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepte
             assert any("--megatron-to-hf-mode bridge" in note.written for note in validated.accepted)
         else:
             found = refusals(f"{flags} {further}", without="--hf-checkpoint")
-            assert any("megatron-bridge, which is not installed" in message for message in found), "it is left as it is"
+            assert any("megatron-bridge, which is not installed" in message for message in found), (
+                "it is left unchanged"
+            )
     monkeypatch.setattr(normalize, "lacks_bridge", lambda: True)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mistral"}))
     found = refusals(flags, without="--hf-checkpoint")

@@ -140,7 +140,7 @@ WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with t
         ),
         (dict(model_type="gemma2", attn_logit_softcapping=50.0), "the config of a gemma2 sets attn_logit_softcapping"),
         (dict(model_type="cohere", logit_scale=0.0625), "the config of a cohere sets logit_scale, which"),
-        (dict(model_type="gptj"), "a gptj computes its attention by itself"),
+        (dict(model_type="gptj"), "a gptj computes its attention on its own"),
         (dict(model_type="whisper"), "a whisper has an encoder and a decoder"),
         (dict(model_type="qwen3", is_causal=False), "the tokens of a qwen3 with this config see those after them"),
         (dict(model_type="gemma3_text", use_bidirectional_attention=True), "the tokens of a gemma3_text with this"),

@@ -59,7 +59,7 @@ MODES = [
     (
         "--max-prompt-pass-rate 0.9 --rm-type format:1,length:0.1",
         "--rm-type",
-        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:0.1 says whether",
+        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:0.1 states whether",
     ),
     ("--over-sampling-batch-size 4 --dynamic-sampling-filter-path a:b", "", "at least --rollout-batch-size 8"),
     ("--partial-rollout", "", "--partial-rollout: has no prompts to spare"),
@@ -109,10 +109,13 @@ def test_old_samples_without_a_correction_are_noted(validated):
     [
         (
             "--rollout-top-p 0.9",
-            "--rollout-top-p 0.9: SGLang says which .* most --sglang-sampling-mask",
+            "--rollout-top-p 0.9: SGLang reports which .* most --sglang-sampling-mask",
         ),
-        ("--rollout-min-p 0.1", "--rollout-min-p 0.1: SGLang says .*give --rollout-top-k 1024, .*--no-support-replay"),
-        ("--rollout-top-p 0.9 --rollout-top-k 5000", "--rollout-top-k 5000: SGLang says .* 4096;"),
+        (
+            "--rollout-min-p 0.1",
+            "--rollout-min-p 0.1: SGLang reports .*give --rollout-top-k 1024, .*--no-support-replay",
+        ),
+        ("--rollout-top-p 0.9 --rollout-top-k 5000", "--rollout-top-k 5000: SGLang reports .* 4096;"),
         (
             "--rollout-top-k 99 --sglang-sampling-mask-max-tokens 64",
             "--rollout-top-k 99: .* 64; give",

@@ -89,7 +89,7 @@ def test_a_choice_is_meant_by_its_part_or_with_a_typing_error(value, expected):
 
 
 def test_what_was_meant_is_what_the_other_flags_are_checked_with(refusals):
-    """Without it, each flag of fine-tuning would be refused beside the policy loss, which is the default."""
+    """Without it, each flag of fine-tuning would be refused alongside the policy loss, which is the default."""
     messages = refusals(
         "--loss-type sft --prompt-data rows.jsonl --debug-train-only --disable-compute-advantages-and-returns",
         without="--prompt-data --rm-type --n-samples-per-prompt --rollout-max-response-len",

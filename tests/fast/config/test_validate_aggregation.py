@@ -104,7 +104,7 @@ def test_refused_in_one_sentence(validated, flags, sentence):
 
 
 SAMPLE_MEAN_ASKED_FOR = [
-    ("--loss-agg-mode token-mean", "token-mean: names the aggregation twice, beside --loss-aggregation sample_mean"),
+    ("--loss-agg-mode token-mean", "token-mean: names the aggregation twice, alongside --loss-aggregation sample_mean"),
     ("--pg-loss-divisor 5", "contradicts --loss-aggregation sample_mean"),
 ]
 
@@ -170,7 +170,7 @@ def test_a_sample_mean_that_was_asked_for_becomes_token_mean_too(mode):
     ],
 )
 def test_of_one_flag_given_twice_the_last_counts(first, last):
-    """And a note says so; the same value twice is nothing to say."""
+    """And a note reports it; the same value twice is nothing to say."""
     alone, both = (judge(read_command(minimal(flags))) for flags in (last, f"{first} {last}"))
     assert both.settings == alone.settings
     assert [note.written for note in both.accepted if "given twice" in note.why] == [first.replace("=", " ")]
@@ -222,7 +222,7 @@ def test_prompt_mean_takes_steps_of_whole_groups(validated, size):
     assert settings.steps_per_iteration == 32 // size
 
 
-@pytest.mark.parametrize("beside", ["", "--loss-aggregation constant"])
+@pytest.mark.parametrize("alongside", ["", "--loss-aggregation constant"])
 def test_pg_loss_divisor_is_constant(validated, beside):
     result = validated(f"--pg-loss-divisor 12 {beside}")
     expected = validated("--loss-aggregation constant --loss-aggregation-divisor 12").settings

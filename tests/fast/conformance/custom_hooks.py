@@ -26,7 +26,7 @@ ppo_losses.zero_advantage_has_gradient = False
 
 
 def gspo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
-    """Use the ratio of whole sequences with its full gradient, in which every token depends on every other."""
+    """Use the ratio of whole sequences with its full gradient, where every token depends on every other."""
     losses = []
     for log_ratio, mask, advantages in zip(
         (inputs.log_probs - inputs.old_log_probs).split(inputs.response_lengths),

@@ -104,7 +104,7 @@ def _whole(of_ranks: list[Parts]) -> Parts:
 
 @contextmanager
 def noted_canary() -> Iterator[list[str]]:
-    """Yield a list for what the canary says in the block, which it does not end."""
+    """Yield a list for what the canary reports in the block, which it does not end."""
     said: list[str] = []
 
     def note(*given: Any) -> None:

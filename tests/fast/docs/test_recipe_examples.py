@@ -27,7 +27,7 @@ case "$1" in
     *judge.py) echo http://127.0.0.1:9/v1 ;;
 esac
 """
-# The same, and it says what else it would run; with FAILS it fails to fine-tune.
+# The same, and it states what else it would run; with FAILS it fails to fine-tune.
 CALLS = """#!/bin/sh
 case "$*" in
     *judge.py) echo http://127.0.0.1:9/v1 ;;

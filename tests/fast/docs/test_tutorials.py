@@ -1,6 +1,6 @@
 """The tutorials do what they say: their files, commands and outputs are taken from the pages and run in order.
 
-``TUTORIALS=whole`` runs the commands as they are written, with the quickstart's model. By default
+``TUTORIALS=whole`` runs the commands as written, with the quickstart's model. By default
 a random model with two layers takes the place of the quickstart's model, and runs have fewer iterations.
 """
 

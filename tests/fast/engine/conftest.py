@@ -32,7 +32,7 @@ class Started:
 
 
 class Running:
-    """The server, and one engine at a time that uses it, on this object's event loop."""
+    """The server, and one engine at once that uses it, on this object's event loop."""
 
     def __init__(self, address, model, folder):
         self.loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Compare the decode attention of CPU servers with one sequence at a time in float64."""
+"""Compare the decode attention of CPU servers with one sequence at once in float64."""
 
 import pytest
 import torch

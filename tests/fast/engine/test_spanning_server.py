@@ -85,7 +85,7 @@ def test_only_processes_of_several_nodes_meet_at_an_address(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_it_generates_and_takes_weights_as_the_model_does(tiny_model, tmp_path):
-    """Two processes with a device each, in the place of two nodes: tensor parallelism and a broadcast across them."""
+    """Two processes with a device each, instead of two nodes: tensor parallelism and a broadcast across them."""
     parts = []
     for node in range(2):
         spec = ServerSpec(tiny_model, "float32", "cpu", 2, seed=0, flags=SMALL, keys=KEYS, nodes=2, node=node)

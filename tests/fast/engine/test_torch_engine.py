@@ -193,7 +193,7 @@ async def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(l
     monkeypatch.setattr(engine._runner, "prefill", lambda p, *a, **k: prefilled.extend(p) or prefill(p, *a, **k))
     await responses(engine, requests(SamplingParams(5)))
     assert max(rows) == 6
-    # Two groups of three fit at a time, so no group is split.
+    # Two groups of three fit at once, so no group is split.
     assert sorted(prefilled) == sorted(PROMPTS)
 
 

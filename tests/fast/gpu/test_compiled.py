@@ -12,7 +12,7 @@ from tests.gpu.tiny_families import write_family
 
 REPO = Path(__file__).resolve().parents[3]
 FLAGS = "--device cpu --backend megatron --micro-tokens 64 --micro-batches 1 --sample-tokens 32 --warm-up 0 --steps 1"
-# On CPU the backend imports Megatron with this function in the place of torch.compile.
+# On CPU the backend imports Megatron with this function instead of torch.compile.
 RAISING = """
 import sys
 from miles.training.megatron import cpu_support

@@ -22,7 +22,7 @@ SHORT = (9,)
 
 
 class WithoutExperts(TorchEngine):
-    """Leaves the experts as they are in an update, as SGLang does if it does not know their names."""
+    """Leaves the experts unchanged in an update, as SGLang does if it does not know their names."""
 
     async def update_weights(self, chunks, version):
         kept = [{n: t for n, t in chunk.tensors.items() if ".experts." not in n} for chunk in chunks]

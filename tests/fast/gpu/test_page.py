@@ -61,7 +61,7 @@ def test_no_part_starts_when_the_time_is_used_up(tmp_path):
     assert status == 1 and "no time is left of BUDGET=1" in (tmp_path / "parts.tsv").read_text()
 
 
-# In the place of the program that runs a part: notes the limit, and makes the folder of checkpoints.
+# Instead of the program that runs a part: notes the limit, and makes the folder of checkpoints.
 TIMEOUT = """#!/usr/bin/env bash
 echo "$3" >> "$LIMITS"
 while [ $# -gt 0 ]; do [ "$1" != --save ] || mkdir -p "$2"; shift; done

@@ -86,7 +86,7 @@ def test_ratios_name_the_part_that_lacks(tmp_path):
     fused = cells(lines, "Megatron with its fused SwiGLU against without")[1]
     assert fused == "not measured: no result of step-megatron-fused"
     assert cells(lines, "FSDP against Megatron")[1] == "not measured: no result of step-fsdp"
-    graphs = "engine with CUDA graphs against without, responses at a time: ratio"
+    graphs = "engine with CUDA graphs against without, responses at once: ratio"
     assert cells(lines, graphs)[1] == "not measured: no result of server-speed"
     write(tmp_path, "server-speed", SERVER)
     assert cells(list(page.ratios(tmp_path)), graphs)[1] == "1: 3.00 (300 tokens/s), 64: 1.50 (9000 tokens/s)"

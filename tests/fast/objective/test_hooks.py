@@ -274,7 +274,7 @@ def test_importance_weights_are_what_the_function_returns(make_micro, hook):
 
 
 @pytest.mark.parametrize(
-    ("name", "has_gradient"), [("reinforce", False), ("silent", True)], ids=["says no", "says nothing"]
+    ("name", "has_gradient"), [("reinforce", False), ("silent", True)], ids=["says no", "states nothing"]
 )
 def test_nothing_is_skipped_until_a_function_says_no(hook, name, has_gradient):
     for loss in (
@@ -366,7 +366,7 @@ def test_a_hook_that_contradicts_the_objective_is_refused(flags, message):
     ],
 )
 def test_explain_names_the_function_without_importing_it(flags, said):
-    """Also beside the term, in the place of the file of a built-in part."""
+    """Also alongside the term, instead of the file of a built-in part."""
     words = re.sub(r"\s+", " ", explain(validate(parse(f"{COMMAND} {flags}".split()))))
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), words)
 

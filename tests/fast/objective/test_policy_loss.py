@@ -238,7 +238,7 @@ def test_estimates_by_token_give_every_sample_a_gradient(estimator):
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "alongside",
     [
         dict(entropy_coef=0.1),
         dict(entropy_coef=-0.1),

@@ -83,7 +83,7 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
 
 @given(st.lists(st.floats(0, 12), max_size=30), st.floats(0.01, 1.0))
 def test_the_most_uncertain_tokens_are_kept(entropies, fraction):
-    """As many as the fraction says, up to the interpolation between two tokens and equal entropies."""
+    """As many as the fraction states, up to the interpolation between two tokens and equal entropies."""
     kept = top_entropy_tokens(np.array(entropies), fraction)
     least = int(fraction * len(entropies))
     assert len(kept) == len(entropies) and sum(kept) >= min(least, len(entropies))

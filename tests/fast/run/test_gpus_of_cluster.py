@@ -1,4 +1,4 @@
-"""A cluster is asked for its GPUs by a process of its own, with real clusters of simulated GPUs."""
+"""A cluster is asked for its GPUs by a separate process, with real clusters of simulated GPUs."""
 
 from __future__ import annotations
 

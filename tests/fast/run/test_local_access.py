@@ -15,7 +15,7 @@ from miles.run.train_actor import TrainActor, _environment
 
 @pytest.fixture
 def token(tmp_path, monkeypatch):
-    """Return the path of Ray's token in a home folder of its own, under a umask that forbids nothing."""
+    """Return the path of Ray's token in a separate home folder, under a umask that forbids nothing."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)

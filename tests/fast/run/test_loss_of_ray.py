@@ -1,4 +1,4 @@
-"""What a launcher says and how it ends when its Ray is gone. Starts no Ray."""
+"""What a launcher reports and how it ends when its Ray is gone. Starts no Ray."""
 
 import os
 import queue
@@ -192,7 +192,7 @@ def test_a_worker_that_died_by_itself_leaves_later_signals_to_the_run():
     assert files.kept == ["logs"]
 
 
-@pytest.mark.parametrize("error", [OSError("a failure of its own"), ActorLost(None, "trainer rank 0 died")], ids=repr)
+@pytest.mark.parametrize("error", [OSError("its own failure"), ActorLost(None, "trainer rank 0 died")], ids=repr)
 def test_the_logs_of_a_failure_are_kept(error):
     stop, files = StopRequests(60.0), Files()
     with stop.listening(), pytest.raises(type(error)), keeping_logs(files, stop):

@@ -19,7 +19,7 @@ from miles.run.stop_requests import STOPS
 SHARED_MEMORY = Path("/dev/shm")
 
 # A launcher with a guard and three processes of its run. Two hide: they have an empty environment, as after a change of
-# the title, and one of them has lost its parent and is in a session of its own.
+# the title, and one of them has lost its parent and is in a separate session.
 LAUNCHER = """
 import psutil, subprocess, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""State that a trainer rank saves and restores beside its backend, and when the reference follows the policy."""
+"""State that a trainer rank saves and restores alongside its backend, and when the reference follows the policy."""
 
 import json
 from dataclasses import replace

@@ -16,7 +16,7 @@ IMPORTED = (ROOT, SUPPORT, FAST / "conformance")  # besides the folder of the sc
 
 
 def cpu_environment() -> dict[str, str]:
-    """The environment of a script: one thread per rank, no GPU, and the modules beside the tests."""
+    """The environment of a script: one thread per rank, no GPU, and the modules alongside the tests."""
     path = [*map(str, IMPORTED), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "OMP_NUM_THREADS": "1",

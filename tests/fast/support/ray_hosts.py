@@ -1,4 +1,4 @@
-"""A Ray cluster of several hosts, each as ``ray start`` makes it, with an address of its own on this machine."""
+"""A Ray cluster of several hosts, each as ``ray start`` makes it, with its own address on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of tiny models by their type, beside ``tiny_llama.SHAPE``: all that are compared with transformers.
+"""Configurations of tiny models by their type, alongside ``tiny_llama.SHAPE``: all that are compared with transformers.
 
 ``tiny_config`` makes one of every type that transformers has as a causal language model.
 """
@@ -211,7 +211,7 @@ def tiny_config(kind: str) -> PretrainedConfig:
 
 
 def tiny_model(config: PretrainedConfig) -> Any:
-    """Return a model in which biases, norms and sinks are random too."""
+    """Return a model where biases, norms and sinks are random too."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -132,14 +132,14 @@ def attention_error(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def adam_error(lr: float, steps: int, gradient_error: float = 100 * RELATIVE_ERROR) -> float:
-    """Return the largest absolute error of a weight after ``steps`` of Adam, beside ``FEW_ROUNDINGS`` of the weight.
+    """Return the largest absolute error of a weight after ``steps`` of Adam, alongside ``FEW_ROUNDINGS`` of the weight.
 
     Adam divides the mean gradient by the root of the mean square, so a step has the size ``lr`` however small the
     gradient is, and a relative error of the gradient is one of the step. Steps add up.
 
     Args:
         lr: The learning rate.
-        steps: Steps in which gradients had an error.
+        steps: Steps where gradients had an error.
         gradient_error: Relative error of one element of the gradient; with a large epsilon, its absolute error over
             that. By default of gradients that were summed in another order: their error is relative to the typical
             element. The smallest of 10^4 root mean squares over two steps or more is a hundredth of the typical one.
@@ -166,7 +166,7 @@ def log_prob_error(model: Any, sequences: Iterable[Sequence[int]], temperature: 
 
     Args:
         model: A transformers model of random weights, as its configuration draws them.
-        sequences: The token ids of whole sequences, each read by itself.
+        sequences: The token ids of whole sequences, each read on its own.
         temperature: Divides the logits; 0 counts as 1, as for greedy responses.
     """
     longest, typical = 0, 0.0

@@ -152,7 +152,7 @@ def test_a_checkpoint_under_the_name_of_a_later_one_is_a_fault(saved):
     later = saved.rename(saved.with_name("iter_0000009"))
     fault = "state.json is of 4 iterations, and the name of the folder says 9"
     assert fault_of(later) == fault
-    assert check_checkpoint(later.rename(later.with_name("best"))) is not None  # another name says nothing
+    assert check_checkpoint(later.rename(later.with_name("best"))) is not None  # another name states nothing
 
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path):
@@ -175,7 +175,7 @@ def with_reference(tmp_path):
 
 
 def test_a_reference_is_checked_against_the_manifest_around_it(with_reference, tmp_path):
-    """It has no manifest, random state or state of a run of its own, and can be given as ``--ref-load``."""
+    """It has no manifest, random state or state of its own run, and can be given as ``--ref-load``."""
     reference = with_reference / "reference"
     assert at(reference) == reference
     cost = check_weights(reference)
@@ -265,7 +265,7 @@ def test_a_rank_that_cannot_read_does_not_call_it_another_model(saved):
 
 
 def test_a_hostile_object_among_the_tensors_is_refused_and_runs_nothing(tmp_path):
-    """The index of such a checkpoint is harmless: it says that a value is an object, which torch unpickles."""
+    """The index of such a checkpoint is harmless: it states that a value is an object, which torch unpickles."""
     marker = tmp_path / "it ran"
     with one_rank():
         dcp.save({"lr": Hostile(marker)}, checkpoint_id=tmp_path / "saved")

@@ -93,7 +93,7 @@ def test_a_part_that_is_wrong_is_named_or_restored(kind, wrong):
         stream, _ = kind()
         try:
             stream.restore(damaged)
-        except ValueError:  # of other sets, another seed, …, in a sentence of its own
+        except ValueError:  # of other sets, another seed, …, in its own sentence
             continue
         stream.draw(4)
     assert refused > 3

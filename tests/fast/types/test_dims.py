@@ -121,4 +121,4 @@ def test_all_sizes_that_do_not_fit_are_named_at_once() -> None:
     ]
     with pytest.raises(FlagError) as error:
         ParallelDims(8, tensor_model_parallel_size=3, context_parallel_size=3)
-    assert len(error.value.messages) == 1, "what depends on the tensor-parallel size is not reported beside it"
+    assert len(error.value.messages) == 1, "what depends on the tensor-parallel size is not reported alongside it"

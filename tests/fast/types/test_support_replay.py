@@ -124,7 +124,7 @@ def test_without_replay_every_ratio_is_the_mass_that_was_kept(folder, policy, gi
 
 
 def test_the_first_step_has_ratios_of_one_and_a_gradient_within_the_support(folder, policy):
-    """Tokens that could not be drawn have no gradient by themselves: their logits have no part in the loss."""
+    """Tokens that could not be drawn have no gradient on their own: their logits have no part in the loss."""
     groups = generate(folder, sampling_of(rollout_top_k=3))
     loss, micro, _ = scored(policy, groups)
     role = policy_role(SimpleNamespace(optimizer=None), build_objective(loss))

@@ -18,7 +18,7 @@ class Launcher(ABC):
     """Describe one trainer. Objects have no state.
 
     Attributes:
-        name: The value of ``--from``, and the name of its table beside its file.
+        name: The value of ``--from``, and the name of its table alongside its file.
         reads: The kinds of files that it is configured by.
     """
 

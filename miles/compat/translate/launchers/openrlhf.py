@@ -268,7 +268,7 @@ def _engines(translation: Translation) -> None:
 
 
 def _takes_sequence_mean(translation: Translation) -> bool:
-    """Return whether the policy loss is a mean of sequence means, as gspo's is whatever the flag says."""
+    """Return whether the policy loss is a mean of sequence means, as gspo's is whatever the flag states."""
     mode = translation.text("--actor.loss_agg_mode", "token-mean")
     return translation.text("--actor.policy_loss_type") == "gspo" or mode == "seq-mean-token-mean"
 

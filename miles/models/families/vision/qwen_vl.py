@@ -35,7 +35,7 @@ class QwenVL(VisionFamily):
         return {"pixel_values": np.zeros((merge * merge, width), np.float32), "image_grid_thw": grid}
 
     def features(self, body: Any, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the features in the place of embeddings, and those that DeepStack adds."""
+        """Return the features instead of embeddings, and those that DeepStack adds."""
         import torch
 
         found = body.get_image_features(**tensors, return_dict=True)

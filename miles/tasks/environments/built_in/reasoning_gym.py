@@ -47,7 +47,7 @@ class Attempts(Environment):
         return opening(self._prompt)
 
     async def step(self, answer: Message) -> Sequence[Message]:
-        """Score an answer, by the task's scorer in a process of its own."""
+        """Score an answer, by the task's scorer in a separate process."""
         sample = Sample(self._prompt, group_index=-1, response=str(answer["content"] or ""))
         self._score = await run_blocking(score_alone, sample)
         self._left -= 1

@@ -99,7 +99,7 @@ class Episode(Environment):
         """Run the episode against the model's URL.
 
         Raises:
-            RuntimeError: The library says that the episode has failed.
+            RuntimeError: The library reports that the episode has failed.
         """
         import verifiers.v1 as vf
 
@@ -119,11 +119,11 @@ class Episode(Environment):
 
     async def reset(self) -> Sequence[Message]:
         """Raise: the library begins its conversations."""
-        raise NotImplementedError("verifiers plays its episodes by itself")
+        raise NotImplementedError("verifiers plays its episodes on its own")
 
     async def step(self, answer: Message) -> Sequence[Message]:
         """Raise: the library continues its conversations."""
-        raise NotImplementedError("verifiers plays its episodes by itself")
+        raise NotImplementedError("verifiers plays its episodes on its own")
 
     async def reward(self) -> float:
         """Return the reward of the episode, once it was played."""

@@ -10,7 +10,7 @@ from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box
 from miles.types.sample import Prompt, Sample
 
-END = 300  # characters at the end of a response in which the answer is looked for
+END = 300  # characters at the end of a response where the answer is looked for
 # The value may begin on a later line, and stops at the end of its line. ``[^\S\n]`` is white space but a line break.
 _ANSWER = re.compile(r"answer[^\S\n]*:[\s*]*([^\n]+)", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<!\\)\$+([^$]+)(?<!\\)\$+|\\\((.+?)\\\)")

@@ -62,7 +62,7 @@ class JsonSchema(Reward[JsonSchemaFlags]):
                 errors.refuse("reward_json_schema", path, f"is no JSON schema ({fault})", "correct the file")
 
     def build(self, flags: JsonSchemaFlags) -> Callable[[Sequence[Sample]], Rewards]:
-        """Return the scoring function, which keeps the schema of the file as it is now."""
+        """Return the scoring function, which keeps the schema of the file at present."""
         score = partial(_score, common=_read_schema(flags))
         return lambda samples: in_parallel(score, samples)
 

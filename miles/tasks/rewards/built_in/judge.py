@@ -37,7 +37,7 @@ Explain in a few sentences, then end with a line "Score: N".
 _PLACE = re.compile(r"\{(prompt|response|label|max_score)\}")
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _SPACE = r"[ \t\r*_.]{0,6}"
-# A line of its own, which may end with "/10" or "out of 10", and a remark in parentheses.
+# A separate line, which may end with "/10" or "out of 10", and a remark in parentheses.
 _SCORE = re.compile(
     rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_]{{0,6}}([+-]?{_NUMBER})"
     rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}{_NUMBER}{_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
@@ -71,7 +71,7 @@ class JudgeFlags:
     judge_cache: Optional[str] = flag(
         None, "SQLite file that keeps replies over runs; default: in memory, for this run", metavar="FILE"
     )
-    judge_concurrency: int = flag(32, "requests to --judge-url at a time; further answers wait", at_least=1)
+    judge_concurrency: int = flag(32, "requests to --judge-url at once; further answers wait", at_least=1)
     judge_retries: int = flag(4, "further attempts if --judge-url is busy (429, 5xx) or does not answer", at_least=0)
     judge_timeout: float = flag(120.0, "seconds that an attempt at --judge-url may take", above=0)
 
@@ -80,7 +80,7 @@ class Judge(Reward[JudgeFlags]):
     """The score that a model gives, over ``--judge-max-score``.
 
     The judge answers greedily (temperature 0); its last line ``Score: N`` counts. A reply without one, or with one
-    outside 0 to the best score, is a failure of the answer, like a request that fails: ``--reward-error`` says what
+    outside 0 to the best score, is a failure of the answer, like a request that fails: ``--reward-error`` states what
     becomes of it. Replies with a score are cached by request, so an answer that comes again costs nothing. Placeholders
     are filled in one pass: ``{label}`` in an answer stays what it is. Whether an answer can talk the judge into a score
     is up to the judge and the template.

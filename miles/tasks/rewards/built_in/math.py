@@ -60,7 +60,7 @@ def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
 
     Args:
         sample: The sample.
-        answer: The text in which the answer is looked for.
+        answer: The text where the answer is looked for.
         rm_type: The reward's name, for messages.
 
     Raises:
@@ -159,7 +159,7 @@ def _is_same(gold: Any, answer: Any) -> bool:
 
 
 def _region(value: Any) -> Any:
-    """Return the numbers for which inequalities in one variable hold, as a set; another value as it is."""
+    """Return the numbers for which inequalities in one variable hold, as a set; another value unchanged."""
     from math_verify.grader import is_equation, is_relation
     from sympy import FiniteSet, Intersection
 

@@ -35,7 +35,7 @@ class PythonCodeFlags:
         at_least=1,
     )
     code_memory: float = flag(1.0, "GiB that the processes of a program may use together", above=0)
-    code_processes: int = flag(16, "processes and threads that a program may have at a time", at_least=1)
+    code_processes: int = flag(16, "processes and threads that a program may have at once", at_least=1)
     allow_unsandboxed_code: bool = flag(
         False, "run the model's programs without namespaces: with limits, but also with the network and your files"
     )
@@ -56,7 +56,7 @@ class PythonCode(Reward[PythonCodeFlags]):
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``sandbox.py`` says what a program cannot do. If the kernel permits no namespaces, the run stops, unless
+    ``sandbox.py`` states what a program cannot do. If the kernel permits no namespaces, the run stops, unless
     ``--allow-unsandboxed-code`` is given.
     """
 

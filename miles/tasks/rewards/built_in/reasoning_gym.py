@@ -40,7 +40,7 @@ class ReasoningGym(Reward[None]):
 
 
 def score_alone(sample: Sample) -> float:
-    """Return the score of one sample, by the scorer in a process of its own.
+    """Return the score of one sample, by the scorer in a separate process.
 
     Raises:
         ValueError: The prompt is no task of reasoning_gym.

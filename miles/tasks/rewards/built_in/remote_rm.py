@@ -30,7 +30,7 @@ class RemoteRmFlags:
         "answers in a request to --rm-url; with 2 or more it is sent a list and answers with one of that length",
         at_least=1,
     )
-    rm_url_concurrency: int = flag(32, "requests to --rm-url at a time; further answers wait", at_least=1)
+    rm_url_concurrency: int = flag(32, "requests to --rm-url at once; further answers wait", at_least=1)
     rm_url_retries: int = flag(4, "further attempts if --rm-url is busy (429, 5xx) or does not answer", at_least=0)
     rm_url_timeout: float = flag(60.0, "seconds that an attempt at --rm-url may take", above=0)
 
@@ -39,7 +39,7 @@ class RemoteRm(Reward[RemoteRmFlags]):
     """What the server at ``--rm-url`` answers.
 
     A request that fails after all its attempts, or is answered by anything but a number, is a failure of its answers,
-    and ``--reward-error`` says what becomes of them. Only the host of the URL is contacted.
+    and ``--reward-error`` states what becomes of them. Only the host of the URL is contacted.
     """
 
     name = "remote_rm"

@@ -21,7 +21,7 @@ class Zero(Reward[None]):
 
 
 def zero(samples: Sequence[Sample]) -> list[float]:
-    """Return 0 for every sample. Scripts that distil a teacher name a function in place of a reward."""
+    """Return 0 for every sample. Scripts that distil a teacher name a function instead of a reward."""
     return [0.0] * len(samples)
 
 

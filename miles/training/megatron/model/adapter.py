@@ -249,7 +249,7 @@ class Adapter(nn.Module):
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Drop inputs as ``--lora-dropout`` says within the block."""
+        """Drop inputs as ``--lora-dropout`` states within the block."""
         self.mode.drops = True
         try:
             yield

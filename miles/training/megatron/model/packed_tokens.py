@@ -111,7 +111,7 @@ class PackedCoreAttention(MegatronModule):
             query: [S, B, heads, D].
             key: [S, B, kv_heads, D].
             value: [S, B, kv_heads, D].
-            attention_mask: Not read; the layout says what each token sees.
+            attention_mask: Not read; the layout states what each token sees.
             packed_seq_params: The layout.
         """
         assert packed_seq_params.layout is not None

@@ -48,7 +48,8 @@ def transformer_config(
     of_model = {"activation_func": F.silu} | shape | experts
     kind = TransformerConfig
     if shape.get("multi_latent_attention"):
-        # If this says so, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given them.
+        # If this reports it, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given
+        # them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
     chunks = sizes.chunks(shape["num_layers"])
@@ -88,7 +89,7 @@ def _given(overrides: Overrides, config: type) -> dict[str, Any]:
 
 
 def _recomputation(gradient_checkpointing: bool, overrides: Overrides) -> dict[str, Any]:
-    """Return the fields that recompute every layer by itself, if either flag asks for it. Megatron needs all three."""
+    """Return the fields that recompute every layer on its own, if either flag asks for it. Megatron needs all three."""
     if not (gradient_checkpointing or "recompute_granularity" in dict(overrides)):
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,4 +1,4 @@
-"""What the meter says of memory is what torch's allocator does on this host."""
+"""What the meter reports of memory is what torch's allocator does on this host."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_an_fsdp_run(tmp_path):
     assert rank.trace.peaks[Phase.BUILD][MemoryKind.WEIGHTS] == pytest.approx(part, rel=0.05), (
         "no rank holds a whole model"
     )
-    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * part, rel=0.05)  # 512 bytes at a time
+    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * part, rel=0.05)  # 512 bytes at once
     assert rank.trace.peaks[Phase.TRAIN][MemoryKind.GRADIENTS] >= part * 0.98
     size = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
     chunk = settings.training.micro_batch_size * 96 * size.vocab_size * 4
@@ -102,7 +102,7 @@ def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tm
     )
     adapter = config.num_hidden_layers * 4 * (config.hidden_size + out) * 4 / 2  # bytes on one of two ranks
     whole = 4 * found.size.parameters / 2
-    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at a time
+    assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at once
     assert rank.trace.resident[MemoryKind.OPTIMIZER] < whole / 4
     assert rank.trace.resident[MemoryKind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
 
@@ -245,11 +245,11 @@ def test_a_response_ends_where_the_context_does(tmp_path, given, max_prompt_len,
     [
         (
             ["--rehearse", "--rollout-max-context-len", "96", "--rehearse-prompt-len", "96"],
-            "--rehearse-prompt-len 96: with 1 token beside it is more than --rollout-max-context-len 96",
+            "--rehearse-prompt-len 96: with 1 token alongside it is more than --rollout-max-context-len 96",
         ),
         (
             ["--rehearse", "--rollout-max-context-len", "96", "--rehearse-response-len", "200"],
-            "--rehearse-response-len 200: with 1 token beside it is more than --rollout-max-context-len 96",
+            "--rehearse-response-len 200: with 1 token alongside it is more than --rollout-max-context-len 96",
         ),
         (["--rehearse", "--gpu-memory", "0"], "--gpu-memory 0"),
         (["--rehearse", "--rehearse-json", "no/such/x.json"], "its folder does not exist"),

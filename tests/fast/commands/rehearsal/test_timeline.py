@@ -1,4 +1,4 @@
-"""The timeline of an iteration shows the seconds of the report, one after the other or beside each other."""
+"""The timeline of an iteration shows the seconds of the report, one after the other or alongside each other."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_picture_has_the_bars_and_labels_of_the_lanes(rehearsal, async_steps
     for lane in timeline.lanes:
         assert f">{lane.name}</text>" in picture and f">{lane.seconds}</text>" in picture
     assert "color-scheme:light dark" in page and "svg text{fill:currentColor}" in page
-    assert ("Generation runs beside training" in picture) == (async_steps > 0)
+    assert ("Generation runs alongside training" in picture) == (async_steps > 0)
 
 
 def test_the_report_says_who_waits_and_the_json_has_the_lanes(rehearsal):
@@ -172,7 +172,7 @@ def test_the_report_says_who_waits_and_the_json_has_the_lanes(rehearsal):
     text = as_text(rehearsal, [], 1.0)
     assert f"iteration    {timeline.seconds}, generation before training\n" in text
     assert f"the rollout side waits {rehearsal.training}" in text
-    assert "generation beside training\n" in as_text(with_flags(rehearsal, 1), [], 1.0)
+    assert "generation alongside training\n" in as_text(with_flags(rehearsal, 1), [], 1.0)
     figures = json.loads(json.dumps(as_json(rehearsal, [], 1.0)))
     assert figures["weight_sync_seconds"] == [rehearsal.sync.low, rehearsal.sync.high]
     assert figures["iteration"]["seconds"] == [timeline.seconds.low, timeline.seconds.high]

@@ -1,4 +1,4 @@
-"""A run's folder says what state it is in and which checkpoints it has, and ``miles runs`` shows it."""
+"""A run's folder states what state it is in and which checkpoints it has, and ``miles runs`` shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``miles smoke`` ends with a status that says what happened: passed, failed check, wrong flags, failed or slow run."""
+"""``miles smoke`` ends with a status for what happened: passed, failed check, wrong flags, failed or slow run."""
 
 import json
 import math

@@ -84,7 +84,7 @@ def test_named_variants_keep_their_order_flags_and_offset(tmp_path: Path) -> Non
         ("grid: {lr: []}", "grid: lr: must be a list of values"),
         ("grid: {seed: [1, 2]}", "--seed: the sweep sets it for each run; drop it, and use seeds"),
         ("flags: --output-dir x", "--output-dir: the sweep sets it for each run; drop it, and use output or --out"),
-        ("flags: {config: x.yaml}", "write the key config beside flags"),
+        ("flags: {config: x.yaml}", "write the key config alongside flags"),
         ("flags: --lr 'x", "flags: cannot be read as a command line"),
         ("flags: {lr: 1, --lr: 2}", "lr: is set twice"),
         ("flags: {lr: 1, lr: 2}", "sweep.yaml:1: lr is set twice; correct the line"),

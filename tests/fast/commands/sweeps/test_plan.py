@@ -25,7 +25,7 @@ def judged(run: PlannedRun, resumed: bool = False):
 
 
 def test_the_words_of_a_child_mean_what_was_validated(tmp_path: Path) -> None:
-    """Whatever says it: a file, words, common flags or a variant, and flags of lists, objects, SGLang and Megatron."""
+    """Wherever it is: a file, words, common flags or a variant, and flags of lists, objects, SGLang and Megatron."""
     base = planned(tmp_path / "base", {"lr": "3e-5"})[1][0].settings
     (tmp_path / "base.yaml").write_text(run_config(base))
     flags = {
@@ -84,7 +84,7 @@ def test_a_run_saves_in_its_own_folder_and_resumes_from_there(tmp_path: Path) ->
 
 
 def test_results_do_not_depend_on_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of ranks is 1 on CPU unless the file says more; by default it follows the cores of the process."""
+    """The number of ranks is 1 on CPU unless the file states more; by default it follows the cores of the process."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
     assert planned(tmp_path)[1][0].settings.cluster.actor_num_gpus_per_node == 1
     run = planned(tmp_path / "given", {"actor_num_gpus_per_node": "2"})[1][0]
@@ -127,7 +127,7 @@ def test_the_hub_is_asked_once_about_each_model(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"report_port": "8600"}, "--report-port 8600: two runs at a time cannot have one port; give 0"),
+        ({"report_port": "8600"}, "--report-port 8600: two runs at once cannot have one port; give 0"),
         ({"save_debug_rollout_data": "x/{iteration}"}, "--save-debug-rollout-data x/{iteration}: all runs would write"),
         ({"rehearse": True}, "--rehearse: a sweep trains; drop it, and run miles rehearse"),
     ],

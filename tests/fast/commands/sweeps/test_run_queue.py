@@ -30,7 +30,7 @@ if not os.path.exists(sys.argv[1]):
     print("first line")
     sys.exit("it broke")
 """
-# Waits for a signal and ends as a training run does; the file says that the handler is there.
+# Waits for a signal and ends as a training run does; the file states that the handler is there.
 WAIT = """
 import os, signal, sys
 def stop(number, frame):
@@ -48,7 +48,7 @@ while True:
 
 @dataclass
 class Command:
-    """A task that is finished when ``finished`` says so: by default, when its last attempt had the status 0."""
+    """A task that is finished when ``finished`` reports it: by default, when its last attempt had the status 0."""
 
     folder: Path
     words: list[str]
@@ -130,7 +130,7 @@ def test_tasks_run_in_order_within_their_place(tmp_path: Path) -> None:
 
 
 def test_two_places_work_at_the_same_time(tmp_path: Path) -> None:
-    """Each waits until the other opens the same pipe, which only a task that runs beside it can do."""
+    """Each waits until the other opens the same pipe, which only a task that runs alongside it can do."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     modes = {"writes": "w", "reads": "r"}

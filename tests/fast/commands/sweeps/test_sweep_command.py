@@ -33,7 +33,7 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path, how):
     two = {"variants": {"base": {"num_rollout": 1}, "faster": {"num_rollout": 1, "lr": "1e-2"}}, "seeds": [3]}
     first = sweep(two, "--jobs", 2, *how)
     assert first.wait() == 0, first.out + first.err
-    assert "sweep: 2 runs (2 variants × 1 seed), 0 finished before; 2 at a time" in first.out
+    assert "sweep: 2 runs (2 variants × 1 seed), 0 finished before; 2 at once" in first.out
     out = tmp_path / "out"
     runs = {name: SavedRun(out / name / "seed-3") for name in ("base", "faster")}
     for run in runs.values():
@@ -95,7 +95,7 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path, capsys, words, name, text):
 def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words):
     """In a thread of the queue, and in the comparison at the end.
 
-    A link to nothing, and a folder in the place of a file, stand for a full disk.
+    A link to nothing, and a folder instead of a file, stand for a full disk.
     """
     file, out = write_sweep(tmp_path), tmp_path / "out"
     out.mkdir()
@@ -110,7 +110,7 @@ def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words)
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workplace):
-    """A run is stopped while it generates: it saves, the sweep says how to continue, and its metrics are as without."""
+    """A run is stopped during generation: it saves, the sweep prints the way on, and its metrics are as without."""
     definition = {"variants": {"a": {}, "b": {"lr": "1e-4"}}, "seeds": [1]}
     saving = {
         **definition,

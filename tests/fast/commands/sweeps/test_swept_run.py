@@ -69,7 +69,7 @@ def test_an_interrupted_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -
 
 
 def test_damaged_checkpoints_that_would_be_refused_at_each_start_are_told(tmp_path: Path) -> None:
-    """The run cannot resume from them, and miles train saves nothing beside checkpoints of another run."""
+    """The run cannot resume from them, and miles train saves nothing alongside checkpoints of another run."""
     planned_run = one(tmp_path, save="x", save_interval="2")
     run = write_run_of(planned_run, steps=5)
     save(planned_run, 2)

@@ -35,7 +35,7 @@ def test_beside_other_rewards_or_weights_it_is_refused(refusals, flags):
     messages = refusals(f"{flags} --opd-teacher-load some/teacher")
     (message,) = (message for message in messages if message.startswith("--advantage-estimator"))
     assert message.endswith(
-        "no such choice; give --use-opd, which works beside any estimator, and --rm-type zero if "
+        "no such choice; give --use-opd, which works alongside any estimator, and --rm-type zero if "
         "nothing else is rewarded"
     )
 

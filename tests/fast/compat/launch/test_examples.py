@@ -81,7 +81,7 @@ METRICS = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_trains_on_a_cpu_as_the_page_shows(name, tmp_path):
-    """Only its folder of outputs is another one, so that the checkout stays as it is."""
+    """Only its folder of outputs is another one, so that the checkout stays unchanged."""
     command = commands_on_cpu()[name].replace("outputs/from_scripts", str(tmp_path))
     command = command.replace("python examples", f"{shlex.quote(sys.executable)} examples").rstrip()
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}

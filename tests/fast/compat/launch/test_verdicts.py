@@ -73,7 +73,7 @@ def test_the_verdict_is_the_one_that_is_given(line, folder):
 
 
 def neutral_values(flag: str) -> list[str]:
-    """Return the values with which the table says that a flag is noted; none if it says something else."""
+    """Return the values with which the table states that a flag is noted; none if it states something else."""
     row = re.search(rf"^\| `{flag}` \| noted or refused \| .*Noted with ((?:`[^`]+`(?: or )?)+) \|$", PAGE, re.M)
     return re.findall("`([^`]+)`", row[1]) if row else []
 

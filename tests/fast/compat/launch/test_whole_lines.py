@@ -38,7 +38,7 @@ SGLANG = "--rollout-engine sglang --device cuda"
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """The folder in which the command runs: a model with a config, and no weights, of each kind."""
+    """The folder where the command runs: a model with a config, and no weights, of each kind."""
     for name, config in CONFIGS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))

@@ -44,7 +44,7 @@ def answer(name: str, settings: dict[str, object]) -> tuple[list[str], list[str]
 
 
 # The settings with which another one has an effect: without them it has none there either.
-BESIDE = json.loads(Path(__file__).with_name("beside.json").read_text())
+BESIDE = json.loads(Path(__file__).with_name("alongside.json").read_text())
 
 
 @pytest.mark.parametrize(("name", "key"), ROWS)
@@ -58,7 +58,7 @@ def test_a_setting_that_changes_learning_changes_the_command_or_a_note(name: str
 def test_a_flag_of_a_table_exists_here(name: str) -> None:
     known = {option for action in build_parser()._actions for option in action.option_strings}
     flags = {row.flag for row in table_of(name).rows.values() if row.flag}
-    assert flags - known - {"--moe-aux-loss-coeff"} == set()  # Megatron's, which is there beside its backend
+    assert flags - known - {"--moe-aux-loss-coeff"} == set()  # Megatron's, which is there alongside its backend
 
 
 @pytest.mark.parametrize("name", TRAINERS)

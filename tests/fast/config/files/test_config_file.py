@@ -50,7 +50,7 @@ def settings_of(*words: str) -> Settings:
 
 
 def read(*words: str) -> Settings:
-    """The settings as they are written: nothing is judged."""
+    """The settings as written: nothing is judged."""
     command = read_command(words)
     assert not command.errors
     return command.settings

@@ -109,9 +109,9 @@ def test_pipeline_stages_repeat_the_shards(megatron):
     ("flags", "config", "told"),
     [
         ("--num-layers 6", LLAMA, ["--num-layers 6", "config.json gives --num-layers 4"]),
-        ("--untie-embeddings-and-output-weights", LLAMA, ["--untie-embeddings", "config.json says the opposite"]),
+        ("--untie-embeddings-and-output-weights", LLAMA, ["--untie-embeddings", "config.json states the opposite"]),
         ("--norm-epsilon 1e-6", LLAMA, ["--norm-epsilon 1e-06", "1e-05"]),
-        ("--qk-layernorm", LLAMA, ["--qk-layernorm", "config.json says the opposite"]),
+        ("--qk-layernorm", LLAMA, ["--qk-layernorm", "config.json states the opposite"]),
         ("--attention-backend flash", LLAMA, ["--attention-backend flash", "miles' own"]),
         ("--moe-aux-loss-coeff 0.1", LLAMA, ["--moe-aux-loss-coeff 0.1", "a model without experts"]),
         ("--moe-z-loss-coeff 0.1", LLAMA, ["--moe-z-loss-coeff 0.1", "without experts"]),

@@ -163,7 +163,7 @@ def step_sizes(settings: Settings) -> Any:
 
 
 def trained_model(settings: Settings) -> Any:
-    """The rows of logits that a trainer rank computes at a time, and the weights of its new adapter."""
+    """The rows of logits that a trainer rank computes at once, and the weights of its new adapter."""
     model = tiny_llama(0)
     given = MagicMock(return_value=SimpleNamespace(language_model=model))
     backend = object.__new__(FsdpBackend)

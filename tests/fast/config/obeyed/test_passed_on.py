@@ -1,4 +1,4 @@
-"""Flags that are passed on as they are: each reaches the component that knows it."""
+"""Flags that are passed on unchanged: each reaches the component that knows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that compare with a reference answer, and the flag that says where rows have it."""
+"""Rewards that compare with a reference answer, and the flag that states where rows have it."""
 
 import pytest
 

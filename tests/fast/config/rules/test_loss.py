@@ -55,7 +55,7 @@ REFUSED = [
     (
         "--advantage-estimator gdpo --rm-type math:1,format:1 --reward-error value --reward-error-value 0",
         "--rm-type",
-        "--reward-error value: .* reads each reward of --rm-type math:1,format:1 by itself; use --reward-error drop",
+        "--reward-error value: .* reads each reward of --rm-type math:1,format:1 on its own; use --reward-error drop",
     ),
     (
         f"--loss-type sft_loss --rollout-temperature 0.7 {LOADS}",

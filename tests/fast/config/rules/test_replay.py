@@ -37,7 +37,7 @@ def test_servers_say_which_experts_they_chose_on_gpus(refused, validated, model_
     given = f"{model_of('qwen3_moe')} --rollout-engine sglang"
     (message,) = refused(f"{given} --use-rollout-routing-replay --device cpu", "--hf-checkpoint")
     assert message.startswith(
-        "--use-rollout-routing-replay: --rollout-engine sglang says which experts it chose on GPUs"
+        "--use-rollout-routing-replay: --rollout-engine sglang reports which experts it chose on GPUs"
     )
     assert "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay" in message
     assert validated(

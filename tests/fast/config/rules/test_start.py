@@ -42,7 +42,7 @@ def started(monkeypatch):
         ("--device cuda --colocate", 7, "--device cuda: the run needs 8 GPUs, and this host has 7; give fewer with"),
         ("--device cuda --actor-num-gpus-per-node 1", 1, "--device cuda: the run needs 2 GPUs (1 for the trainer, 1 "),
         ("--actor-num-gpus-per-node 4", 4, "--device auto: the run needs 5 GPUs"),
-        ("--device cpu --actor-num-nodes 2", 0, "--actor-num-nodes 2: the run starts a Ray of its own on this host, w"),
+        ("--device cpu --actor-num-nodes 2", 0, "--actor-num-nodes 2: the run starts its own Ray on this host, w"),
         ("--load lost", 0, "--load lost: there is no such folder; check the path, or drop --load to start from"),
         ("--load lost --save kept", 0, "--load lost: there is no such folder"),
         (

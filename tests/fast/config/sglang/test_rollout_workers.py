@@ -19,7 +19,7 @@ SGLANG = "--rollout-engine sglang --rollout-external --rollout-external-engine-a
         ),
         (
             f"{SGLANG} --num-rollout-workers 4 --sglang-server-concurrency 3",
-            "--num-rollout-workers 4: leaves some of them without a request: all servers together take 3 at a time; "
+            "--num-rollout-workers 4: leaves some of them without a request: all servers together take 3 at once; "
             "give at most 3, or a larger --sglang-server-concurrency",
         ),
         (

@@ -19,7 +19,7 @@ ATTENTION = "--sglang-enable-dp-attention "
         ("4 --sglang-attn-dp-size 8", "--sglang-attn-dp-size 8: does not divide the 4 devices"),
         (
             "8 " + ATTENTION + "--sglang-dp-size 2 --sglang-attn-dp-size 2",
-            "--sglang-dp-size 2: contradicts --sglang-attn-dp-size 2, which says the same as this with "
+            "--sglang-dp-size 2: contradicts --sglang-attn-dp-size 2, which states the same as this with "
             "--sglang-enable-dp-attention; drop --sglang-dp-size",
         ),
         ("4 --sglang-ep-size 8", "--sglang-ep-size 8: does not divide the 4 devices"),

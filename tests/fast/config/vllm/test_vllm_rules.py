@@ -42,7 +42,7 @@ def fake_vllm(tmp_path, monkeypatch):
     [
         (f"{VLLM} --update-weight-transfer-mode ipc", "--update-weight-transfer-mode ipc: .*; use disk"),
         (f"{VLLM} --rollout-external --rollout-external-engine-addrs 1.2.3.4:5", "--rollout-external: .*; drop it"),
-        (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM says which tokens it keeps"),
+        (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM states which tokens it keeps"),
         (
             f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",
             "--rollout-temperature 0.5: ",
@@ -80,7 +80,7 @@ def test_vllms_own_parser_judges_its_flags(fake_vllm):
     (unknown,) = vllm_flags._complaints(fake_vllm, ("--max-nun-seqs", "4"))[:1]
     assert unknown == "--vllm-max-nun-seqs: the installed vLLM has no such flag; did you mean --vllm-max-num-seqs?"
     (wrong,) = vllm_flags._complaints(fake_vllm, ("--max-num-seqs", "x"))
-    assert wrong.startswith("--vllm-max-num-seqs: vLLM's parser says invalid int value: 'x'")
+    assert wrong.startswith("--vllm-max-num-seqs: vLLM's parser states invalid int value: 'x'")
 
 
 def test_its_environment_is_beside_that_of_the_run_or_where_the_user_says(monkeypatch, tmp_path):

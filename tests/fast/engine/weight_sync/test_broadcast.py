@@ -36,7 +36,7 @@ class Receiver:
         self.groups[group] = await asyncio.to_thread(join)
 
     async def receive_broadcast(self, chunk, group, version, last):
-        if group not in self.groups:  # as SGLang says it
+        if group not in self.groups:  # as SGLang reports it
             raise RuntimeError(f"Group {group} not in {list(self.groups)}")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0

@@ -33,7 +33,7 @@ SHAPES = [(), (7,), (40, 17)]
 
 
 class Host:
-    """A ``WeightReceiver`` on a host of its own: its engine reads the host's copy of the weights."""
+    """A ``WeightReceiver`` on a separate host: its engine reads the host's copy of the weights."""
 
     num_ranks = 1
 

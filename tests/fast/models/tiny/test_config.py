@@ -147,7 +147,7 @@ def test_layers_with_other_heads_stay_so(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_runs_it(family, tmp_path):
-    """The model computes a finite loss and gradient, and has fewer than a million parameters beside the vocabulary."""
+    """The model computes a finite loss and gradient, and has fewer than a million parameters without embeddings."""
     check_tiny(shrunk_config(FAMILIES[family]) | {"vocab_size": 64}, tmp_path)
 
 

@@ -33,7 +33,7 @@ def in_deviations(group):
         ({"disable_grpo_std_normalization": True}, centered),
         ({"disable_rewards_normalization": True}, list),
     ],
-    ids=["grpo", "Dr.GRPO", "rewards as they are"],
+    ids=["grpo", "Dr.GRPO", "rewards unchanged"],
 )
 @given(groups=GROUPS)
 def test_advantages_are_those_of_the_formula(advantages_of, flags, formula, groups):

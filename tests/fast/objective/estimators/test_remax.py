@@ -37,7 +37,7 @@ def test_without_the_greedy_response_the_run_stops():
 
 
 class Engine:
-    """Answers with as many tokens as its temperature says."""
+    """Answers with as many tokens as its temperature states."""
 
     def __init__(self) -> None:
         self.sampling: list[SamplingParams] = []

@@ -47,7 +47,7 @@ def test_gae_is_the_double_sum(rows, gamma, lambd):
 
 
 def test_the_ends_of_lambda():
-    """At 1 the return less the value; at 0 the error of one step."""
+    """At 1 the return minus the value; at 0 the error of one step."""
     rewards, values = [np.array([1.0, 0.0, 2.0])], [np.array([0.3, 0.2, 0.1])]
     np.testing.assert_allclose(generalized_advantages(rewards, values, 1.0, 1.0)[0], [2.7, 1.8, 1.9])
     np.testing.assert_allclose(generalized_advantages(rewards, values, 1.0, 0.0)[0], [0.9, -0.1, 1.9])

@@ -84,7 +84,7 @@ def test_refused(flags, message):
         validate(parse(f"{COMMAND} {flags}".split()))
 
 
-@pytest.mark.parametrize("beside", ["", "--advantage-estimator gspo", "--advantage-estimator ppo", "--use-tis"])
+@pytest.mark.parametrize("alongside", ["", "--advantage-estimator gspo", "--advantage-estimator ppo", "--use-tis"])
 def test_explained(beside):
     validated = validate(parse(f"{COMMAND} --ratio-max 4 {beside}".split()))
     text = explain(validated)

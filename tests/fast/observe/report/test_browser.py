@@ -487,7 +487,7 @@ FORMULAS = [
     "A_t = G_t - B_t, G_t = Σ_(k>=t) r_k, r_k = [k is last] reward",
     "kl_coef <- kl_coef (1 + e N / 10000) after each step",
     "-sg(φ) A log p, φ = W^c1 exp(c2 (1 - W)), sg() has no gradient",
-    "A = my_module.advantages:f(...) in the place of --advantage-estimator grpo",
+    "A = my_module.advantages:f(...) instead of --advantage-estimator grpo",
     "unclosed ((x / y and ) closed )) 1/ ^ ² Σ_( <script>",
 ]
 

@@ -121,7 +121,7 @@ def test_reward_without_held_out_accuracy_does_not_excuse_length(tmp_path: Path)
 
 @pytest.mark.parametrize("place", ["rollout/reward_parts/", "eval/heldout/reward_parts/"])
 def test_a_reward_that_pays_for_length_does_not_excuse_it(tmp_path: Path, place: str) -> None:
-    """The whole reward grows; the part that says whether an answer is right does not."""
+    """The whole reward grows; the part that states whether an answer is right does not."""
     rows = [
         row | {"rollout/response_length": 10.0 + step, "rollout/reward": step} for step, row in enumerate(healthy())
     ]

@@ -28,7 +28,7 @@ seeds = st.integers(0, 10**6)
 
 
 def metrics_of(folder: Path, **columns: list[float | None]) -> MetricsFile:
-    """Return a file with the columns; their names have ``__`` in the place of the slash."""
+    """Return a file with the columns; their names have ``__`` instead of the slash."""
     names = {name.replace("__", "/"): values for name, values in columns.items()}
     rows = max(map(len, names.values()), default=0)
     (folder / METRICS).unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
         "It learned: held-out loss fell from 2 to 1"
     )
     once = judged(folder, rollout__reward=rising, eval__heldout__accuracy=[0.3])
-    assert once.is_learning, "one evaluation says nothing; the reward does"
+    assert once.is_learning, "one evaluation states nothing; the reward does"
 
 
 @pytest.mark.parametrize(

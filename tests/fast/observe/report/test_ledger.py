@@ -1,4 +1,4 @@
-"""The ledger says how the weight of a token arises, in every mode, and its parts add up."""
+"""The ledger states how the weight of a token arises, in every mode, and its parts add up."""
 
 from __future__ import annotations
 

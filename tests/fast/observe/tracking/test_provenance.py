@@ -1,4 +1,4 @@
-"""run.json says with what a run started, and run.yaml repeats it."""
+"""run.json states with what a run started, and run.yaml repeats it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ records = st.builds(SampleRecord, texts, texts, st.none() | st.floats(-1, 1), st
 
 
 def readable(value: float) -> float:
-    """Return the value as it is read back: JSON has neither NaN nor infinity."""
+    """Return the value as read back: JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else math.nan
 
 

@@ -41,7 +41,7 @@ def chat_tokenizer():
 
 
 class RandomEngine:
-    """Answers with random tokens, or with scripted texts. Every sampled token has a log-prob of its own."""
+    """Answers with random tokens, or with scripted texts. Every sampled token has its own log-prob."""
 
     def __init__(self, tokenizer, seed=0, alphabet=None, texts=(), finish=None):
         self.tokenizer = tokenizer

@@ -290,7 +290,7 @@ async def test_max_turns_bounds_the_answers(random_engine, chat_tokenizer, name)
 
 async def test_max_turns_cannot_bound_a_loop_of_the_environments_own(random_engine, chat_tokenizer):
     [sample] = (await played(generator(f"{__name__}:Silent", max_turns=2), random_engine(), chat_tokenizer)).samples
-    assert "has a loop of its own (play), which --max-turns cannot bound" in sample.failure
+    assert "has a separate loop (play), which --max-turns cannot bound" in sample.failure
 
 
 async def _scored(samples):
@@ -339,7 +339,7 @@ async def test_a_conversation_that_leaves_no_room_is_truncated_and_scored(random
         ("Exits", "raised SystemExit: 2"),
         ("ExitsAtOnce", "raised SystemExit: 2"),
         ("Wordless", r"raised Silently: \(its str raises ValueError\)"),
-        ("Hangs", r"took more than 0.3 s by itself \(--agent-timeout\)"),
+        ("Hangs", r"took more than 0.3 s on its own \(--agent-timeout\)"),
         ("Unscored", r"gave the reward float nan, which is not a finite number \(a float, say\)"),
         ("Silent", "made no call that was answered: it never called the model"),
         ("no_environment", "returned Prompt, which is no Environment"),
@@ -361,7 +361,7 @@ async def test_a_tool_that_never_returns_fails_its_trajectory_and_holds_no_threa
     try:
         made = generator(f"{__name__}:Blocks", agent_timeout=0.3)
         [sample] = (await played(made, random_engine(texts=[CALL]), chat_tokenizer)).samples
-        assert "took more than 0.3 s by itself (--agent-timeout)" in sample.failure
+        assert "took more than 0.3 s on its own (--agent-timeout)" in sample.failure
         assert await asyncio.wait_for(asyncio.to_thread(int, "3"), 30) == 3
     finally:
         Blocks.end.set()
@@ -434,7 +434,7 @@ def test_an_environment_that_is_not_there_is_named(name, fault):
     assert fault in str(raised.value)
 
 
-# A task set of the library verifiers with a harness that needs no other program: it calls the model's URL by itself.
+# A task set of the library verifiers with a harness that needs no other program: it calls the model's URL on its own.
 TASKSET = """
 import httpx
 import verifiers.v1 as vf

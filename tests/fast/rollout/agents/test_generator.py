@@ -272,7 +272,7 @@ async def test_a_program_that_hangs_is_killed_with_its_children(
     monkeypatch.setenv("PIDS", str(pids))
     time_counts_once(lambda session: pids.exists() and len(pids.read_text().split()) == 2, monkeypatch)
     group = await generate(agents(HANGS, agent_timeout=1.0), random_engine(), chat_tokenizer, n_samples=1)
-    assert "took more than 1 s by itself (--agent-timeout)" in group.samples[0].failure
+    assert "took more than 1 s on its own (--agent-timeout)" in group.samples[0].failure
     assert len(pids.read_text().split()) == 2 and await gone(pids)
 
 

@@ -73,7 +73,7 @@ def functions(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collect(functions, scripted_engine, tokenizer):
-    """Collect iterations of groups that finish four at a time, in order; returns their groups, metrics and state."""
+    """Collect iterations of groups that finish four at once, in order; returns their groups, metrics and state."""
 
     class Engine(scripted_engine):
         async def abort(self):

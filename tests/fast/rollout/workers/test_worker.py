@@ -38,7 +38,7 @@ print(row["input"])
 
 
 class Twice(Environment):
-    """Asks a second time, and pays what the row says."""
+    """Asks a second time, and pays what the row states."""
 
     max_tokens = 4
 

@@ -1,4 +1,4 @@
-"""``--save-best``: the best checkpoint is recorded, kept beside the others, and removed for a complete better one."""
+"""``--save-best``: the best checkpoint is recorded, kept with the others, and removed for a complete better one."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A save that fails because of the disk says so in the last line, and leaves earlier checkpoints as they were."""
+"""A save that fails because of the disk reports it in the last line, and leaves earlier checkpoints as they were."""
 
 import errno
 import os

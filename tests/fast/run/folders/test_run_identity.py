@@ -152,7 +152,7 @@ def test_a_run_from_an_earlier_checkpoint_than_the_newest_is_a_new_one(saved):
     assert branch == f"{folder}/iter_0000020"
     assert notes == [
         f"--load {folder}/iter_0000020: run old of 2026-01-01 10:00:00 has continued from this checkpoint, to "
-        "iter_0000040, so this is a new run with metrics of its own"
+        "iter_0000040, so this is a new run with its own metrics"
     ]
     for load in ("", "iter_0000040", "iter_0000060"):  # the folder; the newest of its run, and of another one
         assert branch_of(CheckpointArguments(load=f"{folder}/{load}".rstrip("/"))) == (None, [])

@@ -1,4 +1,4 @@
-"""A run that resumes says which settings it has changed, and is refused at once if it cannot continue."""
+"""A run that resumes states which settings it has changed, and is refused at once if it cannot continue."""
 
 import json
 import shutil

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-# Starts the command, says its process id and later its exit status, and ends when no process is left below it.
+# Starts the command, states its process id and later its exit status, and ends when no process is left below it.
 HOLDER = """
 import ctypes, os, subprocess, sys
 PR_SET_CHILD_SUBREAPER = 36

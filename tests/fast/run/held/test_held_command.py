@@ -4,7 +4,7 @@ import time
 
 from tests.fast.run.runs.launches import Launch
 
-# Ends at once. A process in a session of its own stays, whose title is written over its environment, as Ray does it.
+# Ends at once. A process in a separate session stays, whose title is written over its environment, as Ray does it.
 HIDES = """
 import os, sys
 if os.fork() == 0:

@@ -46,7 +46,7 @@ def start_hosts(workplace: Path) -> Iterator[Callable[..., Hosts]]:
 
 @pytest.fixture(scope="module")
 def whole(launch: Callable[..., Any]) -> dict[int, dict[str, float]]:
-    """Return the rows of an uninterrupted run, with a Ray of its own."""
+    """Return the rows of an uninterrupted run, with its own Ray."""
     run = launch("joined_whole", "--num-rollout", str(ITERATIONS))
     assert run.wait() == 0, run.err
     return {step: trained(row) for step, row in run.rows().items()}
@@ -67,7 +67,7 @@ class Joined:
         return run
 
     def resume(self) -> dict[int, dict[str, float]]:
-        """Resume with a Ray of its own; return the rows."""
+        """Resume with its own Ray; return the rows."""
         run = self._launch(f"{self._name}_resumed", *self.saving, "--load", str(self.checkpoints))
         assert run.wait() == 0, run.err
         return {step: trained(row) for step, row in run.rows().items()}

@@ -35,7 +35,7 @@ def stuck_rank(trajectories):
     return [trajectory.rewards for trajectory in trajectories]
 
 def is_to_fail(samples):
-    """Return whether the run is in iteration FAIL_AT (default: the first), in which it fails; each has 4 groups."""
+    """Return whether the run is in iteration FAIL_AT (default: the first), where it fails; each has 4 groups."""
     return samples[0].group_index >= 4 * int(os.environ.get("FAIL_AT", 0))
 
 def raises(samples):

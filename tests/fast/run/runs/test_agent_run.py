@@ -50,7 +50,7 @@ def test_a_program_is_trained_in_several_samples_of_a_trajectory(launch, workpla
     rows = run.rows()
     assert all(row["train/grad_norm"] > 0 for step, row in rows.items() if step)
     text = (workplace / f"{name}_0.jsonl").read_text()
-    assert text.count('"trajectory_id"') == 2 * 16  # the summary is a sample of its own
+    assert text.count('"trajectory_id"') == 2 * 16  # the summary is its own sample
 
 
 def test_a_program_that_fails_stops_the_run_with_its_own_words(launch, workplace):

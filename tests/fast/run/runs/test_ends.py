@@ -242,7 +242,7 @@ def test_the_next_run_removes_what_is_left_of_one_killed_with_its_guard(launch):
 
 
 def test_two_launchers_at_a_time_do_not_disturb_each_other(launch, workplace):
-    """The same run alone and beside another that is killed meanwhile has the same metrics."""
+    """The same run alone and alongside another that is killed meanwhile has the same metrics."""
     before = files_of_runs()
     alone = launch("alone", "--num-rollout", "3")
     assert alone.wait() == 0, alone.err

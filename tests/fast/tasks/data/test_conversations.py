@@ -104,7 +104,9 @@ def test_other_roles_are_trained_on_if_they_are_named(trained):
 
 
 def test_a_turn_that_the_template_changes_is_refused_and_the_last_one_is_found(trained):
-    with pytest.raises(InputError, match=r"chats.jsonl:1: the chat template does not write message 3 as it is"):
+    with pytest.raises(
+        InputError, match=r"chats.jsonl:1: the chat template changes message 3, so its tokens are not known"
+    ):
         trained(CHAT, SHORTENED)
     assert trained(CHAT[:3], SHORTENED)[1] == ["it is 4<end>"]
     assert trained(CHAT, SHORTENED.replace("split(' ', 1)[1]", "strip()"))[1] == ["it is 4<end>", "it is so<end>"]

@@ -94,7 +94,7 @@ def test_a_byte_order_mark_is_not_data(tmp_path):
 
 
 def test_rows_are_counted_through_all_batches_of_a_file(tmp_path, tokenizer):
-    count = 70_000  # more than pyarrow reads at a time
+    count = 70_000  # more than pyarrow reads at once
     pq.write_table(pa.table({"input": ["x"] * (count - 1) + [""]}), tmp_path / "many.parquet", row_group_size=30_000)
     rows = list(open_rows(str(tmp_path / "many.parquet")))
     assert [int(row.where.rpartition(":")[2]) for row in rows] == list(range(1, count + 1))

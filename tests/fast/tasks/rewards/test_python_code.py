@@ -39,7 +39,7 @@ def isolated():
 
 @pytest.fixture
 def short_folder():
-    """A folder in which the address of a Unix socket is short enough."""
+    """A folder where the address of a Unix socket is short enough."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 

@@ -71,7 +71,7 @@ async def wait_for_60(samples):
 blocked = []
 def blocks_for_bad(samples):
     blocked.extend(s for s in samples if s.response == "bad")
-    if blocked: threading.Event().wait()  # the calls beside it too, but not when they are made again
+    if blocked: threading.Event().wait()  # the calls alongside it too, but not when they are made again
     return fine(samples)
 def hangs_for_bad(samples):
     if any(s.response == "bad" for s in samples): never(samples)

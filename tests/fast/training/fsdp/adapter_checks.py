@@ -1,4 +1,4 @@
-"""A low-rank adapter: its gradients, its sum with the weights, its files, and weights that stay as they are."""
+"""A low-rank adapter: its gradients, its sum with the weights, its files, and weights that stay unchanged."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def new_adapter_changes_no_log_prob(stage: Stage) -> None:
 
 
 def only_the_adapter_learns(stage: Stage) -> None:
-    """Two steps leave every other weight as it is on disk, bit for bit, and the reference's log-probs too.
+    """Two steps leave every other weight unchanged on disk, bit for bit, and the reference's log-probs too.
 
     In fp32 on one rank, in bf16 on two.
     """
@@ -109,7 +109,7 @@ def only_the_adapter_learns(stage: Stage) -> None:
 
 
 def gradient_is_that_of_peft(stage: Stage) -> None:
-    """Compare with peft on a plain model in float64, each sample by itself, after B has moved away from 0."""
+    """Compare with peft on a plain model in float64, each sample on its own, after B has moved away from 0."""
     loss = LossArguments()
     backend = _backend(stage, SOME, loss=loss)
     _step(stage, backend)

@@ -71,7 +71,7 @@ def replaced_reference_has_the_policys_log_probs(stage: Stage) -> None:
 
 
 def another_shape_cannot_follow(stage: Stage) -> None:
-    """A tied model has no head of its own, which an untied one has."""
+    """A tied model has no separate head, which an untied one has."""
     settings = _backend(stage).settings
     for policy, reference in (("tied", "untied"), ("untied", "tied")):
         message = ""

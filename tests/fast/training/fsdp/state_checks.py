@@ -198,7 +198,7 @@ def export_is_read_by_transformers(stage: Stage) -> None:
 
 
 def biases_of_experts_are_exported_sent_and_saved(stage: Stage) -> None:
-    """They are buffers in fp32, which training leaves as they are."""
+    """They are buffers in fp32, which training leaves unchanged."""
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     backend = make_backend(stage, "sigmoid", **ADAM)
     train(backend, [shard_of(stage, make_batch(PLAIN), FIXED)])

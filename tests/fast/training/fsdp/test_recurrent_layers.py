@@ -1,4 +1,4 @@
-"""A layer with recurrent state computes packed samples as it computes each by itself, whatever their lengths."""
+"""A layer with recurrent state computes packed samples as it computes each on its own, whatever their lengths."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def checkpoint_of_another_backend_is_refused(process: RankProcess) -> None:
 
 
 def checkpoint_of_another_model_is_refused(process: RankProcess) -> None:
-    """More layers, a head of its own, and another vocabulary, which Megatron accepts."""
+    """More layers, its own head, and another vocabulary, which Megatron accepts."""
     for saved, read, words in (
         ("three_layers", "untied", "it also has decoder.layers.2."),
         ("untied", "tied", "it also has output_layer.weight"),
@@ -333,7 +333,7 @@ def checkpoint_of_another_model_is_refused(process: RankProcess) -> None:
 
 
 def states_belong_to_their_parameters(process: RankProcess) -> None:
-    """Test bf16 weights beside fp32 ones (the canary, the critic's head), in the parts of an interleaved pipeline."""
+    """Test bf16 weights and fp32 ones (the canary, the critic's head), in the parts of an interleaved pipeline."""
     loss = replace(PLAIN, advantage_estimator="ppo")
     plain = make_backend(process, "six_layers", loss, auxiliary={"use_distributed_optimizer": True}).settings
     backend = MegatronBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, 10)

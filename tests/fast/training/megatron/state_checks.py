@@ -40,7 +40,7 @@ from miles.types.train_batch import TrainBatch, TrainShard
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, ANYWHERE)
 
-known_model = cache(plain_model)  # for checks that leave it as it is
+known_model = cache(plain_model)  # for checks that leave it unchanged
 
 
 @cache
@@ -251,7 +251,7 @@ def canary_is_found_among_small_parameters(process: RankProcess) -> None:
 
 
 def other_tensors_than_the_config_says_are_refused(process: RankProcess) -> None:
-    """Each is named: an embedding of another size, a matrix that would be repeated, a head beside a tied embedding."""
+    """Each is named: an embedding of another size, a matrix that would be repeated, a head with a tied embedding."""
     embedding, head, query = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.weight"
     for model, name, change in (
         ("untied", embedding, lambda tensor: tensor[:-6]),

@@ -108,7 +108,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results: Results, kind: str) -> None:
     """Without other losses, the gradient's norm is the same in every layout, with the per-token flag on and off.
 
-    Megatron 0.16.1 by itself has 0.0815, 0.1556, 0.0778 and 10.43 in such a table.
+    Megatron 0.16.1 on its own has 0.0815, 0.1556, 0.0778 and 10.43 in such a table.
     """
     norms = {
         (layout, what): found["norm"]

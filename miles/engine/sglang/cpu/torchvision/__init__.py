@@ -22,7 +22,7 @@ class InterpolationMode(enum.Enum):
 
 
 class _Empty(ModuleType):
-    """A package in which every name is an empty class."""
+    """A package where every name is an empty class."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

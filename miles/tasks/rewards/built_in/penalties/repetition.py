@@ -19,7 +19,7 @@ class Repetition(Reward[RepetitionFlags]):
     """Minus the share of n-grams that came before: ``distinct / all - 1``, from 0 to almost -1.
 
     The n-grams are of response tokens, so that this is the same for every language. A response shorter than n tokens
-    gets 0. The weight of the reward says how much an answer loses that only repeats itself.
+    gets 0. The weight of the reward states how much an answer loses that only repeats itself.
     """
 
     name = "repetition"

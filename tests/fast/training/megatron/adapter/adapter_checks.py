@@ -144,7 +144,7 @@ def gradient_is_that_of_peft(process: RankProcess) -> str:
 
 
 def only_the_adapter_learns(process: RankProcess) -> None:
-    """Two steps leave every other weight as it is on disk, bit for bit, and the reference's log-probs too."""
+    """Two steps leave every other weight unchanged on disk, bit for bit, and the reference's log-probs too."""
     for model, lora in _models(process):
         for bf16, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             backend = _backend(process, model, lora, KL, bf16)

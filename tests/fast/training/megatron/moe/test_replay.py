@@ -45,7 +45,7 @@ def test_given_experts_replace_the_choice_alone(kind: str) -> None:
     logits, given = inputs(kind)
     own, _ = route(logits, K, **given)
     experts = torch.tensor([[(t + 1) % EXPERTS, (t + 4) % EXPERTS] for t in range(TOKENS)], dtype=torch.int16)
-    experts[-1] = -1  # the last token chooses by itself
+    experts[-1] = -1  # the last token chooses on its own
     weights, chosen = route(
         logits,
         K,

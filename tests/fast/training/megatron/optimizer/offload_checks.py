@@ -79,8 +79,8 @@ def _equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 def _are_offloaded(adam: HybridDeviceOptimizer, fraction: float) -> None:
     """Check that the moments of ``fraction`` of this rank's elements are in host memory: no less, and one tensor more.
 
-    A rank of two has half of the elements, in a few large tensors: their number says nothing. A tensor left on the GPU
-    in fp32 is not updated, and may only be the canary, which is always 0.
+    A rank of two has half of the elements, in a few large tensors: their number states nothing. A tensor left on the
+    GPU in fp32 is not updated, and may only be the canary, which is always 0.
     """
     sizes = {p: p.numel() for group in adam.param_groups for p in group["params"]}
     there = [state["exp_avg"].numel() for part in adam.cpu_optimizers for state in part.state.values()]

@@ -20,7 +20,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _save(folder: Path, **tensors: torch.Tensor) -> None:
-    """Save each tensor in a file of its own, with an index."""
+    """Save each tensor in a separate file, with an index."""
     for name, tensor in tensors.items():
         save_file({name: tensor}, folder / f"{name}.safetensors", {"format": "pt"})
     index = {"weight_map": {name: f"{name}.safetensors" for name in tensors}}
