@@ -19,8 +19,8 @@ def with_sink(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a key in front, which has the score ``sinks[head]`` and the value 0. Every query must see it.
 
-    Two coordinates are added to queries and keys. Those of a query are the sink of its head; those of the new key add
-    up to ``1 / scaling``, the second being what the first loses by rounding.
+    Two coordinates are added to queries and keys. For a query, both are the sink of its head. For the new key, they add
+    up to ``1 / scaling``: the second is the part that the first loses by rounding.
 
     Args:
         q: Queries [B, heads, Q, D].

@@ -14,7 +14,7 @@ from miles.models.tensor_layouts import GateUp, Replicated, Split
 Config: TypeAlias = dict[str, Any]  # a config.json
 Shape: TypeAlias = dict[str, Any]  # fields of Megatron's TransformerConfig
 
-HEADS_IN_CONFIG = "num_nextn_predict_layers"  # by which a config states that the checkpoint has heads of MTP
+HEADS_IN_CONFIG = "num_nextn_predict_layers"  # the setting that states that the checkpoint has heads of MTP
 
 # Fields of ``TransformerConfig`` that a model's config determines: of every layer, and of layers with experts.
 LAYER_FIELDS = (
@@ -42,7 +42,7 @@ EXPERT_FIELDS = (
     "moe_layer_freq",
 )
 
-# (setting of a config, whether a value of it is computed, what is)
+# (setting of a config, whether miles computes a value of it, what miles computes)
 _COMPUTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mlp_bias", lambda value: not value, "MLPs without bias"),
     ("attention_dropout", lambda value: not value, "attention without dropout"),
@@ -105,15 +105,14 @@ class ConvertedFamily(Family, ABC):
 
     @abstractmethod
     def parameters(self, config: Config, shape: Shape) -> ParameterNames:
-        """Return which Hugging Face tensors each parameter of Megatron's model holds, and in which layout."""
+        """Return which Hugging Face tensors each parameter of Megatron's model holds, and their layout."""
 
 
 # Layers with experts: the part that families share. A routed expert is its own gated MLP tensors.
 #
-# Routing by sigmoid scores is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient
-# reaches, is added to the scores when experts are chosen, within the groups of experts with the highest scores. The
-# weights of the chosen are their scores without bias, normalized and scaled. All tokens also go through shared
-# experts.
+# Routing by sigmoid scores follows DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient reaches,
+# is added to the scores when experts are chosen, within the groups of experts with the highest scores. The weights of
+# the chosen are their scores without bias, normalized and scaled. All tokens also go through shared experts.
 
 
 def routed_experts() -> dict[str, Binding]:

@@ -34,8 +34,9 @@ class VisionFamily:
     """The vision-language models of one ``model_type``.
 
     Attributes:
-        model_type: That of the whole model.
-        inputs: What the processor makes of images for ``get_image_features``, with the images along the first axis.
+        model_type: The type of the whole model.
+        inputs: The tensors that the processor makes of images for ``get_image_features``, with the images along the
+            first axis.
         encoders: The parts of the model's body that ``--freeze-vision-tower`` freezes: all that encodes images.
     """
 
@@ -52,7 +53,7 @@ class VisionFamily:
         raise NotImplementedError
 
     def features(self, body: Any, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the features that take the place of embeddings [tokens, hidden]; then those added after layers."""
+        """Return the features that replace embeddings [tokens, hidden]; then those added after layers."""
         import torch
 
         return [torch.cat(tuple(body.get_image_features(**tensors, return_dict=True).pooler_output))]
@@ -72,7 +73,7 @@ def vision_family(model_type: str) -> VisionFamily | None:
 def text_inputs(
     body: Any, ids: torch.Tensor, feature: torch.Tensor | None, features: list[torch.Tensor] | None
 ) -> dict[str, Any]:
-    """Return what the language part of a model reads instead of the tokens ``ids`` [rows, T].
+    """Return the inputs that the language part of a model reads instead of the tokens ``ids`` [rows, T].
 
     Args:
         body: The model without its head.
@@ -232,7 +233,7 @@ def decoded(images: PromptImages) -> list[Image]:
 
 
 def encoded(images: PromptImages) -> list[bytes]:
-    """Return files whose pixels are those of ``decoded``, for an engine that has a processor itself."""
+    """Return files with the pixels of ``decoded``, for an engine that has a processor itself."""
     found = []
     for file, size, image in zip(images.files, images.sizes, decoded(images), strict=True):
         if size_of(file) != size:
@@ -244,7 +245,7 @@ def encoded(images: PromptImages) -> list[bytes]:
 
 
 def tensors_of(images: PromptImages) -> ImageTensors:
-    """Return what the model's processor makes of the images, once in this process for each prompt.
+    """Return the tensors that the model's processor makes of the images, once in this process for each prompt.
 
     Raises:
         InputError: A file is broken behind its header.

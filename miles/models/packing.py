@@ -95,11 +95,10 @@ _DIFFERENT = (
 _NOT_GENERATED = ("diffllama", "hrm_text")
 _NOT_TRAINED = ("minicpm3", "zamba")
 
-# Those of PACKABLE whose attention chooses the keys that a query sees by its own scores
-# (training/fsdp/layers.py).
+# The types of PACKABLE whose attention chooses the keys that a query sees by its own scores (training/fsdp/layers.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
-# Those of PACKABLE that the same file compares with a window shorter than the samples.
+# The types of PACKABLE that the same file compares with a window shorter than the samples.
 WINDOWED = (
     "exaone4",
     "gemma3_text",
@@ -145,7 +144,7 @@ _GENERATED_LAYERS = _PLAIN_LAYERS - {"attention"} | {"linear_attention"}
 
 
 def is_compared_by_test(config: dict[str, Any]) -> bool:
-    """Return whether a test of ours compares this type of model with transformers. ``config`` is a config.json."""
+    """Return whether one of our tests compares this type of model with transformers. ``config`` is a config.json."""
     return model_type(config) in PACKABLE + RECURRENT or reads_images(config)
 
 
@@ -276,7 +275,7 @@ def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
     """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that reports it.
 
     With rotary positions of the kind longrope, a model has other frequencies once a sequence of its batch exceeds the
-    length it was pretrained on. Keys that are in the cache by then have the former ones, and so do those of shorter
+    length it was pretrained on. Keys that are in the cache by then have the former ones, and so do the keys of shorter
     sequences.
 
     Args:
@@ -320,7 +319,7 @@ def is_quantized(config: dict[str, Any]) -> bool:
 
 
 def model_type(config: dict[str, Any]) -> str:
-    """Return the type of the language model; inside a configuration for text and images, that of its text part."""
+    """Return the type of the language model; inside a configuration for text and images, the type of its text part."""
     text = config.get("text_config") or {}
     return str(text.get("model_type") or config.get("model_type"))
 

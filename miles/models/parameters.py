@@ -27,8 +27,8 @@ class Binding:
     is_buffer: bool = False
 
 
-# What a head of multi-token prediction has around its decoder layer, as the checkpoints of MiMo-7B (a Qwen2 with such
-# heads) name and order it: there the hidden state comes first in the projection, in Megatron the embedding.
+# The parameters of a head of multi-token prediction around its decoder layer, as the checkpoints of MiMo-7B (a Qwen2
+# with such heads) name and order it: there the hidden state comes first in the projection, in Megatron the embedding.
 MTP_OWN = {
     "enorm.weight": Binding(Replicated(), ("token_layernorm.weight",)),
     "hnorm.weight": Binding(Replicated(), ("hidden_layernorm.weight",)),
@@ -41,8 +41,8 @@ MTP_OWN = {
 class ParameterNames:
     """The parameters of one model.
 
-    ``outside`` has those outside the decoder's layers by Megatron's name. ``layer`` has those of a layer, both names
-    relative to it. Heads of multi-token prediction contain such a layer.
+    ``outside`` has the parameters outside the decoder's layers by Megatron's name. ``layer`` has the parameters of a
+    layer, both names relative to it. Heads of multi-token prediction contain such a layer.
     """
 
     outside: Mapping[str, Binding]
@@ -50,7 +50,7 @@ class ParameterNames:
     tied: bool  # the output head is the embedding
 
     def binding(self, name: str) -> Binding:
-        """Return the binding of parameter ``name``, whose layer and expert numbers are those of the whole model."""
+        """Return the binding of parameter ``name``, whose layer and expert numbers count in the whole model."""
         if name in self.outside:
             return self.outside[name]
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # family defines all of its layers, so both can be read as written.
 
 
-READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
+READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are the second's
 _CONFIGS, _CAUSAL, _MASKED, _TEXT_TO_TEXT, _SPEECH_TO_TEXT, _MODULES = (
     "CONFIG_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -115,7 +115,7 @@ def _source(model_type: str) -> str:
 
 @cache
 def _table(name: str) -> dict[str, str]:
-    """Return a table of ``models/auto``, with what is added to it after its definition; empty if it is not there."""
+    """Return a table of ``models/auto``, with the entries added after its definition; empty if it is not there."""
     found = dict[str, str]()
     for text in _sources():
         for match in re.finditer(rf"^{name}(?: = OrderedDict|\.update)\(\n(.*?)\n\)", text, re.MULTILINE | re.DOTALL):
@@ -136,7 +136,7 @@ def _models() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
 
 
-# Types for text and images that are loaded whole, with the vision tower: those of families/vision.
+# Types for text and images that are loaded whole, with the vision tower: the types in families/vision.
 WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 _READER = "PytorchStreamReader"  # begins what torch reports about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message
@@ -145,7 +145,7 @@ _SHOWN = 3  # names of tensors in a message
 def read_config(path: str) -> PretrainedConfig:
     """Return the configuration of a folder, or of a name on the hub.
 
-    A type that transformers does not know, and whose layers are those of one that it knows (``READ_AS``), is read as
+    A type that transformers does not know, but that has the layers of a type that it knows (``READ_AS``), is read as
     the latter. Pass the result to ``from_pretrained`` as ``config``.
     """
     from transformers import AutoConfig, PretrainedConfig  # slow to import
@@ -163,7 +163,7 @@ def read_config(path: str) -> PretrainedConfig:
 def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """Return the causal language model of a folder, or of a name on the hub, with every weight from its files.
 
-    transformers fills tensors that the files lack with random values. ``config`` is that of ``read_config``.
+    transformers fills tensors that the files lack with random values. ``config`` is the result of ``read_config``.
 
     Raises:
         ValueError: The files lack tensors that the configuration asks for, hold some of another shape, or cannot be
@@ -208,7 +208,7 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
 
 
 def class_of(config: PretrainedConfig) -> Any:
-    """Return the class of transformers that loads this model as it is trained and generates."""
+    """Return the class of transformers that loads this model for training and generation."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # slow to import
 
     return AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM

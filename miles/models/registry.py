@@ -12,7 +12,7 @@ from miles.models.packing import is_compared_by_test, model_type, why_not_traine
 
 
 def families(kind: str) -> dict[str, Any]:
-    """Return what the files of this package list under ``kind``, by ``model_type``, in the order of their names."""
+    """Return the entries that the files of this package list under ``kind``, by ``model_type``, in the files' order."""
     found: dict[str, Any] = {}
     for file in iter_modules(folder.__path__):
         for family in getattr(import_module(f"{folder.__name__}.{file.name}"), kind, ()):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorLayout(Protocol):
-    """Both directions take and return Hugging Face tensors in the order in which a ``Binding`` names them."""
+    """Both directions take and return Hugging Face tensors in the order of their names in a ``Binding``."""
 
     def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """Return the shard of tensor-parallel rank ``rank`` of ``size``, from whole Hugging Face tensors."""

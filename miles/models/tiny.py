@@ -217,7 +217,7 @@ def write_like(source: str, folder: Path, seed: int = 1) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     try:
         generation = GenerationConfig.from_pretrained(source)
-    except OSError:  # many models have none; that of the configuration is written already
+    except OSError:  # many models have none; the configuration's is written already
         return
     generation.save_pretrained(folder)
 
@@ -332,7 +332,7 @@ def write_small_vision_model(
         seed: Of the weights.
         hidden: The width of the language part and of the tower, a multiple of 32.
         layers: The number of layers of each.
-        patch: The side of a patch in pixels; two by two patches are a token.
+        patch: The width and height of a patch in pixels; two by two patches are a token.
         characters: The characters that have a token.
     """
     import torch

@@ -1,1 +1,1 @@
-"""What a run shows: metrics, samples, profiles, the files of a run, its page, comparisons."""
+"""The output of a run: metrics, samples, profiles, the files of a run, its page, comparisons."""

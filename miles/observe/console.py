@@ -137,7 +137,7 @@ class PhaseProgress:
 
 
 class Loading:
-    """Names on a terminal what a run does before its first phase, with a sign of life; elsewhere it prints nothing.
+    """Names on a terminal the work of a run before its first phase, with a sign of life; elsewhere it prints nothing.
 
     Args:
         log_format: ``--log-format``: only ``text`` shows it.
@@ -152,7 +152,7 @@ class Loading:
             self._status.start()
 
     def show(self, what: str) -> None:
-        """Name what is done from now on."""
+        """Name the current work."""
         if self._status is not None:
             self._status.update(f"loading: {what}")
 
@@ -271,8 +271,9 @@ LONG_PHASE_SECONDS = 60.0
 LONGEST_SECONDS = 1e10
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
-# What a line shows, from left to right: the metric's name, its label, its format, and which one is left out first if
-# not all fit (the highest number). A policy gradient's loss states nothing: its value is near 0 however well it learns.
+# The contents of a line, from left to right: the metric's name, its label, its format, and which one is left out first
+# if not all fit (the highest number). A policy gradient's loss states nothing: its value is near 0 however well it
+# learns.
 _SHOWN = (
     ("rollout/reward", "reward", ".2f", 0),
     ("train/loss", "loss", ".4g", 1),
@@ -285,13 +286,13 @@ _POLICY_GRADIENT = "train/pg_loss"
 
 
 class RunOutput(Protocol):
-    """What the launcher prints of a run."""
+    """The launcher's output about a run."""
 
     def note(self, text: str) -> None:
         """Print a sentence."""
 
     def phase(self, name: str | None) -> None:
-        """Show what the run is doing from now on; None between two phases."""
+        """Show the current phase of the run; None between two phases."""
 
     def watch(self, details: Details) -> None:
         """Show the progress of a phase, if the output is a terminal."""
@@ -304,7 +305,7 @@ class RunOutput(Protocol):
 
 
 def trains(values: Mapping[str, float]) -> bool:
-    """Return whether a row is that of a step, and not of an evaluation before the first."""
+    """Return whether a row belongs to a step, and not to an evaluation before the first."""
     return any(name.startswith(("train/", "rollout/")) for name in values)
 
 
@@ -507,7 +508,7 @@ class _LeftColumn(ProgressColumn):
 
 
 class LongPhases:
-    """Print every minute of a long phase what the run is doing."""
+    """Print the current phase of the run every minute of a long phase."""
 
     def __init__(self, say: Callable[[str], None], seconds: float = LONG_PHASE_SECONDS) -> None:
         self._say = say

@@ -132,8 +132,8 @@ class MetricsFile:
         """Return ``{"steps": [...], "values": {name: [...]}}`` of a range of steps; None where nothing was measured.
 
         If the range has more than ``limit`` steps, it is cut into ``limit / 2`` parts, and each part gives the
-        smallest and the largest value of each metric, in the order in which they occur: no spike is lost. The steps
-        are then only near those of the values (``"exact"`` is False), and ``"last"`` has the last value of each metric.
+        smallest and the largest value of each metric, in the order of their steps: no spike is lost. The steps are then
+        only near the steps of the values (``"exact"`` is False), and ``"last"`` has the last value of each metric.
         """
         rows = self.rows_between(first, last)
         if len(rows) <= limit:
@@ -188,7 +188,7 @@ QUESTIONS = {
 }
 SHARE = "share"  # the unit of what lies between 0 and 1
 NOTHING = 1e-6  # a metric that stays below this is zero: a mean of float32 token losses has errors of this size
-# Question, metric, title, unit. Those of a question come first, in this order, if the run has them.
+# Question, metric, title, unit. The charts with a question come first, in this order, if the run has them.
 _CHARTS = (
     ("learning", "rollout/reward", "Reward", "reward, mean of the iteration"),
     ("learning", "rollout/response_length", "Response length", "tokens"),
@@ -271,7 +271,7 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
 
 
 def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:
-    """Return the charts of one run; those of metrics that are zero throughout are marked ``"is_zero"``."""
+    """Return the charts of one run; charts of metrics that are zero throughout are marked ``"is_zero"``."""
     found = charts(metrics.names, main_metrics(metrics.names, settings))
     for chart in found:
         chart["is_zero"] = all(metrics.is_zero(series["key"], chart["least"]) for series in chart["series"])
@@ -356,7 +356,7 @@ def learns_from_rewards(settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found.
+    """The result of a rule.
 
     Attributes:
         level: The figure as a fraction of the threshold; above 1 the rule fires.
@@ -682,7 +682,7 @@ def _verdict(rule: Rule, finding: Finding | None, settings: Settings) -> Verdict
     return Verdict(rule.name, cast(State, state), figure, rule.threshold, rule.metric, advice[0].flag, words)
 
 
-# Is it learning? One sentence from the curve that says most.
+# Is it learning? One sentence from the curve that shows most.
 
 
 ENOUGH = 8  # measurements of a curve that has noise; two of a held-out set are enough
@@ -693,7 +693,7 @@ class Trend:
     """How a curve went, better being larger: means of its beginning, of its end, and of its best stretch.
 
     ``noise`` is the standard error of the difference of two such means, from second differences, which a steady trend
-    does not change: their variance is 6 times that of independent noise.
+    does not change: their variance is 6 times the variance of independent noise.
     """
 
     early: float

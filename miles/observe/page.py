@@ -187,7 +187,7 @@ class RunView:
         return f"{self.metrics_file.revision}-{size}-{self._state()[0]}"
 
     def overview(self, since: str = "") -> Json:
-        """Return what the page shows at once; only ``{"revision": …}`` if nothing has changed ``since``."""
+        """Return the data that the page shows at once; only ``{"revision": …}`` if nothing has changed ``since``."""
         with self._lock:
             self.metrics_file.refresh()
             revision = self.revision
@@ -262,7 +262,7 @@ class RunView:
         return self.detail(iteration.rows, index)
 
     def detail(self, rows: Sequence[Row], index: int) -> Json:
-        """Return what the page shows of ``rows[index]``; ``rows`` are all of its iteration."""
+        """Return the data that the page shows of ``rows[index]``; ``rows`` are all of its iteration."""
         row = rows[index]
         return {
             **{name: row.get(name) for name in ("prompt", "response", "reward", "reward_parts", "status")},
@@ -423,7 +423,7 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
     iterations: dict[str, Any] = {}
     details: dict[str, Any] = {}
     tokens: list[tuple[str, dict[str, Any]]] = []
-    share = room / max(len(shown), 1)  # of the bytes, so that no long iteration takes those of later ones
+    share = room / max(len(shown), 1)  # of the bytes, so that no long iteration takes the bytes of later ones
     left = 0.0
     for iteration in shown:
         left += share
@@ -451,7 +451,7 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
 
 
 def _chosen(rows: Sequence[Row], count: int) -> list[int]:
-    """Return the positions of ``count`` different answers, those of a group together, so that they can be compared.
+    """Return the positions of ``count`` different answers; each group's are together, so that they can be compared.
 
     Groups and answers with the trainer's values of their tokens come first, then the best and the worst of each group.
     """

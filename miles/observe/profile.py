@@ -58,7 +58,7 @@ def _first_time(process: ProcessTrace) -> int:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield ``events``, sorted as those of ``ProcessTrace``; one that ends after the event around it is shortened."""
+    """Yield ``events``, sorted as in ``ProcessTrace``; one that ends after the event around it is shortened."""
     thread, ends = "", [0]
     for event in events:
         if event.thread != thread:
@@ -94,7 +94,7 @@ SHORTEST = 0.001  # of the iteration: kinds below it are left out
 PYTHON = "python, between operations"
 OTHER = "other operations"
 
-# The first pattern that a name contains decides. Names are those of ATen, c10d, FSDP2 and of CUDA's kernels.
+# The first pattern that a name contains decides. The names are from ATen, c10d, FSDP2 and CUDA's kernels.
 _KINDS = (
     ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
     ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention|CachedAttention"),
@@ -129,7 +129,7 @@ KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind of what an event does on its own.
+    """Return the kind of work that an event does on its own.
 
     A span on its own is the Python code between the operations within it, and so are autograd's own events.
 

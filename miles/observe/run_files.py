@@ -1,4 +1,4 @@
-"""One JSON object per line: the form in which a run keeps its numbers and sampled answers."""
+"""One JSON object per line: the form of a run's numbers and sampled answers on disk."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def drop_from(path: Path, key: str, limit: int) -> int | None:
         return None
     rows = read(path, key)
     kept = [row for row in rows if row[key] < limit]
-    replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
+    replacement = path.with_name(path.name + ".new")  # renamed when complete: a kill here loses neither file
     with naming_disk(path, replacement):
         replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
         os.replace(replacement, path)
@@ -376,7 +376,7 @@ def _holds(row: Row, text: str) -> bool:
     return any(text in str(row.get(name) or "").lower() for name in ("prompt", "response", "label"))
 
 
-# The identity of a run: what tells the checkpoints and metrics of one run from those of another.
+# The identity of a run: it tells the checkpoints and metrics of one run from those that another run wrote.
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ class RunIdentity:
 
     @classmethod
     def from_state(cls, saved_in: dict[str, Any]) -> RunIdentity | None:
-        """Return the identity in a checkpoint's launcher state or in run.json; None for those of versions without."""
+        """Return the identity in a checkpoint's launcher state or in run.json; None if their version had none."""
         saved = saved_in.get("run")
         if not isinstance(saved, dict) or saved.keys() != {"id", "started"}:
             return None
@@ -407,7 +407,8 @@ class RunIdentity:
         return f"run {self.id} of {self.started}"
 
 
-# The facts of a run: title, settings, objective, and what it ran with. Saved as run.json alongside the metrics.
+# The facts of a run: title, settings, objective, and the software and data that it ran with. Saved as run.json
+# alongside the metrics.
 
 
 FILE_NAME = "run.json"
@@ -419,9 +420,10 @@ class RunHeader:
 
     ``settings`` and ``defaults`` map section to field to value (a field without an entry in ``defaults`` counts as
     default, so that a header without defaults highlights nothing). ``objective_words`` and ``objective_formula``
-    describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar. ``provenance`` is
-    what the run started with (provenance.py); empty in files of earlier versions. ``run`` is the identity of the run
-    (identity.py); empty in files of earlier versions, and in a run that continues a checkpoint of one.
+    describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar. ``provenance`` lists
+    the versions, data and machine that the run started with (provenance.py); empty in files of earlier versions.
+    ``run`` is the identity of the run (identity.py); empty in files of earlier versions, and in a run that continues a
+    checkpoint of one.
     """
 
     title: str
@@ -467,7 +469,7 @@ class RunHeader:
         return name not in known or self.settings[section][name] == known[name]
 
     def public_settings(self) -> dict[str, dict[str, Any]]:
-        """Return the settings without secrets: the form in which they may leave the process."""
+        """Return the settings without secrets: only this form may leave the process."""
         shown: dict[str, dict[str, Any]] = public("settings", self.settings)
         return shown
 
@@ -689,7 +691,7 @@ class RunFiles:
         return not self._metrics.exists() and not self._samples.exists()
 
     def set_aside(self) -> Path | None:
-        """Move what an earlier run left here into ``earlier-1``, ``earlier-2``…; give that folder, None if none was."""
+        """Move the files of an earlier run into ``earlier-1``, ``earlier-2``…; return that folder, None if none was."""
         # run.json last: if this is killed, it still states whose files are left.
         names = (TENSORBOARD, REPORT, *_OF_RUN)
         present = [self.output_dir / name for name in names if (self.output_dir / name).exists()]

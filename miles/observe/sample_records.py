@@ -1,7 +1,7 @@
 """The answers of an iteration as stored: with tokens, advantage and denominator, within a bound of bytes.
 
-A few of them, or all, also get the trainer's values of their tokens. The rollout side chooses these answers and leaves
-room for the values; the trainer's ranks record them (batch/collate.py), and the launcher joins both.
+A few of them, or all, also get the trainer's values of their tokens. The rollout process chooses these answers and
+leaves room for the values; the trainer's ranks record them (batch/collate.py), and the launcher joins both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[int, int]  # of a sample: the step in the iteration, the position 
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that this module needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
         """Return the text of the tokens."""
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class _Weighing:
-    """What the train batch states of a sample."""
+    """The values of a sample in the train batch."""
 
     train_step: int
     advantage: float
@@ -49,7 +49,7 @@ class StoredSamples:
 
     Attributes:
         records: In the order of groups.
-        places: The place of each chosen record, by its position in ``records``.
+        places: The train step and position in it of each chosen record, by its index in ``records``.
         columns: The names of the columns of tokens that room is left for.
     """
 
@@ -68,7 +68,7 @@ class StoredSamples:
         ]
 
     def completed(self, tokens: Mapping[Place, TokenColumns]) -> list[SampleRecord]:
-        """Return the records with what the trainer recorded."""
+        """Return the records with the values that the trainer recorded."""
         records = list(self.records)
         for index, place in self.places.items():
             if place in tokens:
@@ -240,7 +240,7 @@ def _known(
 
 
 def _turn(number: int, wanted: int, groups: int, samples: int) -> list[int]:
-    """Return which of its ``samples`` the group at place ``number`` gives to the ``wanted`` ones of all groups.
+    """Return which of its ``samples`` the group at position ``number`` gives to the ``wanted`` ones of all groups.
 
     >>> [_turn(number, 3, 2, 4) for number in range(2)]
     [[0, 1], [1]]
@@ -259,7 +259,7 @@ def run_lengths(values: Sequence[int]) -> list[list[int]]:
 
 
 def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) -> dict[tuple[int, int], _Weighing]:
-    """Return what the batches say by (trajectory, place of the sample in it). Ranks may share samples."""
+    """Return the values in the batches by (trajectory, index of the sample in it). Ranks may share samples."""
     places: dict[int, dict[int, _Weighing]] = {}
     for shards in shards_by_rank:
         for number, shard in enumerate(shards):

@@ -31,7 +31,7 @@ MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
 MLFLOW_VALUE = 500  # characters of a parameter
 MOST_TABLES = 100  # of answers in a run, spread over it
 CAUSE_LENGTH = 300  # characters of a service's own message
-CLOSE_SECONDS = 60.0  # for what is still to be sent at the end of a run
+CLOSE_SECONDS = 60.0  # for the calls still to be sent at the end of a run
 
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _event_files = itertools.count()  # of this process: TensorBoard orders them by time, then by this
@@ -278,7 +278,7 @@ def mlflow_name(name: str) -> str:
 
 
 class OrderedCalls:
-    """Calls that a thread makes in order. The first that fails is a note; the others are made all the same.
+    """Calls that a thread makes in order. The first that fails is a note; the others are still made.
 
     Args:
         flag: Begins the note.
@@ -571,7 +571,7 @@ class Notifier:
         self._secrets = secrets
 
     def send(self, event: Event, what: str) -> None:
-        """Post an event. Raises nothing: a note says if that does not work."""
+        """Post an event. Raises nothing: a note reports a failure."""
         if self._url is None:
             return
         try:

@@ -34,7 +34,7 @@ _STATES: dict[Status, str] = {"FINISHED": "finished", "KILLED": "stopped", "FAIL
 def check_services(tracking: TrackingArguments) -> None:
     """Check, before anything starts, that the services of the flags can be used: packages, servers, and W&B's key.
 
-    Raises ``ValueError`` with one sentence, an ``InputError`` if it is about what the user gave.
+    Raises ``ValueError`` with one sentence, an ``InputError`` if it is about the user's input.
     """
     check_packages(tracking)
     check_mlflow(tracking)
@@ -115,7 +115,7 @@ class Tracker:
             self._wandb.resume(step)
 
     def _take_folder(self, run: RunIdentity | None) -> None:
-        """Move the files of another run away from those of ``run``, which the folder gets as its own."""
+        """Move the files of another run away and make the folder that of ``run``."""
         self._header = replace(self._header, run={} if run is None else run.to_state())
         found = self._files.run
         if found is not None and (run is None or run.id != found.id):
@@ -181,7 +181,7 @@ class Tracker:
         self._console.watch(details)
 
     def phase(self, name: str | None) -> None:
-        """Show what the run is doing from now on; None between two phases."""
+        """Show the current phase of the run; None between two phases."""
         self._console.phase(name)
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
@@ -226,7 +226,7 @@ class Tracker:
         services = [each for each in (self._wandb, self._mlflow) if each is not None]
         for service in services:
             service.status = status
-        # What is at hand first: a service may take long.
+        # Local sinks first: a service may take long.
         ours: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink is not self._mlflow]
         if self._tensorboard is not None:
             ours.append(self._tensorboard)  # every event is in its file already

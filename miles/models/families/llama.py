@@ -40,7 +40,7 @@ class Llama(ConvertedFamily):
         }
 
     def parameters(self, config: Config, shape: Shape) -> ParameterNames:
-        """Return which Hugging Face tensors each parameter of Megatron's model holds, and in which layout."""
+        """Return which Hugging Face tensors each parameter of Megatron's model holds, and their layout."""
         tied = bool(config.get("tie_word_embeddings"))
         vocabulary = Vocabulary(config["vocab_size"])
         outside = {

@@ -1,4 +1,4 @@
-"""Several runs side by side: differing settings, the first step at which metrics differ, final values, and a page."""
+"""Several runs compared: differing settings, the first step at which metrics differ, final values, and a page."""
 
 from __future__ import annotations
 

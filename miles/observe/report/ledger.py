@@ -1,4 +1,4 @@
-"""The token ledger: how the weight of each token of a stored sample arises, and what the sample adds up to.
+"""The token ledger: how the weight of each token of a stored sample arises, and the sum of these weights.
 
 The policy loss of a step is ``1/N Σ_i 1/denominator_i Σ_t m_it w_it l_it`` (docs/loss-aggregation.md). The denominator
 is stored with the sample, as the batch had it; nothing is recomputed from flags. Of a few samples the trainer has also
@@ -40,7 +40,7 @@ def token_weight(row: Mapping[str, Any]) -> float | None:
 
 
 def share(row: Mapping[str, Any]) -> float | None:
-    """Return what the sample adds to the step's loss mass: the sum of its tokens' weights before corrections."""
+    """Return the sample's part of the step's loss mass: the sum of its tokens' weights before corrections."""
     weight = token_weight(row)
     return None if weight is None or row.get("mask") is None else weight * sum(expand(row["mask"]))
 
@@ -48,7 +48,7 @@ def share(row: Mapping[str, Any]) -> float | None:
 def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """Return the per-token columns that can be shown for a row, by name; empty if it was stored without tokens.
 
-    ``weight`` is that of the token in the loss, with corrections if the trainer has recorded them. ``credit`` is the
+    ``weight`` is the token's weight in the loss, with corrections if the trainer has recorded them. ``credit`` is the
     advantage times this weight: the token's part in the gradient, at a ratio of 1. ``gap`` is the trainer's log-prob
     minus the engine's. The trainer's values of tokens outside the loss are left out (None).
     """
@@ -80,7 +80,7 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def _advantages(row: Mapping[str, Any], count: int) -> list[float] | None:
-    """Return the advantage of each token, by the trainer or that of the sample; None if it is not stored."""
+    """Return the advantage of each token, by the trainer, or else the sample's; None if it is not stored."""
     if row.get("advantages"):
         return [value or 0.0 for value in row["advantages"]]
     return None if row.get("advantage") is None else [float(row["advantage"])] * count
@@ -137,7 +137,7 @@ def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mappi
 
 
 def _trainer_lines(columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, str]]:
-    """Return the lines about what the trainer has recorded."""
+    """Return the lines about the values that the trainer has recorded."""
     lines = []
     if columns.get("ratio"):
         why = "the policy in this step over the one that the iteration began with"

@@ -80,7 +80,7 @@ class _Parameter(NamedTuple):
 
 _RANGE = {"from": _Parameter(float), "to": _Parameter(float)}
 _STEP = _Parameter(int, is_needed=True)
-# What the page may ask: the parameters by name, and the answer.
+# The requests that the page may make: the parameters by name, and the answer.
 _ROUTES: dict[str, tuple[dict[str, _Parameter], Callable[[RunView, Mapping[str, Any]], Any]]] = {
     "/api/overview": ({"since": _Parameter(str, default="")}, lambda view, q: view.overview(q["since"])),
     "/api/metrics": (

@@ -1,1 +1,1 @@
-"""Metrics that carry their own reduction, the places they are written to, and the run report."""
+"""Metrics that carry their own reduction, the sinks they are written to, and the run report."""

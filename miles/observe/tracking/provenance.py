@@ -1,4 +1,4 @@
-"""Record what a run depends on: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
+"""Record the dependencies of a run: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PACKAGES = (
     "megatron-core",
 )
 GIT_SECONDS = 5.0
-HASHED_BYTES = 2**30  # of one file of prompts; the checksum of a larger one is that of its beginning
+HASHED_BYTES = 2**30  # of one file of prompts; a larger one has the checksum of its beginning
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
-    """Return plain JSON that states with what a run starts now.
+    """Return plain JSON with the versions, data, seeds and machine that a run starts with now.
 
     Args:
         settings: The run's settings.

@@ -10,7 +10,7 @@ from miles.models.images import VisionFamily
 
 
 class LlavaOnevision(VisionFamily):
-    """Tokens have one rotary axis, as those of text."""
+    """Tokens have one rotary axis, like text tokens."""
 
     def blank(self, config: Any) -> dict[str, np.ndarray]:
         """Return two images of one tile: a single one would be cut."""

@@ -21,7 +21,7 @@ class QwenVL(VisionFamily):
     """One of the two."""
 
     def grids(self, config: Any, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the grid of tokens of each image: that of its patches, merged."""
+        """Return the grid of tokens of each image: the grid of its patches, merged."""
         merge = config.vision_config.spatial_merge_size
         grids: np.ndarray = tensors["image_grid_thw"] // np.array([1, merge, merge])
         return grids
