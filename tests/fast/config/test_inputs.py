@@ -80,8 +80,8 @@ def faults(folder, *arguments, **named):
 PLANTED = {
     "null label": ({"question": "a", "answer": None}, "column 'answer' is null"),
     "broken JSON": ('{"question": "a", ', "not JSON"),
-    "missing column": ({"qestion": "a", "answer": "1"}, "no column 'question'; did you mean qestion?"),
-    "missing label": ({"question": "a", "anser": "1"}, "no column 'answer'; did you mean anser?"),
+    "missing column": ({"questions": "a", "answer": "1"}, "no column 'question'; did you mean questions?"),
+    "missing label": ({"question": "a", "answers": "1"}, "no column 'answer'; did you mean answers?"),
     "unrenderable": ({"question": "never", "answer": "1"}, "the chat template refuses the messages"),
 }
 
