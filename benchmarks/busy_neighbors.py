@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-state: dict[str, Any] = {}  # what a contender's process has loaded
+state: dict[str, Any] = {}  # the engine or trainer that a contender's process has loaded
 
 
 def load(environment: Mapping[str, str], path: str, dtype_name: str, threads: int) -> None:

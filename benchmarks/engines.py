@@ -48,7 +48,7 @@ async def speed(engine: Engine, number: int) -> float:
 
 
 async def measure(model: str, name: str) -> dict[str, Any]:
-    """Return what is measured of one engine."""
+    """Return the measurements of one engine."""
     flags = f"{RUN} --rollout-max-response-len {TOKENS} --rollout-engine {name} --output-dir {mkdtemp()} --device cpu"
     settings = validate(parse(["--hf-checkpoint", model, *flags.split()])).settings
     began = time.perf_counter()

@@ -127,13 +127,13 @@ class Bench:
 
     @cached_property
     def later_shard(self) -> TrainShard:
-        """The later samples. Those of advantage 0 are not trained on."""
+        """The later samples. Samples of advantage 0 are not trained on."""
         batch = self.batches(self.later)[0]
         return self.shard(batch, self.trainer.objective.samples_with_gradient(batch.rewards))
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimizer changes."""
+        """The parameters that the optimizer changes."""
         return [p for group in self.backend.policy.optimizer.adam.param_groups for p in group["params"]]
 
     def forward_backward(self) -> Call:
@@ -250,7 +250,7 @@ class Lever:
 
     Attributes:
         name: Its name.
-        parts: The parts of a step that it changes: keys of ``PARTS``. For a pair, what its calls compute.
+        parts: The parts of a step that it changes: keys of ``PARTS``. For a pair, the names of its calls' computations.
         what: States what it does, and what happens without it.
         change: Makes a block that is without it; with it if it is one of ``TRIED``.
         environment: Variables of a process without it; with it if it is one of ``TRIED``. Alongside a ``change``, both

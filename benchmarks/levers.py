@@ -110,7 +110,7 @@ def plain_attention(
 
 @contextmanager
 def copied_gradients(bench: Bench) -> Iterator[None]:
-    """Let FSDP2 reduce the gradients of one rank as it does those of several."""
+    """Let FSDP2 reduce the gradients of one rank as it reduces the gradients of several."""
     modules = [module for module in bench.backend.policy.module.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     before = [group._reduce_scatter_comm for group in groups]
@@ -381,7 +381,7 @@ class Worker:
             self._pool.submit(int).result()  # starts the process
 
     def run(self, function: Any, *given: Any) -> Any:
-        """Return what the function returns in the process."""
+        """Run the function in the process, and return its result."""
         return self._pool.submit(function, *given).result()
 
     def close(self) -> None:

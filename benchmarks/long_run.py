@@ -1,4 +1,4 @@
-"""Sample what the processes of a long run hold: resident memory, open files, threads, shared memory and disk.
+"""Sample the resources that the processes of a long run hold: memory, open files, threads, shared memory and disk.
 
 ``python benchmarks/long_run.py --iterations 1000 --output outputs/long_run`` trains a tiny random model through
 ``miles train`` and samples every process of the run after each ``--every`` iterations. It writes ``held.csv``, a row
@@ -70,7 +70,7 @@ def command(args: argparse.Namespace) -> list[str]:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Return what a process is: an actor's name, or the program that it runs."""
+    """Return the kind of a process: an actor's name, or the program that it runs."""
     words = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].partition(".")[0]

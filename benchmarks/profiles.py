@@ -3,7 +3,7 @@
     python benchmarks/profiles.py --model outputs/models/SmolLM2-135M-Instruct [--keep FOLDER]
 
 Each run is ``miles quickstart --profile`` of three iterations, and records the second. Prints one JSON object:
-for each combination the seconds of the iteration, and for each process those that it was idle and those of each kind of
+for each combination the seconds of the iteration, and for each process its idle seconds and the seconds of each kind of
 operation; the threads of a process add up. ``--keep`` copies the traces and tables to a folder.
 """
 

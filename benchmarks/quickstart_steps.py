@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def of_run(rows: list[Row], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run with these rows of metrics.jsonl and these settings learned, and its seconds."""
+    """Return the accuracy and the seconds of a run with these rows of metrics.jsonl and these settings."""
     return {
         "seed": settings["training"]["seed"],
         "backend": settings["training"]["train_backend"],

@@ -26,7 +26,7 @@ Figures = Any  # the JSON of a script
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a script compares.
+    """The comparison that a script makes.
 
     Attributes:
         subject: The two things that are compared.
@@ -154,7 +154,7 @@ def comparisons(records: Sequence[Record]) -> str:
 
 
 def start_up(records: Sequence[Record]) -> str:
-    """Return the seconds from the start of a run to its first token, and those of its parts."""
+    """Return the seconds from the start of a run to its first token, in total and by part."""
     record = _newest(records, "start_up")
     ways = record.figures
     kinds = _union(found["cpu_by_process"] for found in ways.values())
@@ -201,7 +201,7 @@ def busy_neighbors(records: Sequence[Record]) -> str:
 
 
 def quickstart_steps(records: Sequence[Record]) -> str:
-    """Return the seconds of the parts of a quickstart step by processor, and what the newest runs learned."""
+    """Return the seconds of the parts of a quickstart step by processor, and the accuracy of the newest runs."""
     newest = _newest_by_processor(records, "quickstart_steps")
     medians = {processor: record.figures["median_seconds"] for processor, record in newest.items()}
     parts = [[part, *(f"{found[part]:.2f}" for found in medians.values())] for part in _union(medians.values())]
@@ -392,7 +392,7 @@ def _newest(records: Sequence[Record], benchmark: str) -> Record:
 
 
 def read_json(text: str) -> Figures:
-    """Return the value of ``text``: one JSON value, or the list of those of its lines."""
+    """Return the value of ``text``: one JSON value, or the list of its lines' values."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Compare the CPU time of the loss reducers with that of a loop over samples, forward and backward.
+"""Compare the CPU time of the loss reducers with the CPU time of a loop over samples, forward and backward.
 
 ``python benchmarks/reducers.py`` prints one JSON object with the medians and their ratio. The loop is the usual form:
 one slice, product and sum per sample. Both start from a packed micro-batch, so the time includes computing weights or

@@ -6,7 +6,7 @@ including the reward, against fake servers (fake_servers.py) over real sockets, 
 As in a run, two or more engines are behind sglang-router, whose CPU time is reported separately. The router takes two
 open files per request, so 10,000 requests need a hard limit of 21,024. With ``--engines 1`` there is no router; this
 process sends all requests to one address in both cases. With ``--no-http`` a timer answers, and only the collector's
-own cost remains. CPU seconds are those of this process; the servers have their own process.
+own cost remains. CPU seconds count this process only; the servers have their own process.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ The fake servers are one address, as a router is. ``--connections`` is ``--sglan
 are at the server at once, over as many sockets, and the others wait in the workers. With ``--workers 1`` the rollout
 process does everything itself.
 
-CPU seconds are those of the rollout process and the workers. Those of Ray's own processes are apart, and those of the
-fake servers are not counted. Memory is the sum of the proportional set sizes of all these, so shared pages count once.
+CPU seconds count the rollout process and the workers. Ray's own processes are counted apart, and the fake servers are
+not counted. Memory is the sum of the proportional set sizes of all these, so shared pages count once.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def write_rows(path: Path, rows: int, conversations: bool) -> None:
 
 
 def measure(words: list[str], position: Path, environment: dict[str, str]) -> str:
-    """Return what a process reports that builds the supply of prompts of a command."""
+    """Return the report of a process that builds the supply of prompts of a command."""
     command = [sys.executable, "-c", MEASURED, str(position), *words]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 

@@ -1,11 +1,11 @@
-"""Measure the start of a run: seconds from process start to the first generated token, and in which part.
+"""Measure the start of a run: seconds from process start to the first generated token, in total and by part.
 
     python benchmarks/start_up.py --model outputs/models/SmolLM2-135M-Instruct
     python benchmarks/start_up.py --model … --runs 3 --ways fsdp+torch megatron+torch fsdp+sglang
 
 Each run is ``miles train`` in its own processes, in the quickstart's settings but with one token per answer, so that
 the first answer is the first token; it ends there. Runs of the ways take turns, after one run that is not counted and
-fills the page cache. Prints medians as JSON. ``cpu_seconds`` are those of all processes of a run, up to the first
+fills the page cache. Prints medians as JSON. ``cpu_seconds`` add up all processes of a run, up to the first
 answer. ``phases`` states when each part began and ended, in seconds since the process started, and the processor
 seconds of its process meanwhile; start_up_marks/ names the parts.
 

@@ -3,7 +3,7 @@
     python benchmarks/step_history.py                          exit status 1 if a part is more than 10 % slower
     python benchmarks/step_history.py --record "what changed"  add a row to benchmarks/history.md
 
-The step is that of the quickstart on a random model of the shape of SmolLM2-135M: 8 prompts x 8 samples, bf16, or fp32
+The step is the quickstart's step on a random model of the shape of SmolLM2-135M: 8 prompts x 8 samples, bf16, or fp32
 where bf16 would be emulated. The fixed work is a matrix product, a copy and a softmax. Both take turns in one process
 on one thread, and are measured in processor time, so that neither a faster machine nor a neighbor changes the ratio
 much. Rows are compared with the last one of the same processor and dtype. On another machine make a record first.
@@ -40,7 +40,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Record:
-    """A row of the history. The parts are processor seconds over those of the fixed work."""
+    """A row of the history. The parts are processor seconds, divided by the processor seconds of the fixed work."""
 
     date: str
     commit: str

@@ -131,7 +131,7 @@ def loaded_from_network(html: str) -> list[str]:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Warn of what a page would load, for MkDocs."""
+    """Warn of the addresses that a page would load, for MkDocs."""
     for address in loaded_from_network(output):
         log.warning("%s loads %s from the network; ship it in docs/", page.file.src_uri, address)
     return output

@@ -3,8 +3,8 @@
     pip download --no-deps --dest WHEELS verl==0.9.1
     python scripts/trainer_defaults.py verl WHEELS/verl-0.9.1-py3-none-any.whl [--check]
 
-A name that the table lacks is added as a setting that changes learning: say in the table what it means here. Names with
-``other = true`` are those of other releases, which the package does not have. NeMo-RL and prime-rl are no packages of
+A name that the table lacks is added as a setting that changes learning: describe it in the table. Names with
+``other = true`` belong to other releases, and the package does not have them. NeMo-RL and prime-rl are no packages of
 an index: their tables were written from the sources that they name.
 """
 
@@ -47,7 +47,7 @@ def of_trl(package: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
 
 
 def of_openrlhf(package: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
-    """Yield the flags of ``train_ppo_ray``; those of an f-string are the actor's and the critic's."""
+    """Yield the flags of ``train_ppo_ray``; a flag in an f-string exists for the actor and for the critic."""
     tree = ast.parse(_text(package, "openrlhf/cli/train_ppo_ray.py"))
     for call in ast.walk(tree):
         if not (isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"):

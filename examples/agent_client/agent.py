@@ -17,7 +17,7 @@ GUESSES = 2
 
 
 def reply(guess: str, number: int) -> str:
-    """Return what is said to a wrong guess."""
+    """Return the reply to a wrong guess."""
     if not guess.isdecimal():
         return "digit"
     return "higher" if int(guess) < number else "lower"

@@ -1,12 +1,12 @@
-"""Keep what a sweep of a reproduction has measured, and make its picture and tables from that.
+"""Keep the measurements of a sweep of a reproduction, and make its picture and tables from them.
 
 python examples/reproduce/reproduction_results.py show SWEEP…   write runs.csv there, and print its tables
 python examples/reproduce/reproduction_results.py keep SWEEP…   write runs.csv alongside this file, then draw
 python examples/reproduce/reproduction_results.py draw          make all pictures and tables from each runs.csv
 
 ``runs.csv`` has one row per run and iteration. A figure of a run is the mean of a column over its last iterations, or
-over all, or its value where all runs of the seed have cost the same. Figures are compared seed by seed with those of
-the baseline, the first variant. Intervals are 95 % bootstrap intervals of the mean over seeds, those of ``miles
+over all, or its value where all runs of the seed have cost the same. Figures are compared seed by seed with the
+baseline, which is the first variant. Intervals are 95 % bootstrap intervals of the mean over seeds, as in ``miles
 sweep``.
 """
 
@@ -96,7 +96,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What is kept, drawn and claimed of a sweep.
+    """The figures that are kept, drawn and claimed of a sweep.
 
     Attributes:
         title: Its name in the docs.
@@ -284,7 +284,7 @@ def iterations(run: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def keep(folder: Path, into: Path) -> None:
-    """Write ``into``/runs.csv of the sweep in ``folder``, whose name is that of its reproduction."""
+    """Write ``into``/runs.csv of the sweep in ``folder``, which has the name of its reproduction."""
     name = folder.name
     columns = REPRODUCTIONS[name].columns()
     found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
@@ -346,7 +346,7 @@ def in_words(interval: Interval, signed: bool = False) -> str:
 
 
 def table(folder: Path) -> str:
-    """Return the tables of the runs of ``folder``, whose name is that of a reproduction."""
+    """Return the tables of the runs of ``folder``, which has the name of a reproduction."""
     runs, reproduction = read(folder), REPRODUCTIONS[folder.name]
     baseline, seeds = next(iter(runs)), {variant: len(found) for variant, found in runs.items()}
     seconds = [rows[0]["seconds"] for found in runs.values() for rows in found.values()]
@@ -415,7 +415,7 @@ def page(names: Sequence[str]) -> str:
 
 
 def replace_block(path: Path, block: str) -> None:
-    """Replace what is between the marks of a page."""
+    """Replace the text between the marks of a page."""
     text = path.read_text(encoding="utf-8")
     assert BLOCK.search(text), f"{path} has no marks between which the measured part belongs"
     path.write_text(BLOCK.sub(lambda _: block, text), encoding="utf-8")

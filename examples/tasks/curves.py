@@ -125,7 +125,7 @@ def interval(found: Sequence[float]) -> tuple[float, float]:
 
 
 def seeds_text(folder: Path) -> str:
-    """Return what the runs with several seeds say of the accuracy at the end."""
+    """Return the accuracy at the end of the runs with several seeds, in words."""
     by_seed = accuracies_by_seed(folder)
     if not by_seed:
         return NOT_REPEATED
@@ -238,7 +238,7 @@ def page_block(folders: Sequence[Path]) -> str:
 
 
 def replace_block(page: Path, block: str) -> None:
-    """Replace what is between the marks of a page."""
+    """Replace the text between the marks of a page."""
     text = page.read_text(encoding="utf-8")
     assert BLOCK.search(text), f"{page} has no marks between which the measured part belongs"
     page.write_text(BLOCK.sub(lambda _: block, text), encoding="utf-8")

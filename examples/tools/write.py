@@ -1,7 +1,7 @@
 """Write a small random model, demonstrations of a tool, and prompts: ``write.py FOLDER``.
 
-Somebody asks what a made-up thing costs. Half of the demonstrations look the price up with the tool ``price``, and the
-others guess. A price can only be known from the tool.
+Somebody asks for the price of a made-up thing. Half of the demonstrations look the price up with the tool ``price``,
+and the others guess. A price can only be known from the tool.
 """
 
 from __future__ import annotations

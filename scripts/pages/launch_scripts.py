@@ -236,7 +236,7 @@ def _functions() -> Iterator[str]:
 
 
 def functions_table() -> str:
-    """Return the table of the functions that users can write: signature, where each runs, and what it may change."""
+    """Return the table of the functions that users can write: signature, where it runs, and what data it may change."""
     rows = (
         f"| `{flag_name(field)}` | `{_cell(hook.signature)}` | {hook.runs} | {hook.changes} |"
         for field, hook in HOOKS.items()

@@ -66,14 +66,14 @@ EXACT = 2e-5  # losses are fp32
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured, by name, and its figures.
+    """A measured choice, by name, and its figures.
 
     Attributes:
-        scale: The gradient's length along that of the mean reward: 1 is the gradient itself.
+        scale: The gradient's length along the mean reward's gradient: 1 is the gradient itself.
         bias: The part of the expected gradient that is not along the gradient of the mean reward, over its length.
         bias_within_prompts: The same with each prompt's gradient free to be scaled by its own factor: 0 if each
             prompt's part is along the gradient of that prompt's mean reward.
-        prompt_weight: The weight of the harder prompt over that of the easier, both relative to the mean reward's.
+        prompt_weight: The weight of the harder prompt over the easier prompt's, both relative to the mean reward's.
         curl: Asymmetry of the expected gradient's derivative, over its size: 0 if it is the gradient of anything.
             Measured on-policy, and without a critic or a baseline that would have to follow the policy.
         noise: The variance of a step's gradient, summed over parameters, over the squared length of its mean.
@@ -94,7 +94,7 @@ class Row:
 
 
 def loss_of(given: dict[str, Any], aggregation: Aggregation = "constant", **more: Any) -> LossArguments:
-    """Return the flags. ``token_mean`` goes through its denominators T / N, which are those of its per-token path."""
+    """Return the flags. ``token_mean`` goes through the denominators T / N of its per-token path."""
     mode = MODES[aggregation]
     return LossArguments(
         loss_aggregation=aggregation,
@@ -184,7 +184,7 @@ def selected_tokens(
 
 
 def mean_weights(steps: Steps, loss: LossArguments, old: np.ndarray, sampler: np.ndarray) -> np.ndarray:
-    """Compute the mean by which ``--tis-batch-normalize`` divides the weights, of each step, [steps]."""
+    """Compute each step's mean, which divides the weights with ``--tis-batch-normalize``, [steps]."""
     trainer, engine = task.log_probs(old), task.log_probs(sampler)
     sums = [
         [sum_of_weights(loss, torch.tensor(trainer[x][k] - engine[x][k])) for k in range(len(RESPONSES))]
@@ -204,7 +204,7 @@ def token_weights(
 ) -> np.ndarray:
     """Return d loss / d log p of every token, [tokens], by the policy loss that a run uses.
 
-    All steps are one micro-batch here: the loss is a sum over samples, whose denominators are those of their steps.
+    All steps are one micro-batch here: the loss is a sum over samples, each divided by the denominators of its step.
     """
 
     def tensor(values: Any) -> torch.Tensor:
@@ -236,7 +236,7 @@ def token_weights(
         num_loss_tokens=sum(lengths),
         context=ALONE,
         selected=None if chosen is None else tensor(chosen),
-        tis_mean=1.0,  # that of each step is below, as they share a micro-batch
+        tis_mean=1.0,  # the mean of each step is below, as the steps share a micro-batch
     )
     leaf = tensor(steps.column(task.log_probs(current))).requires_grad_()
     policy_loss_function(build_objective(loss), micro, leaf, None).loss.backward()
@@ -255,7 +255,7 @@ class Meter:
     sampler: np.ndarray  # log-odds that the responses were drawn from
 
     def measure(self, kind: str, names: tuple[str, str, str], loss: LossArguments, with_curl: bool = False) -> Row:
-        """Return the figures of one choice; ``names`` are those of estimator (or policy loss), mode and correction."""
+        """Return the figures of one choice; ``names`` has the estimator (or policy loss), mode and correction."""
         weights = token_weights(
             self.steps,
             loss,
@@ -377,7 +377,7 @@ def rows() -> Iterator[Row]:
 
 
 def check_by_sampling(count: int, seed: int = 0) -> list[str]:
-    """Compare exact means with those of ``count`` steps drawn at random; return the z-score of each, in words."""
+    """Compare exact means with the means of ``count`` steps drawn at random; return the z-score of each, in words."""
     rng, lines = np.random.default_rng(seed), []
     for estimator, mode, correction in (
         ("rloo", "constant", "tis, sequence"),

@@ -21,7 +21,7 @@ RESPONSES = ((0,), (1, 0), (1, 1, 0), (1, 1, 1))  # 1 continues, 0 stops
 RIGHT = np.array([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
 SHORT = np.array([[1.0, 1.0, 0.0, 0.0]] * PROMPTS)  # a second reward, for gdpo
 POLICY = np.array([[0.2, -0.3, 0.4], [0.5, 0.1, -0.2]])  # log-odds to continue
-SAMPLER = POLICY + np.array([[0.3, -0.4, 0.2], [-0.3, 0.35, -0.25]])  # what an engine might sample from instead
+SAMPLER = POLICY + np.array([[0.3, -0.4, 0.2], [-0.3, 0.35, -0.25]])  # an engine might sample from these instead
 
 
 def log_probs(logits: np.ndarray) -> list[list[np.ndarray]]:
@@ -65,7 +65,7 @@ def greedy(logits: np.ndarray, prompt: int) -> int:
 
 
 def values(logits: np.ndarray, rewards: np.ndarray) -> list[list[np.ndarray]]:
-    """Return what an exact critic predicts before each token, by prompt and response."""
+    """Return the prediction of an exact critic before each token, by prompt and response."""
     found = []
     for x in range(PROMPTS):
         p = probabilities(logits)[x]
