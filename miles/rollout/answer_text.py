@@ -26,13 +26,13 @@ def answer_text(
 ) -> str:
     """Return the text of a response, with the special tokens that the model wrote, such as ``</think>`` of some models.
 
-    Left out are special tokens that ended an answer, unless they have a text of ``stop_texts``, and those of tools and
-    environments.
+    Left out are special tokens that ended an answer, unless they have a text of ``stop_texts``, and the special tokens
+    of tools and environments.
 
     Args:
         tokenizer: The model's.
         token_ids: The response, of one or more answers.
-        mask: 1 for each token of the model, 0 for those of tools and environments.
+        mask: 1 for each token of the model, 0 for tokens of tools and environments.
         ended: Whether the last token ended its answer.
         stop_texts: Those that ended answers, and stay in them.
     """

@@ -24,7 +24,7 @@ _FLAG = "--custom-generate-function-path"
 
 
 def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
-    """Return what the flags choose, but for agent programs and environments.
+    """Return the generator that the flags choose, except for agent programs and environments.
 
     Raises:
         ValueError: The path of ``--custom-generate-function-path`` cannot be imported.

@@ -39,7 +39,7 @@ class PromptSource(Protocol):
 
 
 def draw_up_to(n: int, stream: PromptSource) -> list[PromptGroup]:
-    """Return the next ``n`` prompts, or those that are left: a resumed run draws again what it had not trained on.
+    """Return the next ``n`` prompts, or those that are left: a resumed run redraws prompts that it had not trained on.
 
     Raises:
         NoPromptsLeft: None is left.

@@ -377,7 +377,7 @@ def _log_probs(values: Any, name: str) -> list[float]:
 
 
 def _label(value: Any) -> Any:
-    """Return a label: that of a prompt of the user's own code may be any value that JSON has."""
+    """Return a label; for a prompt of the user's own code, it may be any value that JSON has."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:

@@ -14,7 +14,7 @@ from miles.types.sample import PromptGroup
 _FLAG = "--dynamic-sampling-filter-path"
 
 MIN_STALLED_BURSTS = 10  # a small prompt set is passed quickly: allow a few tries
-MAX_STALLED_BURSTS = 100  # a large one is never passed: stop all the same
+MAX_STALLED_BURSTS = 100  # a large one is never passed: stop anyway
 
 
 @dataclass(frozen=True)

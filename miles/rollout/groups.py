@@ -52,11 +52,11 @@ class GroupWorkers(Protocol):
         ...
 
     async def start_profile(self) -> None:
-        """Have every process record what it does."""
+        """Have every process record its work."""
         ...
 
     async def stop_profile(self) -> list[ProcessTrace]:
-        """Return what the processes have recorded."""
+        """Return the recordings of the processes."""
         ...
 
     def loads(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class GroupSpec:
 
     @classmethod
     def for_training(cls, rollout: RolloutArguments, seed: int, greedy_baseline: bool = False) -> GroupSpec:
-        """Return what the flags of training ask for, and the greedy response if the estimator reads one.
+        """Return the spec that the flags of training ask for, and the greedy response if the estimator reads one.
 
         Raises:
             ValueError: ``--dynamic-sampling-filter-path`` cannot be imported.
@@ -269,8 +269,8 @@ async def generate_group(
 ) -> PromptGroup:
     """Generate a group in one engine request: a ``GroupGenerator`` whose trajectories have one sample each.
 
-    The text of a sample is that of ``answer_text``, behind what its prompt has of the answer. Its mask is 1 on every
-    generated token.
+    The text of a sample comes from ``answer_text``, after the part of the answer that its prompt has. Its mask is 1 on
+    every generated token.
 
     Raises:
         ValueError: The prompt leaves no room for a response (``fit_context``), or the engine refuses it.

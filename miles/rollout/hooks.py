@@ -87,7 +87,7 @@ class BufferFilter:
         return found
 
     def stuck(self, iteration: int, waiting: int, missing: int) -> ValueError:
-        """Return the error of a run where no further group may be generated, and too few are picked."""
+        """Return the error of a run that may generate no further group, and has picked too few."""
         rule = f"iteration {iteration} misses {missing} groups, and {waiting} wait and are not picked"
         return ValueError(
             f"{_BUFFER} {self._path}: {rule}, and no more may be generated while they wait; pick more, take those out "
@@ -108,10 +108,11 @@ def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) ->
     """Return the groups with the rows of ``returned`` as their samples.
 
     Args:
-        returned: The columns that the function has returned, with one entry per row. ``tokens`` are those of prompt and
-            response, ``rewards`` the advantages, ``loss_masks`` and ``rollout_log_probs`` have one entry per response
-            token; without them, a row has those of the sample whose tokens it repeats. ``sample_indices`` name the
-            trajectory of each row, as ``sample.index`` does; without them there is a row for each sample, in order.
+        returned: The columns that the function has returned, with one entry per row. ``tokens`` are the tokens of
+            prompt and response, ``rewards`` the advantages, ``loss_masks`` and ``rollout_log_probs`` have one entry per
+            response token; without them, a row has the values of the sample whose tokens it repeats. ``sample_indices``
+            name the trajectory of each row, as ``sample.index`` does; without them there is a row for each sample, in
+            order.
         groups: The groups that the function was given.
         path: The function, for messages.
 
@@ -220,7 +221,7 @@ def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path:
 # Call the user's functions on the scored groups of an iteration, before these are converted for the trainer.
 #
 # In this order: samples that are not trained on are marked, all samples are shown, metrics are logged, and samples are
-# replaced by what is trained on. Each function is given ``args``, the settings by their flags' names
+# replaced by the samples to train on. Each function is given ``args``, the settings by their flags' names
 # (``miles/config/flags_view.py``), and samples in groups.
 
 
@@ -335,7 +336,7 @@ _ROLLOUT = "--rollout-function-path"
 
 @dataclass(frozen=True)
 class RolloutTools:
-    """What a rollout function works with.
+    """The tools of a rollout function.
 
     ``stream.draw(n)`` returns n prompts. Awaiting ``make_group(drawn)`` produces one scored group of
     ``--n-samples-per-prompt`` trajectories, as the built-in collector does; it is in the ``group`` of the result. The
@@ -354,7 +355,7 @@ class RolloutTools:
 class RolloutFunction(Protocol):
     """Returns the scored groups of one iteration, ``--rollout-batch-size`` of them.
 
-    To report metrics of its own, it returns a ``miles.rollout.collect.Rollout(groups, metrics)``.
+    To report additional metrics, it returns a ``miles.rollout.collect.Rollout(groups, metrics)``.
     """
 
     async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | ScoredGroups:
@@ -433,9 +434,9 @@ EVAL_LOG = "--custom-eval-rollout-log-function-path"
 
 @dataclass(frozen=True)
 class EvaluationTools:
-    """What an evaluation function works with.
+    """The tools of an evaluation function.
 
-    Awaiting ``evaluate_sets()`` does what the run does without the function: it returns ``eval/…`` of every set, as
+    Awaiting ``evaluate_sets()`` evaluates as the run does without the function: it returns ``eval/…`` of every set, as
     numbers. The other attributes are for functions that generate or score on their own.
 
     Attributes:
@@ -466,7 +467,7 @@ def load_evaluation_function(path: str) -> EvaluationFunction:
 
 
 def as_metrics(found: Any, path: str) -> dict[str, Metric]:
-    """Return what the function has returned as metrics.
+    """Return the function's result as metrics.
 
     Raises:
         ValueError: It is not a mapping of names to finite numbers.

@@ -14,10 +14,10 @@ from miles.types.replay import continued, extended
 class InterruptibleEngine(EngineWrapper):
     """No response of this engine ends with finish_reason ``abort``.
 
-    ``interrupt`` aborts what is in flight, while every caller keeps waiting. After ``continue_generation`` each aborted
-    response is requested again with its own tokens appended to the prompt, and the caller gets the complete response
-    with the version of each token. So an iteration can end while responses are unfinished (partial rollouts), whatever
-    code awaits them.
+    ``interrupt`` aborts the responses in flight, while every caller keeps waiting. After ``continue_generation`` each
+    aborted response is requested again with its own tokens appended to the prompt, and the caller gets the complete
+    response with the version of each token. So an iteration can end while responses are unfinished (partial rollouts),
+    whatever code awaits them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -39,7 +39,7 @@ class InterruptibleEngine(EngineWrapper):
         self._open.set()
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return one complete ``Generation`` per seed, in order; raises what the engine raises.
+        """Return one complete ``Generation`` per seed, in order; raises the engine's errors.
 
         An interrupted response is still a function of weights, prompt, sampling, seed and the positions at which it was
         interrupted: later tokens have a seed that is derived from its own and their position.

@@ -82,7 +82,7 @@ def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return means over samples, without a prefix.
 
     These are response_length in tokens, and the fractions of samples that were truncated or aborted, or where
-    something was appended to what the model wrote (by a tool, an environment, or an interruption of the reasoning).
+    something was appended to the model's output (by a tool, an environment, or an interruption of the reasoning).
     """
     return {
         "response_length": Metric.mean(len(s.response_ids) for s in samples),

@@ -1,4 +1,4 @@
-"""Decide when each iteration is generated, with which weights, and which iteration is trained at the same time.
+"""Decide when and with what weights each iteration is generated, and which iteration is trained at the same time.
 
 Weights of version v were trained on v iterations. Iteration r is trained by weights of version r, and may be generated
 by weights that are up to K versions older (``--async-steps K``). The rollout process is in one of three states::
@@ -133,7 +133,7 @@ class Start:
 
 
 class IterationPlanner:
-    """Decides on the launcher's side what to start and when weights may change; ``RolloutGate`` obeys.
+    """Decides in the launcher what to start and when weights may change; ``RolloutGate`` obeys.
 
     One planner belongs to one rollout process. A process that replaces another gets a new planner.
     """
@@ -182,7 +182,7 @@ class Activity(Enum):
 class RolloutGate:
     """Holds back each call in the rollout process until its turn comes.
 
-    Calls may arrive in any order. Each names what it follows, so timing decides nothing.
+    Calls may arrive in any order. Each names its predecessor, so timing decides nothing.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class RolloutGate:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Run a block where no iteration is collected: an interrupted iteration would interrupt evaluation too."""
+        """Run a block while no iteration is collected: an interrupted iteration would interrupt evaluation too."""
         async with self._during(Activity.EVALUATING, lambda: self._activity is Activity.IDLE):
             yield
 

@@ -1,4 +1,4 @@
-"""The rollout side of a run, without Ray: prompts, engine, rewards, filters and evaluation; it ends at scored groups.
+"""The rollout part of a run, without Ray: prompts, engine, rewards, filters and evaluation; it ends at scored groups.
 
 ::
 
@@ -96,7 +96,7 @@ class RolloutPipeline:
         stream: None if there are no prompts to train on.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
-        evaluation: The user's evaluation, of a version of the weights; None for that of ``eval_sets``.
+        evaluation: The user's evaluation, of a version of the weights; None for the evaluation of ``eval_sets``.
         teacher: The servers of a teacher, which ``close`` disconnects from.
         agents: What runs agent programs; ``close`` stops its server.
         load: Measures the requests to the engine of ``tools``; None with generation workers.
@@ -248,7 +248,7 @@ class RolloutPipeline:
             await self._workers.start_profile()
 
     async def stop_profile(self) -> list[ProcessTrace]:
-        """Return what the generation workers have recorded."""
+        """Return the recordings of the generation workers."""
         return [] if self._workers is None else await self._workers.stop_profile()
 
     async def close(self) -> None:
@@ -266,7 +266,7 @@ class RolloutPipeline:
 async def build_pipeline(
     settings: Settings, host: EngineHost, worker_starter: Callable[[Any], StartWorker] | None = None
 ) -> RolloutPipeline:
-    """Load what the flags name, start the engine last, and connect the parts.
+    """Load the parts that the flags name, start the engine last, and connect everything.
 
     Args:
         settings: All sections of the run.

@@ -158,7 +158,7 @@ class StreamCollector:
         if self._starts_groups and missing > 0:
             try:
                 groups = draw_up_to(missing, self._stream)
-            except NoPromptsLeft as error:  # what is in flight may fill the iteration all the same
+            except NoPromptsLeft as error:  # the groups in flight may still fill the iteration
                 self._no_prompts = error
                 return
             for drawn in groups:
@@ -170,7 +170,7 @@ class StreamCollector:
         """Return how many groups may be in flight or ready.
 
         Under CONTINUE these are no more than the current weights may generate within the bound on staleness, if
-        iterations take the oldest groups: those of iterations up to version + max_staleness.
+        iterations take the oldest groups: the groups of iterations up to version + max_staleness.
         """
         if self._rule.leftover is not LeftoverGroups.CONTINUE:
             return self._rule.most_groups

@@ -33,7 +33,7 @@ class ThinkingLimit:
         return cls(shortest, longest, rollout.thinking_end, rollout.thinking_interruption)
 
     async def __call__(self, trajectory: Trajectory) -> None:
-        """Take the trajectory to its end. Raises what the engine raises."""
+        """Take the trajectory to its end. Raises the engine's errors."""
         draw = random.Random(response_seed(trajectory.seed_of_turn(0), "thinking"))
         thoughts = await trajectory.generate(max_new_tokens=draw.randint(self.min_len, self.max_len))
         if thoughts.finish_reason != "length" or trajectory.finished:

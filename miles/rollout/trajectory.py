@@ -1,4 +1,4 @@
-"""Trajectories of several turns, each made by a function: ``--custom-generate-function-path`` or one of ours.
+"""Trajectories of several turns, each made by a function: ``--custom-generate-function-path`` or a built-in one.
 
 A trajectory alternates turns of the model with tokens of a tool or an environment.
 """
@@ -31,10 +31,10 @@ class Tokenizer(Detokenizer, Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model wrote in one turn.
+    """The model's output in one turn.
 
-    ``text`` is that of ``answer_text``, without the special token that ended it; ``finish_reason`` as an engine gives
-    it.
+    ``text`` comes from ``answer_text``, without the special token that ended it; ``finish_reason`` is as an engine
+    gives it.
     """
 
     text: str
@@ -75,8 +75,8 @@ class Trajectory:
     async def generate(self, *, stop_token_ids: Sequence[int] = (), max_new_tokens: int | None = None) -> Turn:
         """Let the model continue until its end-of-sequence token, one of ``stop_token_ids``, or the limits.
 
-        If no room is left, nothing is generated, and the turn is empty with finish_reason ``length``. Raises what the
-        engine raises.
+        If no room is left, nothing is generated, and the turn is empty with finish_reason ``length``. Raises the
+        engine's errors.
         """
         if self.finished:
             return Turn("", [], "abort" if self.sample.status is SampleStatus.ABORTED else "length")
@@ -95,7 +95,7 @@ class Trajectory:
         return Turn(text, generation.token_ids, generation.finish_reason)
 
     def append(self, text: str) -> None:
-        """Add what a tool or an environment states, without special tokens of the tokenizer.
+        """Add the text of a tool or an environment, without special tokens of the tokenizer.
 
         Text that does not fit is cut at the limit, and the sample becomes ``TRUNCATED``.
         """

@@ -45,7 +45,7 @@ def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
 def check_same_steps(checkpoint: CheckpointArguments, steps_per_iteration: int) -> None:
     """Check that the run takes as many optimizer steps per iteration as the one in ``--load``, if it continues that.
 
-    Rows of ``metrics.jsonl`` and the place in the decay of the learning rate are counted in steps.
+    Rows of ``metrics.jsonl`` and the position in the decay of the learning rate are counted in steps.
 
     Raises:
         ValueError: It takes more or fewer.
@@ -87,7 +87,7 @@ class RunCheckpoints:
     continued: RunIdentity | None = None  # the run that the checkpoint of --load is of; None if it does not say
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
     settings: Mapping[str, Any] = field(default_factory=dict)  # saved too (run/resume.py)
-    branch: str | None = None  # the checkpoint in --load from which a new run begins (run/resume.py)
+    branch: str | None = None  # the checkpoint in --load that a new run begins from (run/resume.py)
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
@@ -116,7 +116,7 @@ class RunCheckpoints:
 
         Args:
             done: The iterations that are done.
-            metrics: Those of the last one; empty if nothing was measured.
+            metrics: The metrics of the last one; empty if nothing was measured.
             due: Whether a checkpoint is due after it.
         """
         best = self._best_with(metrics, done, due)

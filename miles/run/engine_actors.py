@@ -42,7 +42,7 @@ class EngineActor:
     def __init__(self, build: Callable[[str], ServerProcess], host: str | None, gpus: tuple[str, ...] = ()) -> None:
         """Show the server ``gpus`` of this node, if any are named; Ray shows this process one of them only."""
         answer_requests()
-        # A joined cluster has no guard on this host. This one removes what the server leaves when this process ends.
+        # A joined cluster has no guard on this host. This one removes the server's leftovers when this process ends.
         self._guard = None if RUN_FOLDER in os.environ else RunGuard(private_session_root(), is_detached=True)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -87,7 +87,7 @@ class ActorServer:
             number: Which server of the run.
             build: Makes the server on the actor, given the address to listen on.
             options: Ray's options of the actor.
-            host: The address to listen on; None for that of the actor's node.
+            host: The address to listen on; None for the address of the actor's node.
             start_seconds: How long the server may take to start. The actor is given twice as long.
             gpus: The GPUs of the server; empty for those that Ray gives the actor.
         """
@@ -210,7 +210,7 @@ class GenerationActor:
         return self._built
 
     async def prepare(self) -> None:
-        """Build the worker. Raises what it raises."""
+        """Build the worker. Raises the worker's errors."""
         with importing():  # not at the top: the launcher needs none of it
             from miles.rollout.workers.worker import GenerationWorker
 

@@ -36,7 +36,7 @@ def exit_with_message(
     """Turn whatever ends a run into an exit status and a message that states why and how to resume.
 
     A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence; the status is
-    2 if it is about what the user gave, an ``InputError``. Any other error shows the traceback of the process that
+    2 if it is about the user's input, an ``InputError``. Any other error shows the traceback of the process that
     failed.
 
     Args:
@@ -144,10 +144,11 @@ def in_one_line(error: Exception) -> str:
 
 
 def how_to_resume(checkpoint: CheckpointArguments) -> str:
-    """Return how to resume a run that ended early, or what the next run starts from.
+    """Return how to resume a run that ended early, or the starting point of the next run.
 
     Args:
-        checkpoint: The flags of the command; those of one that resumed on its own would not say what to leave out.
+        checkpoint: The flags of the command; the flags of a run that resumed on its own would not show what to leave
+            out.
     """
     again = "a new run starts from the beginning"
     if checkpoint.load is not None and _may_have_checkpoint(checkpoint.local(checkpoint.load)):

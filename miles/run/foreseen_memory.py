@@ -1,4 +1,4 @@
-"""Foresee what a rank of a run on GPUs holds while it trains, so that it is logged alongside what is measured.
+"""Foresee the memory of a rank that trains on GPUs, so that it is logged alongside the measured memory.
 
 The traces run in a process of their own, at low priority, while the run starts (commands/rehearsal/beside_run.py).
 """

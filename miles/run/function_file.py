@@ -28,7 +28,7 @@ def function_path(function: Callable[..., Any], folder: Path, argument: str) -> 
 
     Args:
         function: A function, or an object that can be called.
-        folder: Where to write the file. Its name is that of its content, so that no other run replaces it.
+        folder: Where to write the file. Its name has a hash of its content, so that no other run replaces it.
         argument: What to call the function in an error.
 
     Raises:
@@ -44,7 +44,7 @@ def function_path(function: Callable[..., Any], folder: Path, argument: str) -> 
             registered.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
             content: bytes = cloudpickle.dumps(function)
-        except Exception as error:  # cloudpickle raises what the objects do
+        except Exception as error:  # cloudpickle raises the errors of the objects
             raise ValueError(
                 f"{argument} {name}: cannot be sent to the process that runs it ({error}); create what it needs inside "
                 "the function, or put it at the top of a module that can be imported"

@@ -62,7 +62,7 @@ class IterationProfiler:
 
     @contextmanager
     def _recorded(self, number: int) -> Iterator[None]:
-        # Starting and stopping take seconds, where the processes wait: both are outside of what is recorded.
+        # Starting and stopping take seconds, and the processes wait: both are outside the recording.
         trainers = [] if self._trainer is None else self._trainer.profiled
         starting = [actor.start_profile.remote() for actor in trainers]
         self._rollout.start_profile()
@@ -89,7 +89,7 @@ class IterationProfiler:
             )
 
     def _by_own_clock(self, actor: Any, trace: ProcessTrace) -> ProcessTrace:
-        """Return what a process has recorded, by this machine's clock."""
+        """Return the recording of a process, by this machine's clock."""
         if trace.clock == clock_name():
             return trace
         readings = []

@@ -89,8 +89,8 @@ BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the dea
 def with_heartbeat(worker: type) -> Any:
     """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
 
-    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for what is done
-    alongside the work.
+    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for calls alongside the
+    work.
     """
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
     return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
@@ -178,7 +178,7 @@ class Workers:
         self._watched.append(_Watched(name, worker, heartbeat, time.monotonic(), replaceable, preparing))
 
     def replace(self, worker: Any) -> None:
-        """Kill a lost worker, in whose place the caller starts another."""
+        """Kill a lost worker; the caller starts another instead."""
         self.end(worker)
         self._on_replacement()
 

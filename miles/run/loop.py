@@ -7,8 +7,9 @@ One iteration reads top to bottom in ``TrainingLoop.run_iteration``::
      samples       optimizer      the engine generates iteration i+1
      and rewards   steps          with these weights
 
-With ``--async-steps K`` the rollout side runs K iterations ahead: ``generate(i)`` returns what it has already made, or
-waits for it, and iterations i+1 to i+K are generated while iteration i trains (rollout/ordering.py has the rule)::
+With ``--async-steps K`` the rollout process runs K iterations ahead: ``generate(i)`` returns an iteration that is
+already made, or waits for it, and iterations i+1 to i+K are generated while iteration i trains (rollout/ordering.py has
+the rule)::
 
     engine   │ generate 0 │ generate 1 │ generate 2 │ ...        (K = 1)
     trainer  │            │ train 0    │ train 1    │ ...
@@ -19,7 +20,8 @@ so far. A checkpoint follows the log: a run that resumes from it has every row o
 left (``--max-prompt-pass-rate``), the run ends early.
 
 A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
-versioned by the number of iterations they were trained on. Sides that share GPUs take turns (run/sides.py).
+versioned by the number of iterations they were trained on. Engines and trainer that share GPUs take turns
+(run/sides.py).
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
 
 @dataclass
 class TrainingLoop:
-    """Runs the iterations of a training run and what is due between them."""
+    """Runs the iterations of a training run and the tasks that are due between them."""
 
-    sides: Sides  # the rollout side and the trainer
+    sides: Sides  # the engines and the trainer
     checkpoints: RunCheckpoints
     tracker: Tracker
     _: KW_ONLY
@@ -81,13 +83,13 @@ class TrainingLoop:
         self.checkpoints.end(done)
 
     def resume(self) -> int:
-        """Restore both sides from ``--load`` and return the number of iterations already done."""
+        """Restore engines and trainer from ``--load`` and return the number of iterations already done."""
         if done := self.checkpoints.resume():
             self.tracker.resume(done * self.steps_per_iteration + 1, self.checkpoints.continued)
         return done
 
     def run_iteration(self, iteration: int) -> bool:
-        """Generate, train, sync weights, and do what is due afterwards; return false if no prompts were left for it."""
+        """Generate, train, sync weights, and do the tasks due then; return false if no prompts were left for it."""
         done = iteration + 1
         try:
             with self.sides.timer.phase("generate"):
@@ -102,7 +104,7 @@ class TrainingLoop:
             with self.sides.timer.phase("train"):
                 trained = self.sides.trainer.train(generated.shards_by_rank, iteration)
             self.sides.sync_weights(version=done)
-            row = trained.steps[-1]  # has what is measured once per iteration
+            row = trained.steps[-1]  # has the metrics that are measured once per iteration
             row |= generated.summary.metrics | self.sides.rollout.weight_metrics
             row |= self.foreseen(row)
             if self.is_due(self.evaluation.eval_interval, done) and self.evaluation.has_sets:
@@ -114,7 +116,7 @@ class TrainingLoop:
         return True
 
     def end_early(self, done: int) -> None:
-        """End a run whose prompts are all left out after ``done`` iterations: do what is due after the last one."""
+        """End a run whose prompts are all left out after ``done`` iterations: do the tasks due after the last one."""
         print(note_of_no_prompts(done, self.sides.rollout.num_iterations))
         with self.stop.finish_first():
             row: dict[str, Metric] = {}

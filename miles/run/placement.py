@@ -84,7 +84,7 @@ def choose_nodes(
 ) -> list[str] | None:
     """Return the nodes for the ranks: those with the fewest free devices that suffice, so that larger ones stay free.
 
-    None if there are not enough, or the engines find no place alongside the ranks.
+    None if there are not enough, or the engines do not fit alongside the ranks.
 
     Args:
         free: The free devices of each node.
@@ -201,14 +201,15 @@ def use_threads(device: str, sharers: int) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-# The collectives listen too, gloo at the address of the host's name, NCCL at that of the first network interface.
+# The collectives listen too, gloo at the address of the host's name, NCCL at the address of the first network
+# interface.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TOKEN_BYTES = 32
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def loopback_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables by which workers' collectives listen on the loopback interface only.
+    """Return environment variables that make workers' collectives listen on the loopback interface only.
 
     Variables that ``given`` already sets are left out.
     """
@@ -254,7 +255,7 @@ def private_session_root() -> Path:
     """Return a folder for the files of runs, Ray's sessions too, that only this user can enter; create it if needed.
 
     Ray opens the folder of a session for everybody, and again with each worker, so the folder above it must be closed.
-    The log files in it hold the environment variables of workers, and its sockets are those of the raylet.
+    The log files in it hold the environment variables of workers, and its sockets belong to the raylet.
 
     Raises:
         ValueError: If another user has taken the name.

@@ -142,7 +142,7 @@ class OwnNode:
 
 
 def is_hang(loss: str) -> bool:
-    """Return whether a loss is that of a process that is still there."""
+    """Return whether the process of a loss is still there."""
     return " died (" not in loss
 
 
@@ -156,7 +156,7 @@ def own_node() -> OwnNode | None:
 
 
 def _in_table(node_id: str) -> dict[str, Any]:
-    """Return what the GCS knows of a node. Asks it, which may take as long as Ray waits for it."""
+    """Return the record of the GCS about a node. Asks it, which may take as long as Ray waits for it."""
     return next(node for node in ray.nodes() if node["NodeID"] == node_id)
 
 

@@ -94,7 +94,7 @@ class RemoteCheckpoints:
         return names
 
     def index(self) -> list[str]:
-        """Make the local copy say what the remote folder holds, and return notes for the user.
+        """Make the local copy list the contents of the remote folder, and return notes for the user.
 
         A whole local checkpoint that the remote folder lacks stays if it was never uploaded and is newer than all that
         are there: the run that saved it was stopped before its upload. Otherwise the remote folder is right: another
@@ -241,7 +241,7 @@ class RemoteCheckpoints:
         self._seen.add(name)
 
     def _drop_others(self, names: Collection[str]) -> list[str]:
-        """Forget what the remote folder has no more, and return notes on what it does not have yet."""
+        """Forget checkpoints that left the remote folder, and return notes on those that it does not have yet."""
         notes = []
         newest = max(names, default="")
         for folder in _checkpoints(self.local):
@@ -266,7 +266,7 @@ class RemoteCheckpoints:
 
 
 def index_all(checkpoint: CheckpointArguments, output_dir: Path) -> list[str]:
-    """Make the local copies of ``--save`` and ``--load`` say what is in remote storage, and return notes for the user.
+    """Make the local copies of ``--save`` and ``--load`` list the remote storage, and return notes for the user.
 
     The run must hold the lock of ``--save``. If it continues there on a machine that has none of its files, it gets its
     metrics back.
@@ -355,10 +355,9 @@ def _fault(folder: Path, files: Mapping[str, int]) -> str | None:
 
 # Upload checkpoints and exports during the run (``--save`` and ``--save-hf`` with a URL).
 #
-# One thread uploads what the run has written to this machine, in order. After a checkpoint it does what is due after
-# one:
-# records the best, prunes, and removes what is pruned from the remote folder too. So nothing is removed there before
-# something newer is complete there.
+# One thread uploads what the run has written to this machine, in order. After a checkpoint it does the tasks due then:
+# it records the best, prunes, and removes pruned checkpoints from the remote folder too. So nothing is removed there
+# before something newer is complete there.
 #
 # An upload that fails, after the tries of ``RemoteFolder``, does not stop the run. Its files stay on this machine. It
 # is
@@ -400,7 +399,7 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []
         self._started = 0  # tries of uploads
-        self._ended = 0  # those of them that have ended
+        self._ended = 0  # the number of them that have ended
         self._try_at = 0.0  # monotonic time of the next try
         self._failure: Exception | None = None  # of the last try
         self._is_closing = False
@@ -569,7 +568,7 @@ class Uploads:
         shutil.rmtree(folder)
 
     def _notes_of_waiting(self) -> Iterator[None]:
-        """Print, at most every ``NOTE_SECONDS``, what the run waits for. The caller advances it while it waits."""
+        """Print, at most every ``NOTE_SECONDS``, the uploads that the run awaits. The caller advances it meanwhile."""
         began = noted = time.monotonic()
         while True:
             now = time.monotonic()
@@ -595,7 +594,7 @@ class Uploads:
 
 @contextmanager
 def uploading(settings: Settings, lock: RemoteLock | None, damaged: Collection[Path] = ()) -> Iterator[Uploads | None]:
-    """Upload what the block saves and exports, if a URL reports it; first what an earlier run could not upload.
+    """Upload the block's checkpoints and exports, if a flag has a URL; first those left by an earlier run.
 
     Args:
         settings: The run, with its own folder as ``--save``.

@@ -35,7 +35,7 @@ class Restarts:
     left: int
 
     def take(self, why: str, settings: Settings, files: FailureFiles | None = None) -> Settings:
-        """Use one, and return ``settings`` changed to resume what the run has saved; reports it.
+        """Use one, and return ``settings`` changed to resume from the run's last checkpoint; reports it.
 
         Args:
             why: The error that ended the run.
@@ -94,7 +94,7 @@ def with_restarts(
 
 
 def resuming(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
-    """Return ``settings`` changed to resume what the run has saved, and notes; unchanged if nothing was saved.
+    """Return ``settings`` changed to resume from its last whole checkpoint, and notes; unchanged if none was saved.
 
     Raises ``ValueError`` if everything it has saved is damaged.
     """
@@ -106,7 +106,7 @@ def resuming(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
 
 
 def loading_its_own(settings: Settings) -> Settings:
-    """Return ``settings`` changed to load what is in ``--save``; unchanged if nothing was saved.
+    """Return ``settings`` changed to load from ``--save``; unchanged if nothing was saved.
 
     Raises ``ValueError`` if the folder cannot be read.
     """
@@ -119,7 +119,7 @@ def loading_its_own(settings: Settings) -> Settings:
 
 
 class Continuation:
-    """A program that takes the place of this one in its process.
+    """A program that replaces this one in its process.
 
     Args:
         function: ``module:function``, which is called with ``state`` and exits.

@@ -1,7 +1,7 @@
 """The settings in a checkpoint: say what a run that resumes has changed, and refuse what cannot continue.
 
-A checkpoint has the settings of the sections that decide what is learned, without secrets. Those of the others, such as
-``--output-dir`` and ``--worker-timeout``, may change without a note.
+A checkpoint has the settings of the sections that decide the result of training, without secrets. Settings of the
+others, such as ``--output-dir`` and ``--worker-timeout``, may change without a note.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SECTIONS = (
     "megatron",
     "megatron_overrides",
 )
-# Settings of these sections that do not decide what is learned: how names end, and whole names.
+# Settings of these sections that do not decide the result of training: how names end, and whole names.
 _LIMITS = ("_timeout", "_concurrency", "_retries", "_memory", "_cache", "_processes", "_workers")
 _OUTPUTS = ("save_debug_rollout_data", "log_passrate", "get_mismatch_metrics", "loss_canary")
 _SHOWN = 8  # settings in a note
@@ -68,7 +68,7 @@ def settings_to_save(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[str]:
-    """Compare the settings with those of the checkpoint in ``--load``, if the run continues that.
+    """Compare the settings with the checkpoint's in ``--load``, if the run continues that.
 
     Returns:
         A note with the settings that differ, if some do.
@@ -130,17 +130,17 @@ def _changed(name: str, values: list[Any]) -> str:
 #
 # Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
 # starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
-# them: anything else would leave checkpoints of two runs side by side, and a later resume would take the wrong one.
+# them: anything else would leave checkpoints of two runs in one folder, and a later resume would take the wrong one.
 #
-# A run that begins from a checkpoint from which its run has continued is a branch: a new run, whose metrics and
-# checkpoints are not those of the other.
+# A run that begins from a checkpoint that its run has continued from is a branch: a new run, with separate metrics and
+# checkpoints.
 
 
 def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     """Check that ``--load`` names checkpoints of one run; return notes for the user.
 
-    Checkpoints of an earlier version name no run. If they are older than those of one run, that run has continued them,
-    because no other run may save into their folder.
+    Checkpoints of an earlier version name no run. If they are older than the checkpoints of one run, that run has
+    continued them, because no other run may save into their folder.
 
     Raises:
         ValueError: If the folder holds checkpoints of several runs: the newest may be another run's.
@@ -168,7 +168,7 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
 
 
 def branch_of(checkpoint: CheckpointArguments) -> tuple[str | None, list[str]]:
-    """Return the checkpoint from which a new run branches off, None for other runs, and notes for the user.
+    """Return the checkpoint that a new run branches off from, None for other runs, and notes for the user.
 
     Args:
         checkpoint: The flags as the user gave them: a user who names a checkpoint wants that one, not the newest.

@@ -1,4 +1,4 @@
-"""The rollout side of a run behind Ray: the driver that the launcher calls, and the actor that it starts.
+"""The rollout part of a run behind Ray: the driver that the launcher calls, and the actor that it starts.
 
 ``RolloutActor`` runs a ``RolloutPipeline`` (Ray-free, up to scored groups) and turns its groups into the shards of the
 trainer's ranks, which go to the object store. ``RolloutDriver`` decides what to start and which weights to load
@@ -58,7 +58,7 @@ CLOSE_SECONDS = 20.0  # for stopping the servers, which takes a few seconds each
 
 @dataclass(frozen=True)
 class IterationSummary:
-    """What the main loop sees of an iteration.
+    """The part of an iteration that the main loop sees.
 
     Attributes:
         metrics: Its metrics, ``rollout/…`` and ``time/…``.
@@ -100,7 +100,7 @@ class RolloutDriver:
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
         self._weights: tuple[UpdateWeights | None, int] | None = None  # the newest, if workers are replaced
         self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended
-        self._whole_updates = 0  # where an engine took all weights
+        self._whole_updates = 0  # updates that gave an engine all weights
         self._actor: Any = with_heartbeat(RolloutActor).options(**placement.rollout_options())
         self.num_iterations = self._start()
 
@@ -219,7 +219,7 @@ class RolloutDriver:
         self._surviving(lambda: self._result(self.worker.release_memory.remote()))
 
     def state(self, iterations_done: int) -> dict[str, Any]:
-        """Return what a checkpoint needs: a run that resumes from it draws every prompt that was not trained on."""
+        """Return the state for a checkpoint: a run that resumes from it draws every prompt that was not trained on."""
         return self._surviving(lambda: self._result(self.worker.state.remote(iterations_done)))
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -232,11 +232,11 @@ class RolloutDriver:
         self._surviving(lambda: self._result(self.worker.save_tokenizer.remote(str(folder.absolute()))))
 
     def start_profile(self) -> None:
-        """Have the worker record what it does."""
+        """Have the worker record its work."""
         self._surviving(lambda: self._result(self.worker.start_profile.remote()))
 
     def stop_profile(self) -> list[ProcessTrace]:
-        """Return what the worker has recorded; nothing if it has replaced another since ``start_profile``."""
+        """Return the recording of the worker; nothing if it has replaced another since ``start_profile``."""
         traces: list[ProcessTrace] = self._surviving(lambda: self._result(self.worker.stop_profile.remote()))
         return traces
 

@@ -2,12 +2,12 @@
 
 The launcher starts one small process, the guard, before it starts Ray. The guard waits until its standard input closes,
 which the launcher does at its end and the kernel does if the launcher is killed. Then it kills every process of the run
-that is left and removes the run's folder, with Ray's session and the servers' temporary files in it. It is in a session
-of its own, so a closed terminal does not reach it.
+that is left and removes the run's folder, with Ray's session and the servers' temporary files in it. It is in a
+separate session, so a closed terminal does not reach it.
 
 The launcher marks its process, and all that it starts from then on inherits the mark from the kernel: the soft limit of
 RLIMIT_LOCKS, which Linux has ignored since 2.4.25 and which no library sets. A process may lose its parent, and write
-its title over its environment, as those of Ray do; it keeps the mark. Where the limit cannot be set, processes of a run
+its title over its environment, as Ray's processes do; it keeps the mark. If the limit cannot be set, processes of a run
 are those with ``MILES_RUN_FOLDER`` in their environment and their descendants.
 
 The folder holds a locked file. The kernel releases the lock when both launcher and guard are gone, and the next
@@ -83,7 +83,7 @@ class RunGuard:
         return self._process.pid
 
     def close(self) -> bool:
-        """Have the guard kill and remove what is left of the run; return whether it has ended all processes in time."""
+        """Have the guard kill and remove the rest of the run; return whether it has ended all processes in time."""
         os.environ.pop(RUN_FOLDER, None)
         _mark(self._limits[0], self._limits)
         self._lock.close()
@@ -109,7 +109,7 @@ def _mark(number: int, limits: tuple[int, int]) -> None:
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the folders of runs in ``root`` whose launcher and guard are gone, and end what is left of those runs."""
+    """Remove the folders of runs in ``root`` whose launcher and guard are gone, and end the rest of those runs."""
     for folder in stale_folders(root):
         with suppress(OSError):
             clean_up(folder)

@@ -166,7 +166,7 @@ class Placement:
         return self._options(self._first_engine + part, float(self.engines.per_node))
 
     def engine_gpus(self, number: int, node: int = 0) -> tuple[str, ...]:
-        """Return the GPUs of engine ``number`` on its node ``node``, those of consecutive ranks.
+        """Return the GPUs of engine ``number`` on its node ``node``: the GPUs of consecutive ranks.
 
         Empty if its actor has them on its own. Otherwise Ray shows the actor the GPU of its own bundle only, and the
         other bundles of the engine belong to trainer ranks.
@@ -182,7 +182,7 @@ class Placement:
 
     @property
     def _first_engine(self) -> int:
-        """The first bundle for generation, on devices of its own."""
+        """The first bundle for generation, on separate devices."""
         return self.cluster.world_size if self.engines.beside_trainer else 0
 
     @property
@@ -288,7 +288,7 @@ def _end_after(loss: str, guard: RunGuard | None, on_loss: Callable[[str], Conti
 
 
 def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
-    """End what is left of the run, and this process. Calls nothing of Ray, which may wait for ever or complain.
+    """End the rest of the run, and this process. Calls nothing of Ray, which may wait for ever or complain.
 
     The locks of its folders are released if no other process of the run is left: those on a joined cluster may be.
 
@@ -459,10 +459,10 @@ def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> l
 def _on_nodes_as_asked(
     group: PlacementGroup, bundles: list[dict[str, float]], cluster: ClusterArguments
 ) -> PlacementGroup:
-    """Return ``group``, or another one in its place whose ranks are on as many nodes as the flags say.
+    """Return ``group``, or replace it by one whose ranks are on as many nodes as the flags say.
 
-    Ray is asked for certain nodes only if it has chosen others on its own, since bundles that ask for a node have no
-    place if it is lost. With several nodes, the nodes of the ranks are printed.
+    Ray is asked for certain nodes only if it has chosen others on its own, since bundles that ask for a node cannot run
+    if it is lost. With several nodes, the nodes of the ranks are printed.
     """
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(names) == 1:
@@ -482,7 +482,7 @@ def _on_nodes_as_asked(
             group = there or _place(bundles, cluster)  # Ray may put engines on the nodes of the ranks
             nodes = _nodes_of_bundles(group)
     found = nodes[:ranks]
-    by_node = sorted(found, key=found.index)  # as in_order, by which ranks are numbered on GPUs
+    by_node = sorted(found, key=found.index)  # as in_order, which numbers ranks on GPUs
     where = ranks_by_node(by_node if "GPU" in bundles[0] else found, names)
     print(f"placement: {where}")
     if not is_as_asked(found, *asked):

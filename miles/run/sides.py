@@ -1,6 +1,6 @@
-"""The two sides of a run, trainer and engines: weights go from one to the other, and both may share GPUs.
+"""The trainer and the engines of a run: weights go from one to the other, and both may share GPUs.
 
-Without ``--colocate`` on GPUs, each side keeps its memory. With it, the sides take turns, as ``Offload`` states::
+Without ``--colocate`` on GPUs, each keeps its memory. With it, the two take turns, as ``Offload`` states::
 
     engines generate ── give_gpus_to_trainer() ──> the trainer trains, saves ── sync_weights() ──> engines generate
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSide(Protocol):
-    """What the loop and the checkpoints call of the engines' side. ``RolloutDriver`` states what each call does."""
+    """The calls that the loop and the checkpoints make on the engines. ``RolloutDriver`` describes each call."""
 
     num_iterations: int
     weight_metrics: dict[str, Metric]
@@ -37,7 +37,7 @@ class RolloutSide(Protocol):
 
 
 class TrainerSide(Protocol):
-    """What the loop and the checkpoints call of the trainer. ``TrainDriver`` states what each call does."""
+    """The calls that the loop and the checkpoints make on the trainer. ``TrainDriver`` describes each call."""
 
     def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
     def export_weights(self) -> Any: ...  # noqa: D102
@@ -53,12 +53,12 @@ class TrainerSide(Protocol):
 
 @dataclass(frozen=True)
 class Sides:
-    """Hands the trainer's weights to the engines, and shared GPUs from one side to the other.
+    """Hands the trainer's weights to the engines, and shared GPUs from one to the other.
 
     Attributes:
-        rollout: The engines' side.
-        trainer: The other one.
-        offload: Which sides leave the GPUs while the other one works.
+        rollout: The engines, with the rollout process.
+        trainer: The trainer's ranks.
+        offload: Whether engines or trainer leave the GPUs while the other one works.
         timer: Measures both.
     """
 
@@ -69,7 +69,7 @@ class Sides:
 
     @property
     def take_turns(self) -> bool:
-        """Whether a side leaves the GPUs while the other one works."""
+        """Whether engines or trainer leave the GPUs while the other one works."""
         return self.offload.train or self.offload.rollout
 
     def give_gpus_to_trainer(self) -> None:

@@ -1,4 +1,4 @@
-"""Signals that stop a run, and what is finished first.
+"""Signals that stop a run, and the work that is finished first.
 
     signal                          what happens                                              exit status
     SIGINT (Ctrl-C) once            generation is abandoned; an iteration that is training    130
@@ -34,13 +34,13 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
-SIGNAL_SECONDS = 2.0  # where a signal that has ended processes of the run reaches the launcher too
+SIGNAL_SECONDS = 2.0  # within which a signal that has ended processes of the run reaches the launcher too
 
 
 class StopRequested(KeyboardInterrupt):
     """A signal asked the run to stop.
 
-    Catch ``KeyboardInterrupt``: during its calls, Ray raises a plain one instead of what a handler raised, and treats
+    Catch ``KeyboardInterrupt``: during its calls, Ray raises a plain one instead of a handler's exception, and treats
     any other exception as an error. ``StopRequests.number`` is the signal.
     """
 
@@ -62,8 +62,8 @@ class StopRequests:
         Python lets only the main thread handle signals. A run in another one is not stopped by them.
 
         Args:
-            is_last: Whether the process ends after the block. A signal that comes then changes nothing, neither what is
-                printed nor the status; a second one ends the process at once.
+            is_last: Whether the process ends after the block. A signal that comes then changes nothing, neither the
+                output nor the status; a second one ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self

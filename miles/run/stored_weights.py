@@ -33,7 +33,7 @@ class UpdateWeights:
     trainer: Any = None
 
     def opened(self) -> StoredWeights | OfferedWeights:
-        """Return what an engine takes."""
+        """Return the weights in the form that an engine takes."""
         if self.offer is None:
             return StoredWeights(self.packed)
         result = self.offer.result

@@ -83,7 +83,7 @@ class TrainDriver:
             settings: The run.
             placement: The devices of the ranks.
             workers: Watches their processes.
-            uploads: Takes what is saved and exported to URLs.
+            uploads: Takes checkpoints and exports for URLs.
         """
         env, _ = _environment(settings.cluster)
         self.settings = settings
@@ -343,8 +343,8 @@ class TrainActor:
     ) -> TrainedIteration:
         """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference.
 
-        The metrics of the last step have the memory of this rank, in GiB: on a GPU the peak of what torch has allocated
-        there meanwhile, on CPU what the process holds afterwards.
+        The metrics of the last step have the memory of this rank, in GiB: on a GPU torch's peak allocation there
+        meanwhile, on CPU the process's memory afterwards.
         """
         import torch
 

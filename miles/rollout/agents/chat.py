@@ -16,11 +16,11 @@ from miles.rollout.answer_text import answer_text
 from miles.tasks.data.row import Row
 from miles.tasks.data.tokenizer import SpecialTokens, turn_arguments
 
-OUT_OF_ROOM = "context_length_exceeded"  # OpenAI's code, by which agent programs know that they must shorten
+OUT_OF_ROOM = "context_length_exceeded"  # OpenAI's code; it tells agent programs that they must shorten
 
 
 class ApiError(Exception):
-    """Say what is wrong with a call.
+    """Describe the fault of a call.
 
     Attributes:
         status: The status of the HTTP response.
@@ -57,7 +57,7 @@ class ToolCall:
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text outside the tool calls, and the calls in order.
 
-    If a block is not a call, nothing is: the whole text is content, so that the program sees what the model wrote.
+    If a block is not a call, nothing is: the whole text is content, so that the program sees the model's output.
 
     >>> parse_tool_calls('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Let me see.', [ToolCall(name='add', arguments='{"a": 1}')])
@@ -111,7 +111,7 @@ class ChatRequest:
         stop: Texts that end the answer.
         stream: Whether the answer is sent as server-sent events.
         stream_usage: Whether the last event has the numbers of tokens.
-        sampling: Names of parameters that differ from what the run samples with, or may.
+        sampling: Names of parameters that differ, or may differ, from the run's sampling.
     """
 
     messages: tuple[Message, ...]

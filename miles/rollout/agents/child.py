@@ -12,7 +12,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CANNOT_RUN = 127  # the status by which a shell states the same
+CANNOT_RUN = 127  # a shell exits with the same status
 
 
 def main(parent: int, command: list[str]) -> None:

@@ -70,7 +70,7 @@ class EnvironmentGenerator(SessionGenerator):
         self._nothing_plays.set()
 
     async def close(self) -> None:
-        """End the trajectories, and what the environments share. What would begin later is ``ABORTED``."""
+        """End the trajectories, and the objects that the environments share. Later trajectories are ``ABORTED``."""
         self._closed = True
         for session in list(self._sessions):
             await session.close()
@@ -160,7 +160,7 @@ async def _played(environment: Environment, model: RecordedModel) -> float:
 
 
 def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | None, str]:
-    """Return the reward of an environment that has ended, or what is wrong with it."""
+    """Return the reward of an environment that has ended, or its fault."""
     if playing.cancelled():  # by its own code: nothing else has cancelled it yet
         return None, "raised CancelledError"
     error = playing.exception()

@@ -131,7 +131,7 @@ class ProgramEnd:
 
     @property
     def fault(self) -> str:
-        """What is wrong, with the end of standard error; empty after status 0."""
+        """The fault, with the end of standard error; empty after status 0."""
         if self.status == 0:
             return ""
         if self.status is None:
@@ -142,7 +142,7 @@ class ProgramEnd:
 
 
 def row_of(prompt: Prompt) -> str:
-    """Return what a program reads of its prompt: a JSON object."""
+    """Return the row of a prompt for its program: a JSON object."""
     row = {"input": prompt.input, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
     return json.dumps(row, default=str) + "\n"
 
@@ -150,7 +150,7 @@ def row_of(prompt: Prompt) -> str:
 def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program: ``given`` without its credentials, and the API's address.
 
-    Proxies are not used for the API. Credentials are left out, since the program runs what a model writes.
+    Proxies are not used for the API. Credentials are left out, since the program runs model output.
     """
     public = {name: value for name, value in given.items() if not is_secret(name)}
     environment = {**public, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
@@ -181,7 +181,8 @@ async def run_program(
         standard_input.seek(0)
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
-            # Pipes of its own: asyncio would wait until no process holds them, also one that has left the group.
+            # Separate pipes: with asyncio's, it would wait until no process holds them, also one that has left the
+            # group.
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", str(_CHILD), str(os.getpid()), *command),
                 stdin=standard_input,
@@ -239,7 +240,7 @@ async def time_is_up(session: Session, seconds: float) -> None:
 
 
 class _Output:
-    """The end of what a program writes."""
+    """The end of a program's output."""
 
     def __init__(self) -> None:
         self._end = b""
@@ -263,7 +264,7 @@ class _Output:
 
 
 class AgentGenerator(SessionGenerator):
-    """A ``GroupGenerator`` that runs a program for every trajectory, and records what the model answers to its calls.
+    """A ``GroupGenerator`` that runs a program for every trajectory, and records the model's answers to its calls.
 
     The server starts with the first group. At most ``--agent-concurrency`` programs run at once.
     """
@@ -335,7 +336,7 @@ class AgentGenerator(SessionGenerator):
         return session.samples(end.last_line or session.last_message, failure)
 
     def _failure(self, session: Session, end: ProgramEnd) -> str:
-        """Return what is wrong with a trajectory whose program has ended or was killed for its time; empty if nothing.
+        """Return the fault of a trajectory whose program has ended or was killed for its time; empty if none.
 
         However a program ends after its conversation has become too long, that is the model's length and not the
         program's fault. Without any answer there is nothing to score.

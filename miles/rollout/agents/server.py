@@ -38,7 +38,7 @@ class SessionServer:
     def __init__(self) -> None:
         self.url = ""
         self._sessions: dict[str, Session] = {}  # by key
-        self._by_id: dict[str, Session] = {}  # by what a library names a session in the header X-Session-ID
+        self._by_id: dict[str, Session] = {}  # by the name that a library gives a session in the header X-Session-ID
         self._listening = socket.create_server((HOST, 0), backlog=1024)
         self._accepting: asyncio.Task[None] | None = None
         self._silent: set[Any] = set()  # connections that have not asked for anything

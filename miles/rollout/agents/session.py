@@ -1,10 +1,10 @@
 """The calls of one trajectory, recorded token by token.
 
-A call whose messages begin with those of an earlier answer, and the answer itself, continues after the tokens that were
-sampled for it; only what is new is tokenized. A call continues the sample of that answer if no other call has done so.
-Any other call begins a new sample of the trajectory: an independent question, a branch, or a compacted conversation. A
-branch begins with the sampled tokens of the answers that it shares, which are a part of its prompt there, so every
-sampled token is trained on once::
+A call whose messages begin with the messages of an earlier answer, and the answer itself, continues after the tokens
+that were sampled for it; only the new messages are tokenized. A call continues the sample of that answer if no other
+call has done so. Any other call begins a new sample of the trajectory: an independent question, a branch, or a
+compacted conversation. A branch begins with the sampled tokens of the answers that it shares, which are a part of its
+prompt there, so every sampled token is trained on once::
 
     call 1   user                            sample A   prompt [user]  response [answer 1
     call 2   user, answer 1, tool                                                tool, answer 2
@@ -94,7 +94,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a call's answer: behind ``turn`` in its sample, or into a new sample of ``prompt_ids``."""
+    """The position of a call's answer: after ``turn`` in its sample, or into a new sample of ``prompt_ids``."""
 
     turn: _Turn | None
     prompt_ids: list[int]  # all that the model reads
@@ -131,7 +131,7 @@ class Session:
         self._stop_text_limits = stop_text_limits
         self._limit = trajectory.max_context_len
         self._turns: dict[bytes, list[_Turn]] = {}  # by the messages through the answer
-        self._texts: dict[str, str] = {}  # message with tool calls -> what the model wrote
+        self._texts: dict[str, str] = {}  # message with tool calls -> the text that the model wrote
         self._samples: list[tuple[int, Sample]] = []  # with the number of its first call
         self._last_answer: Answer | None = None
         self._calls = 0
@@ -143,7 +143,7 @@ class Session:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds where the program has worked on its own."""
+        """The seconds that the program has worked on its own."""
         return self._own_seconds + (time.monotonic() - self._idle_since if self.idle.is_set() else 0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""What the rollout process and a generation worker say to each other. Both sides say it in order, in batches.
+"""The messages between the rollout process and a generation worker. Both send them in order, in batches.
 
 To the worker: ``Produce``, ``Cancel``, ``Show``, ``Hold``, ``Ask``, ``Checked``. From it: ``Produced``, ``Failed``,
 ``Answered``, ``CheckServers``.
@@ -19,7 +19,7 @@ from miles.types.sample import Prompt, PromptGroup, Sample
 
 # Scored groups on their way from a generation worker to the rollout process: columns of numbers as arrays.
 #
-# A pickled list costs time per number on both sides. The prompt is not sent back, as the rollout process has it.
+# A pickled list costs time per number in both processes. The prompt is not sent back, as the rollout process has it.
 
 
 # Columns of a sample, by the type code of their arrays.
@@ -153,7 +153,7 @@ class Hold:
 
 
 class Question(Enum):
-    """What a worker is asked."""
+    """The question to a worker."""
 
     ABORTED = auto()  # send nothing of what was asked for before; answer when all that was sent has ended
     IN_FLIGHT = auto()  # how many requests are in flight
@@ -192,7 +192,7 @@ class Produced:
 
 @dataclass(frozen=True)
 class Made:
-    """What a worker has made of a drawn group.
+    """The result of a worker for a drawn group.
 
     Attributes:
         packed: The group.

@@ -11,8 +11,8 @@
 A ticket is one order of one group. It is with one worker at once, and its first result is its only one: so a group is
 neither lost nor counted twice, whichever worker dies. A group is sent again with its own seeds.
 
-A worker is lost when its process ends or shows no sign of life. With ``--use-fault-tolerance`` another one takes its
-place, and its groups go to those that live; otherwise whoever waits for a group gets the error.
+A worker is lost when its process ends or shows no sign of life. With ``--use-fault-tolerance`` another one replaces it,
+and its groups go to those that live; otherwise whoever waits for a group gets the error.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class WorkerPool:
                 worker.send(Cancel((order.ticket,)))
 
     async def _deliver(self, worker: _Worker) -> None:
-        """Send what is in the outbox, one batch after the other."""
+        """Send the messages in the outbox, one batch after the other."""
         while True:
             await worker.news.wait()
             batch, worker.outbox = worker.outbox, []
@@ -266,7 +266,7 @@ class WorkerPool:
         return encode(sent, "a prompt")
 
     async def _collect(self, worker: _Worker) -> None:
-        """Take in what the worker sends."""
+        """Receive the worker's messages."""
         while True:
             for message in decode(await worker.process.collect()):
                 match message:
@@ -398,11 +398,11 @@ class WorkerPool:
         return sum(await self._ask(Question.IN_FLIGHT))
 
     async def start_profile(self) -> None:
-        """Have every worker record what it does."""
+        """Have every worker record its work."""
         await self._ask(Question.RECORD)
 
     async def stop_profile(self) -> list[ProcessTrace]:
-        """Return what each worker has recorded; nothing of one that took the place of another meanwhile."""
+        """Return the recording of each worker; nothing of one that replaced another meanwhile."""
         return [found for found in await self._ask(Question.RECORDED) if isinstance(found, ProcessTrace)]
 
     async def _ask(self, question: Question) -> list[Any]:
@@ -439,7 +439,7 @@ class WorkerPool:
 
 
 class InterruptibleWorkers:
-    """Interrupts and continues the requests of workers, and those of the rollout process.
+    """Interrupts and continues the requests of workers and of the rollout process.
 
     ``miles.rollout.stream_collector.Interruptible``.
     """

@@ -43,7 +43,7 @@ from miles.rollout.workers.messages import (
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import PromptGroup
 
-LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each side about a millisecond
+LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each process about a millisecond
 ENOUGH = 32  # groups that are sent without waiting for more
 
 
@@ -58,14 +58,14 @@ def share(total: int, count: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a generation worker is started with. It is pickled.
+    """The plan of a generation worker: its arguments at the start. It is pickled.
 
     Attributes:
-        settings: Those of the run.
+        settings: The settings of the run.
         number: Which worker, from 0.
         sender_config: How requests reach the engine's servers.
-        tokenizer: That of the run, pickled: to load one by its path takes seconds, as it imports torch. None if it
-            refuses; then it is loaded.
+        tokenizer: The tokenizer of the run, pickled: to load one by its path takes seconds, as it imports torch. None
+            if it refuses; then it is loaded.
     """
 
     settings: Settings
@@ -115,7 +115,7 @@ class OnlyGenerates:
 
 
 class GenerationWorker:
-    """Produces what it is asked for. ``deliver`` takes messages and ``collect`` gives them, each in order.
+    """Produces the groups that it is asked for. ``deliver`` takes messages and ``collect`` gives them, each in order.
 
     Must be built on the event loop that it is used on.
 
@@ -251,7 +251,7 @@ class GenerationWorker:
             self._producing.pop(ticket, None)
         self._send(message)
 
-    # What the engine's owner and this process ask each other
+    # The questions that the engine's owner and this process ask each other
 
     async def _answer(self, ask: Ask) -> None:
         match ask.question:

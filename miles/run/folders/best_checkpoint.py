@@ -68,7 +68,7 @@ class BestCheckpoint:
 
 
 def best_in(root: Path) -> BestCheckpoint | None:
-    """Return what the file in ``root`` states; None without one, or if its checkpoint is not there any more."""
+    """Return the record in the file in ``root``; None without one, or if its checkpoint is not there any more."""
     if not (root / FILE_NAME).is_file():
         return None
     try:
@@ -105,7 +105,7 @@ class BestSoFar:
         """Return the checkpoint to save after ``iterations`` if they are the best so far, else None.
 
         Args:
-            metrics: Those of the last iteration.
+            metrics: The metrics of the last iteration.
             iterations: The iterations that are done.
             due: Whether a checkpoint is due then anyway.
         """

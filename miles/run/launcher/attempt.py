@@ -1,4 +1,4 @@
-"""One attempt of a run: start its two sides and its tracker, and run the loop from the newest checkpoint."""
+"""One attempt of a run: start its rollout, trainer and tracker, and run the loop from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class RunContext:
         flags: The fields that the user has set.
         continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
-        uploads: Takes what is saved and exported to URLs; None without one.
+        uploads: Takes checkpoints and exports for URLs; None without one.
         before_writing: Raises ``ValueError`` if the run's folders are another launcher's by now.
-        branch: The checkpoint in ``--load`` from which it branches off as a new run; None for other runs.
+        branch: The checkpoint in ``--load`` that it branches off from as a new run; None for other runs.
     """
 
     stop: StopRequests
@@ -126,7 +126,7 @@ def builds_beside_engines(settings: Settings, device: str) -> bool:
 
 
 def train_in_one_process(settings: Settings, context: RunContext) -> None:
-    """Run the loop with both sides in this process; ``check_one_process`` has allowed it."""
+    """Run the loop with trainer and rollout in this process; ``check_one_process`` has allowed it."""
     from miles.observe.report.sink import ReportSink
     from miles.run.one_process.sides import both_sides
 

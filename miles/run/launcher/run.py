@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LauncherState:
-    """What a launcher needs that takes the place of one whose Ray has died.
+    """The state for a launcher that replaces one whose Ray has died.
 
     Attributes:
         validated: What to run: its settings resume what was saved.
@@ -126,7 +126,7 @@ def launch(
 
 
 def _check(validated: Validated, is_first: bool) -> None:
-    """Check what the settings alone do not show; a command's rows and functions are checked when it is read."""
+    """Check facts that the settings alone do not show; a command's rows and functions are checked when it is read."""
     from miles.config.flags_view import flags_view
     from miles.objective.hooks import check_hooks
     from miles.observe.tracker import check_services
@@ -139,7 +139,7 @@ def _check(validated: Validated, is_first: bool) -> None:
 
 
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
-    """Return the flags with which a message describes a resume: those of the attempt, with switches as in the command.
+    """Return the flags for a message on how to resume: the attempt's flags, with switches as in the command.
 
     A restart drops some switches (run/restarts.py), and the user has to leave them out too.
     """
@@ -147,7 +147,7 @@ def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArgume
 
 
 def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
-    """Remove half-written checkpoints, and put an export into place that a killed run was exchanging."""
+    """Remove half-written checkpoints, and finish an export that a killed run was exchanging."""
     from miles.training.checkpoint_files import recover_exports, remove_unfinished
 
     if checkpoint.save is not None:
@@ -287,7 +287,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
             except Exception as error:
                 loss = f"{loss}, and the run cannot be restarted: {error}"
         last_line = stopped(loss, checkpoint, context.files)
-    if has_joined and context.files.workers is not None:  # those of its own Ray the guard ends
+    if has_joined and context.files.workers is not None:  # the guard ends the workers of its own Ray
         context.files.workers.end_directly()
     with suppress(OSError):  # nobody reads it any more
         print(last_line, file=sys.stderr, flush=True)

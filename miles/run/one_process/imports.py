@@ -1,4 +1,4 @@
-"""Import what a run in one process uses, so that forks of this process have it at once."""
+"""Import the modules that a run in one process uses, so that forks of this process have them at once."""
 
 from __future__ import annotations
 

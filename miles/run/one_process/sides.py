@@ -1,7 +1,7 @@
-"""Both sides of a run in one process, without Ray: for many short runs of a small model on CPU.
+"""Trainer and rollout of a run in one process, without Ray: for many short runs of a small model on CPU.
 
 The rank of the trainer and the rollout worker are the objects that Ray's actors hold otherwise, called directly. The
-worker's event loop runs in a thread. Seeds, samples and gradients are those of a run with Ray.
+worker's event loop runs in a thread. Seeds, samples and gradients are the same as in a run with Ray.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OneProcessRollout:
         self._call(self._worker.save_tokenizer(str(folder.absolute())))
 
     def close(self) -> None:
-        """Abandon what is being generated, and end the thread."""
+        """Abandon the generation in progress, and end the thread."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -166,7 +166,7 @@ class OneProcessTrainer:
 
 @contextmanager
 def both_sides(settings: Settings) -> Iterator[tuple[OneProcessRollout, OneProcessTrainer]]:
-    """Start both sides of a run that ``check_one_process`` has allowed, and end them."""
+    """Start trainer and rollout of a run that ``check_one_process`` has allowed, and end them."""
     from miles.training.one_process import one_rank  # imports torch
 
     use_threads("cpu", sharers=2 if settings.rollout.async_steps else 1)
