@@ -22,7 +22,7 @@ from miles.types.train_batch import MicroBatch, SharedLogits, TokenColumns, Trai
 if TYPE_CHECKING:
     from miles.types.images import ImageTensors, MicroImages
 
-# Of a packed micro-batch on one rank. oneDNN's products of 779 rows take 10 % longer than those of 784; tensor cores
+# Of a packed micro-batch on one rank. oneDNN's product of 779 rows takes 10 % longer than one of 784; tensor cores
 # work on 8 rows at once, too.
 TOKEN_MULTIPLE = 8
 
@@ -315,8 +315,7 @@ def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]
 # Record the values of each token that the loss reads, for a few samples, for the report.
 #
 # The rollout side chooses the samples (``TrainShard.recorded``). Their columns are copied on the device while the loss
-# is
-# computed, and moved to the host after all steps of the iteration, so that no step waits for that.
+# is computed, and moved to the host after all steps of the iteration, so that no step waits for that.
 
 
 @dataclass(frozen=True)
@@ -330,7 +329,7 @@ class _Kept:
 
 
 class TokenRecorder:
-    """Receives the values of every micro-batch of a policy step, and keeps those of the chosen samples."""
+    """Receives the values of every micro-batch of a policy step, and keeps the values of the chosen samples."""
 
     def __init__(self) -> None:
         self._step = 0

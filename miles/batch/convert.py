@@ -37,7 +37,7 @@ AdvantagesOf = Callable[[Sequence[Sample]], list[float]]  # one finite number pe
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample, with what the batch holds next to it."""
+    """One sample, with its other columns of the batch."""
 
     sample: Sample
     trajectory_id: int
@@ -301,7 +301,7 @@ def _experts(rows: Sequence[_Row]) -> list[np.ndarray]:
     return found
 
 
-# Show what an iteration trains on to the user's function, which may change it: ``--rollout-data-postprocess-path``.
+# Show an iteration's training data to the user's function, which may change it: ``--rollout-data-postprocess-path``.
 
 
 # Their names -> ours. Inputs of a step's denominators are excluded, because these were computed before the split.
@@ -428,8 +428,8 @@ FLAG = "--custom-reward-post-process-path"
 class RewardPostProcess:
     """Calls ``function(args, samples)``, which returns ``(rewards, advantages)``, each with a number per sample.
 
-    The advantages take the place of those that the estimator makes of rewards (phase 1). The first list is what other
-    launchers log; metrics of rewards are those of the reward function here.
+    The advantages replace the ones that the estimator makes of rewards (phase 1). Other launchers log the first list;
+    here, metrics of rewards come from the reward function.
     """
 
     def __init__(self, path: str, settings: Settings) -> None:

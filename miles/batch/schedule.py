@@ -1,4 +1,4 @@
-"""The schedule of a step, made before the batch is split: which ranks train a sample, and in which micro-batch.
+"""The schedule of a step, made before the batch is split: the ranks that train a sample, and its micro-batch.
 
 ``ShardBuilder`` schedules an iteration, ``schedule_step`` one of its steps. packing.py fills micro-batches of a token
 budget, partition.py divides samples over ranks.
@@ -76,7 +76,7 @@ class _Chains:
         return one
 
     def join_each(self, ones: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Join each of ``ones`` with the one of ``others`` at its place; return the names."""
+        """Join each of ``ones`` with the one of ``others`` at its index; return the names."""
         self._followings[self._lasts[ones]] = others
         self._lasts[ones] = self._lasts[others]
         return ones
@@ -242,7 +242,7 @@ def pack_shares(samples: PackedSamples, shares: Sequence[Sequence[int]], budget:
 
     A prompt that is in a bin already costs nothing there, so samples of one prompt are taken one after another and
     prefer the bin of their prompt. A sample longer than the budget gets its own bin. Ties are broken by the
-    numbers of prompts, then by the place in the share.
+    numbers of prompts, then by the position in the share.
 
     Args:
         samples: All samples.
@@ -364,7 +364,7 @@ class ShardBuilder:
             For each token rank its shards, one per optimizer step.
 
         Raises:
-            InputError: Saved samples are more or fewer than those of an iteration.
+            InputError: Saved samples are more or fewer than an iteration has.
             ValueError: See ``convert``.
         """
         settings = self._settings

@@ -45,7 +45,7 @@ def check_critic(
         optimizer: The policy's optimizer, whose other settings the critic's optimizer shares.
         trains_policy: Whether the policy learns too; under ``--loss-type value_loss`` only the critic does.
         num_iterations: Iterations of the run; None if ``--num-epoch`` determines them.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     check_warmup("critic_lr_warmup_iters", critic_optimizer(critic, optimizer), errors)
     rate = critic_optimizer(critic, optimizer).lr

@@ -93,7 +93,7 @@ def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors:
         lora: The section.
         backend: The value of ``--train-backend``.
         model: The model that gets the adapter.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     if not lora.trains_adapter:
         return

@@ -71,7 +71,7 @@ def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> N
     Args:
         field: The flag of the warm-up: the critic has its own.
         optimizer: The settings, with this warm-up as ``lr_warmup_iters`` or ``lr_warmup_fraction``.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     decay, fraction = optimizer.lr_decay_iters, optimizer.lr_warmup_fraction
     if optimizer.lr_decay_style == "constant" or not errors.none_about(field, "lr_decay_iters"):

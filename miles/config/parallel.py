@@ -62,7 +62,7 @@ def check_parallel(
         training: The section with the micro-batches.
         dims: The division of the ranks; None if a size is wrong.
         max_response_len: Maximum tokens of a response; None if it is not given.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     _check_layout(parallel, errors)
     if parallel.dynamic_context_parallel:

@@ -65,7 +65,7 @@ def check_profiling(profiling: ProfilingArguments, num_iterations: int | None, w
         profiling: The section.
         num_iterations: Iterations of the run; None if they are not known yet.
         world_size: Trainer ranks.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     if not profiling.is_on:
         return

@@ -49,7 +49,7 @@ def check_rehearsal(
         rehearsal: The section.
         max_response_len: Maximum tokens of a response; None if it is not given.
         max_context_len: Maximum tokens of a prompt with its response; None if it is not given.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     if not rehearsal.rehearse:
         return

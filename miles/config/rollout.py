@@ -293,7 +293,7 @@ def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_res
         rollout: The section.
         max_prompt_len: The value of ``--rollout-max-prompt-len``.
         has_responses: Whether samples are answers to prompts; otherwise they are conversations to train on.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     _check_sampling(rollout, has_responses, errors)
     _check_length(rollout, errors)

@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def step_shape(self) -> StepShape:
-        """What the objective knows of a run alongside its own flags. Valid after validation."""
+        """The facts of a run that the objective knows alongside its own flags. Valid after validation."""
         return StepShape(
             num_trajectories=self.global_batch_size,
             samples_per_prompt=self.rollout.n_samples_per_prompt,

@@ -1,1 +1,1 @@
-"""What a run computes: advantages, token losses and their weights, aggregation, KL and entropy."""
+"""Compute the objective of a run: advantages, token losses and their weights, aggregation, KL and entropy."""

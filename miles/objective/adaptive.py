@@ -7,7 +7,7 @@ trajectories over a horizon as the gain::
     beta <- beta (1 + e_t N / horizon)
 
 KL_t is the KL that the step reports: ``train/reward_kl``, a mean over tokens, or ``train/kl_loss``, a mean over
-trajectories of their means over tokens. The paper's target is that of whole answers, this one that of a token.
+trajectories of their means over tokens. The paper's target is the KL of a whole answer, this one the KL of a token.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ class AdaptiveKl:
             self.value = next_kl_weight(self.value, kl, trajectories, self._target, self._horizon)
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint holds."""
+        """Return the state that a checkpoint holds."""
         return {"value": self.value}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -163,7 +163,7 @@ class AdaptiveEntropy:
             self.value = max(self.value - flags.entropy_coef_delta, flags.entropy_coef_min)
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint holds."""
+        """Return the state that a checkpoint holds."""
         return {"value": self.value, "is_low": float(self.is_low)}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -130,7 +130,7 @@ class Mode:
     """One mode.
 
     Attributes:
-        formula: pg_loss of the step; ``symbols`` states what the counts in it are, ``words`` the same in a sentence.
+        formula: pg_loss of the step; ``symbols`` defines the counts in it, ``words`` states the same in a sentence.
         denominator: What ``sample_denoms`` is made of, in words.
         denominators: ``sample_denoms`` of every sample.
         mass: The sum that a token loss of 1 everywhere gives, derived from the formula, not from the denominators,
@@ -278,7 +278,7 @@ def needs_whole_groups(loss: "LossArguments") -> bool:
 
 
 def aggregation_formula(name: str, loss: "LossArguments", shape: "StepShape") -> list[Term]:
-    """Return what the loss called ``name`` is, made of token losses, and what the counts in it are."""
+    """Return the formula that makes the loss ``name`` of token losses, and the definitions of its counts."""
     n = f"N = {shape.num_trajectories} trajectories per step"
     if loss.custom_pg_loss_reducer_function_path is not None:
         path = loss.custom_pg_loss_reducer_function_path
@@ -334,7 +334,7 @@ def token_weights(
 
 
 def get_pg_loss_reducer(loss: "LossArguments", micro: "MicroBatch") -> Reducer:
-    """Return the reducer of pg_loss alone: the user's own if one is named, else that of ``--loss-aggregation``.
+    """Return the reducer of pg_loss alone: the user's own if one is named, else the one of ``--loss-aggregation``.
 
     Raises:
         ValueError: If a mode that reads ``sample_denoms`` meets a micro-batch without them: another objective than the
@@ -363,8 +363,8 @@ def get_default_pg_loss_reducer(loss: "LossArguments", micro: "MicroBatch") -> R
 def get_sum_of_sample_mean(micro: "MicroBatch", calculate_per_token_loss: bool) -> Reducer:
     """Return the default reducer: ``1/N sum_r 1/M_r sum_t m l``, or ``1/T sum_t m l`` per token.
 
-    A trajectory's mean is taken over all of its samples, on any rank. 1/N and 1/T are those of the whole step, so
-    the sum over micro-batches and ranks is the step's value.
+    A trajectory's mean is taken over all of its samples, on any rank. N and T count the whole step, so the sum
+    over micro-batches and ranks is the step's value.
     """
     if calculate_per_token_loss:
         return weighted_sum(micro.loss_mask.float() / max(micro.num_loss_tokens, 1))
@@ -416,15 +416,15 @@ def reconcile_aggregation(
 ) -> "tuple[LossArguments, list[str]]":
     """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
-    Every combination where a flag would be ignored or the normalization undone is an error
-    (docs/loss-aggregation.md has the table). After an error, do not use the returned flags.
+    Every combination that would ignore a flag or undo the normalization is an error (docs/loss-aggregation.md has the
+    table). After an error, do not use the returned flags.
 
     Args:
         loss: The flags, as they were given.
         max_response_len: The longest response; None if it is not known, which has its own error.
         trajectories_per_step: N; None if it is not known, which has its own error.
         samples_per_prompt: The trajectories of a group.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
         is_given: Whether the command gives ``--loss-aggregation``. Other flags may replace the default, but not the
             same value in the command.
     """

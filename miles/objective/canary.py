@@ -21,16 +21,16 @@ TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some mil
 
 
 class LossMassError(ValueError):
-    """The weights of a step's tokens do not add up to what the objective states."""
+    """The weights of a step's tokens do not add up to the sum that the objective states."""
 
 
 def mass_is_known(loss: LossArguments) -> bool:
-    """Return whether it is known what the token weights of a step add up to."""
+    """Return whether the sum of the token weights of a step is known."""
     return loss.type.loss_mass_is_known and loss.custom_pg_loss_reducer_function_path is None
 
 
 class CanarySchedule:
-    """Decide in which steps the mass is measured: ``--loss-canary``. The rollout side asks once per step, in order.
+    """Choose the steps that measure the mass: ``--loss-canary``. The rollout side asks once per step, in order.
 
     Never under a custom reducer or a custom loss: the sum of their weights is not known beforehand. The critic's loss
     is not watched.

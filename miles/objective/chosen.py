@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run computes, part by part. KL, entropy and aggregation are settings of ``flags``.
+    """Hold the parts of a run's objective. KL, entropy and aggregation are settings of ``flags``.
 
     ``args`` has all flags of the run by their names, for functions of the user's that read them.
     """
@@ -47,12 +47,12 @@ class Objective:
 
     @property
     def needs(self) -> Needs:
-        """What the trainer scores before the loss is computed."""
+        """The quantities that the trainer scores before the loss is computed."""
         return self.loss_type.needs_of(self)
 
     @property
     def advantages_need(self) -> Needs:
-        """What the trainer scores before it makes advantages of tokens, and shows them to the user's function."""
+        """The trainer's scores before it makes advantages of tokens, and shows them to the user's function."""
         is_shown = self.flags.rollout_data_postprocess_path is not None
         return self.estimator.token_needs(self.flags) | distillation_needs(self.flags) | Needs(old_log_probs=is_shown)
 

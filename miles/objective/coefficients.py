@@ -30,7 +30,7 @@ class AdaptiveCoefficient(Protocol):
         ...
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint holds."""
+        """Return the state that a checkpoint holds."""
         ...
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -74,7 +74,7 @@ class Coefficients:
             part.follow(metrics, trajectories)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Return what a checkpoint holds, by flag."""
+        """Return the state that a checkpoint holds, by flag."""
         return {part.field: part.state() for part in self._adaptive}
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:

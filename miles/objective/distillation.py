@@ -1,9 +1,9 @@
 """Distil a teacher on the policy's own samples (``--use-opd``): a reverse KL per token, added to any advantage.
 
 For each sampled token, ``d = log p_old - log p_teacher`` estimates KL(policy || teacher) without bias, and
-``A - opd_kl_coef d`` takes the place of its advantage A. The policy gradient of that is the gradient of the KL, as each
-token is credited with its own term only (a discount of 0). Agarwal et al., "On-Policy Distillation of Language Models",
-arXiv 2306.13649; the per-token policy gradient is that of Thinking Machines' "On-Policy Distillation" (2025).
+``A - opd_kl_coef d`` replaces its advantage A. The policy gradient of that is the gradient of the KL, as each token is
+credited with its own term only (a discount of 0). Agarwal et al., "On-Policy Distillation of Language Models",
+arXiv 2306.13649; the per-token policy gradient is from Thinking Machines' "On-Policy Distillation" (2025).
 """
 
 from dataclasses import dataclass
@@ -71,12 +71,12 @@ def _teacher(word: str) -> tuple[str, str]:
 
 
 def distillation_needs(flags: "LossArguments") -> Needs:
-    """Return what the trainer scores for the KL to the teacher."""
+    """Return the quantities that the trainer scores for the KL to the teacher."""
     return Needs(old_log_probs=flags.use_opd, teacher_log_probs=flags.use_opd)
 
 
 def distillation_formula(flags: "LossArguments") -> list[Term]:
-    """Return what the teacher changes of an advantage."""
+    """Return the change of an advantage by the teacher."""
     if not flags.use_opd:
         return []
     text = f"A_t is then A_t - {flags.opd_kl_coef:g} d_t, d = log p_old - log p_teacher of each token"

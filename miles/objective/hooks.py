@@ -92,13 +92,13 @@ class Hook:
         )
 
     def zero_advantage_has_gradient(self, path: str) -> bool:
-        """Return what the function states of samples of advantage 0; true until it says no."""
+        """Return whether samples of advantage 0 have a gradient: the function's attribute of this name, else true."""
         return bool(getattr(self.load(path), "zero_advantage_has_gradient", True))
 
     def check_tensor(self, path: str, returned: Any, shape: tuple[int, ...], what: str = "") -> None:
-        """Raise ``ValueError`` if what the function returned is not a tensor of ``shape``.
+        """Raise ``ValueError`` if the function's result is not a tensor of ``shape``.
 
-        ``what`` names the result if it is a part of what was returned, or was returned later.
+        ``what`` names the result if it is a part of the returned value, or was returned later.
         """
         import torch
 
@@ -148,7 +148,7 @@ class ReducerHook(Hook):
 
 
 class WholeLossHook(Hook):
-    """The hook of a whole loss, which has two forms: ours, and that of related launchers, which has an adapter."""
+    """The hook of a whole loss, which has two forms: ours, and the form of related launchers, which has an adapter."""
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return 1 or 4: with how many positional arguments the function can be called."""
@@ -164,7 +164,7 @@ class WholeLossHook(Hook):
 
 
 class DataPostprocessHook(Hook):
-    """The hook of what an iteration trains on (batch/convert.py), which has three forms."""
+    """The hook of an iteration's training data (batch/convert.py), which has three forms."""
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return 3, 2 or 1: with how many positional arguments the function is called."""
@@ -179,7 +179,7 @@ class DataPostprocessHook(Hook):
         self.num_arguments(function, path)
 
     def fault(self, path: str, what: str) -> ValueError:
-        """Make the error about what the function has done."""
+        """Make the error about a fault of the function."""
         return ValueError(f"{self.flag} {path}: {what}")
 
 
@@ -230,7 +230,7 @@ def check_hooks(loss: LossArguments, args: Any) -> None:
 
 @dataclass(frozen=True)
 class AdvantageSamples:
-    """What a function of phase 1 is given, on the rollout side: whole groups, one entry per sample.
+    """The input of a function of phase 1, on the rollout side: whole groups, one entry per sample.
 
     It returns one finite number per sample::
 
@@ -247,7 +247,7 @@ class AdvantageSamples:
 
 @dataclass(frozen=True)
 class AdvantageTrajectory:
-    """What a function of phase 2 is given, on the trainer: the loss tokens of each trajectory of the step, float64 [T].
+    """The input of a function of phase 2, on the trainer: the loss tokens of each trajectory of the step, float64 [T].
 
     It returns one array [T] per trajectory::
 
@@ -268,7 +268,7 @@ class AdvantageTrajectory:
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a function of token losses is given: whole samples, ``R`` response tokens of ``S`` samples.
+    """The input of a function of token losses: whole samples, ``R`` response tokens of ``S`` samples.
 
     It returns the loss of every token, [R]::
 
@@ -299,7 +299,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class LossInputs(PolicyLossInputs):
-    """What a whole loss is given: the same tokens, and how they are averaged.
+    """The input of a whole loss: the same tokens, and how they are averaged.
 
     It returns the loss, a scalar, or ``(loss, metrics)``::
 
@@ -321,7 +321,7 @@ class LossInputs(PolicyLossInputs):
 
 @dataclass(frozen=True)
 class ImportanceInputs:
-    """What a function of importance weights is given: the log-probs of whole samples, without a graph.
+    """The input of a function of importance weights: the log-probs of whole samples, without a graph.
 
     It returns the weight of every token loss, [R]::
 
@@ -345,7 +345,7 @@ class ImportanceInputs:
 
 @dataclass(frozen=True)
 class ReducerInputs:
-    """What a reducer may know of a micro-batch: ``S`` samples, ``R`` response tokens in all, and the step's counts.
+    """The input of a reducer, of one micro-batch: ``S`` samples, ``R`` response tokens in all, and the step's counts.
 
     Samples are whole, also if context parallelism has cut them: slices are gathered beforehand.
     """
@@ -427,18 +427,18 @@ class CustomAdvantages(Estimator[Any]):
         self.reads_score_norms = estimator.reads_score_norms
 
     def needs(self, flags: LossArguments) -> Needs:
-        """Return what the chosen estimator needs."""
+        """Return the needs of the chosen estimator."""
         return self.estimator.needs(flags)
 
     def token_needs(self, flags: LossArguments) -> Needs:
-        """Return the same, less what a function of phase 2 is not shown."""
+        """Return the same, less the quantities that a function of phase 2 does not see."""
         needs = self.needs(flags)
         if needs.sum_squared_probs and ADVANTAGES.phase(self.path) == 2:
             return replace(needs, sum_squared_probs=False)
         return needs
 
     def check(self, flags: LossArguments, shape: StepShape, errors: Errors) -> None:
-        """Check what the chosen estimator checks."""
+        """Run the checks of the chosen estimator."""
         self.estimator.check(flags, shape, errors)
 
     def formula(self, flags: LossArguments) -> list[Term]:
@@ -457,7 +457,7 @@ class CustomAdvantages(Estimator[Any]):
         return ADVANTAGES.phase(self.path) == 2 or self.estimator.estimates_by_token(flags)
 
     def sample_advantages(self, flags: LossArguments, samples: SampleRewards) -> list[float]:
-        """Call a function of phase 1, and check what it returns."""
+        """Call a function of phase 1, and check its result."""
         if ADVANTAGES.phase(self.path) == 2:
             return self.estimator.sample_advantages(flags, samples)
         function = ADVANTAGES.load(self.path)
@@ -473,7 +473,7 @@ class CustomAdvantages(Estimator[Any]):
     def token_advantages(
         self, flags: LossArguments, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Call a function of phase 2, and check what it returns."""
+        """Call a function of phase 2, and check its result."""
         if ADVANTAGES.phase(self.path) == 1:
             return self.estimator.token_advantages(flags, rewards, values)
         import numpy as np
@@ -527,7 +527,7 @@ class CustomPolicyLoss(PolicyLoss[Any]):
         return [Term(f"{self.path}(log p, log p_old, A, ...)", __name__, self.path)]
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
-        """Return what the function states; true until it says no."""
+        """Return the function's attribute of this name; true if it has none."""
         return POLICY_LOSS.zero_advantage_has_gradient(self.path)
 
     def token_losses(self, flags: LossArguments, tokens: PolicyTokens) -> TokenLosses:
@@ -538,7 +538,7 @@ class CustomPolicyLoss(PolicyLoss[Any]):
         given = PolicyLossInputs(**token_columns(tokens.micro, tokens.log_probs), settings=flags)
         losses = function(given)
         POLICY_LOSS.check_tensor(self.path, losses, tuple(tokens.log_probs.shape))
-        # What is masked may hold anything, but its gradient must not be NaN.
+        # Masked tokens may hold anything, but their gradient must not be NaN.
         return TokenLosses(losses.float().masked_fill(tokens.micro.loss_mask == 0, 0.0), None)
 
 

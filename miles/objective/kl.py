@@ -3,8 +3,8 @@
 The KL is part of the loss (``--use-kl-loss``), or of each token's reward (``--kl-coef``).
 
 In the loss, an estimator with the right value can have the wrong gradient, because the probability of the sampled token
-depends on the policy too (arXiv 2506.09477). The expected gradient of k1 is 0, that of k3 is the gradient of
-KL(reference || policy), that of k2 is right on-policy. Two ways to the gradient of KL(policy || reference):
+depends on the policy too (arXiv 2506.09477). In expectation, the gradient of k1 is 0, k3 has the gradient of
+KL(reference || policy), and the gradient of k2 is right on-policy. Two ways to the gradient of KL(policy || reference):
 
 - ``k1+`` and ``k3+`` (verl's names) report k1 and k3 and have the gradient of k2;
 - ``--use-unbiased-kl`` multiplies the estimate by the importance ratio, gradient included (DeepSeek-V3.2, 2512.02556,
@@ -124,5 +124,5 @@ def kl_formula(loss: LossArguments) -> list[Term]:
 
 
 def reward_penalty(loss: Any) -> str:
-    """Return what is subtracted from a token's reward, as the end of a formula."""
+    """Return the penalty that is subtracted from a token's reward, as the end of a formula."""
     return f" - {loss.kl_coef:g} KL_{loss.kl_loss_type}(p_old, reference)" if loss.kl_coef else ""

@@ -20,8 +20,8 @@ class TokenValues:
 
     Attributes:
         micro: The micro-batch, or one with whole responses, whose layout the columns have.
-        log_probs: The trainer's log-probs, before the iteration's first step; with ``--use-rollout-logprobs`` those of
-            the current policy.
+        log_probs: The trainer's log-probs, before the iteration's first step; with ``--use-rollout-logprobs`` the
+            current policy's.
         log_ratios: log current - log old; 0 for masked tokens.
         token_weights: The product of the factors of token_weights.py.
     """
@@ -47,7 +47,7 @@ class LossOutput:
 
 
 def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Tensor]) -> None:
-    """Add those of one micro-batch to ``totals``, in place."""
+    """Add the metrics of one micro-batch to ``totals``, in place."""
     for name, value in metrics.items():
         totals[name] = totals[name] + value if name in totals else value
 

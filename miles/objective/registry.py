@@ -1,4 +1,4 @@
-"""What the parts of the objective that flags choose have in common: estimators, policy losses and loss types."""
+"""Define the common base of the objective's parts that flags choose: estimators, policy losses and loss types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the trainer scores before the loss is computed.
+    """Name the quantities that the trainer scores before the loss is computed.
 
     Attributes:
         old_log_probs: Log-probs of the policy before the first step of the iteration, in every step. Without this they
@@ -74,7 +74,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the objective knows of a run alongside its own flags.
+    """Hold the facts of a run that the objective knows alongside its own flags.
 
     Attributes:
         num_trajectories: N, the trajectories of an optimizer step.
@@ -95,11 +95,11 @@ class StepShape:
 class ObjectivePart(Choice[F]):
     """A part of the objective that a flag chooses. Objects have no state.
 
-    ``flags`` are the run's ``LossArguments``, of which it sees those of its own dataclass.
+    ``flags`` are the run's ``LossArguments``; the part sees only the flags of its dataclass.
     """
 
     def needs(self, flags: F) -> Needs:
-        """Return what the trainer scores for it."""
+        """Return the quantities that the trainer scores for it."""
         return Needs()
 
     def check(self, flags: F, shape: StepShape, errors: Errors) -> None:
@@ -107,5 +107,5 @@ class ObjectivePart(Choice[F]):
         return None
 
     def zero_advantage_has_gradient(self, flags: F) -> bool:
-        """Return whether a sample whose advantage is 0 on the rollout side can have a gradient all the same."""
+        """Return whether a sample can have a gradient although its advantage is 0 on the rollout side."""
         return False

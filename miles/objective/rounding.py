@@ -13,7 +13,7 @@ SCORES = 1e-5
 
 
 def centred(values: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return ``values - mean``, exactly 0 where the difference is within ``tolerance``, their rounding; float64.
+    """Return ``values - mean``, exactly 0 if the difference is within ``tolerance``, their rounding; float64.
 
     >>> centred(np.array([0.1, 0.1, 0.1]), tolerance=FP64).tolist()
     [0.0, 0.0, 0.0]

@@ -19,7 +19,7 @@ _COLUMNS = (
 def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """Gather the flat [R] values of this rank and of those that share its samples, [sum of response_lengths].
 
-    The gradient that comes back is that of this rank's own values; those of the others have their graph on their ranks.
+    The gradient flows back to this rank's own values only; the values of other ranks have their graph on their ranks.
     """
     whole = values.new_zeros(sum(micro.response_lengths))
     mine = whole.index_put((micro.response_index,), values)

@@ -153,7 +153,7 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
     def normalizes_rewards(self) -> bool:
         """Whether rewards are compared within their prompt group, so that a group of one has no advantage.
 
-        Its tokens have one with a teacher all the same.
+        With a teacher, its tokens still have one.
         """
         return not self.use_opd and build_objective(self).estimator.smallest_group(self) > 1
 

@@ -53,7 +53,7 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
 
     Args:
         objective: The run's objective.
-        samples: The samples of the step, those of a trajectory in their order.
+        samples: The samples of the step, with each trajectory's samples in their order.
     """
     loss = objective.flags
     trajectories = list(_trajectories(objective, samples))

@@ -43,11 +43,11 @@ def chunked_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
-    ``hidden`` [R, H], or [U, H] for the U rows of ``shared``, and ``weight`` [V, H] share a dtype, where the logits
-    ``hidden @ weight.T + bias`` are computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At
-    most ``chunk_size`` rows have their logits in memory, -1 for no limit.
+    ``hidden`` [R, H], or [U, H] for the U rows of ``shared``, and ``weight`` [V, H] share a dtype. The logits
+    ``hidden @ weight.T + bias`` are computed in this dtype, or in fp32 if ``fp32`` (``head_logits``); everything after
+    is fp32. At most ``chunk_size`` rows have their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
-    both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
+    both outputs; the gradients of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
 
     With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
     sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
@@ -74,7 +74,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         d log p[target] / dz = onehot(target) - p
         d H / dz             = -p (log p + H)
 
-    The entropy is that of each row of ``hidden``.
+    There is one entropy per row of ``hidden``.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
 Engine and trainer compute the same model with other kernels, precision, or weights a few steps old, so their log-probs
 differ; a correction weighs a token by their ratio, or drops it (docs/off-policy.md). ``TopEntropy`` corrects nothing:
 it drops the tokens that the policy is sure of. Weights change the **numerator** of the loss alone, and every
-denominator stays that of the original masks (docs/loss-aggregation.md). They compose: the weight of a token is the
+denominator still counts the original masks (docs/loss-aggregation.md). They compose: the weight of a token is the
 product of all that are on, in the order of ``TOKEN_WEIGHTS``.
 """
 
@@ -80,7 +80,7 @@ class TokenWeight(ABC):
         return bool(getattr(loss, self.switch))
 
     def needs(self, loss: LossArguments) -> Needs:
-        """Return what the trainer scores for it."""
+        """Return the quantities that the trainer scores for it."""
         return Needs()
 
     def check(self, loss: LossArguments, errors: Errors) -> None:  # noqa: B027
@@ -99,7 +99,7 @@ class Truncation(TokenWeight):
     """Truncated importance sampling: the ratio trainer / engine, within [tis_clip_low, tis_clip].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". IcePop (arXiv 2510.18855
-    §4) is 0 outside instead. ``--custom-tis-function-path`` computes other weights in its place.
+    §4) is 0 outside instead. ``--custom-tis-function-path`` replaces these weights by others.
     """
 
     switch = "use_tis"
@@ -173,10 +173,10 @@ class WeightSum(NamedTuple):
 
 
 def sum_of_weights(loss: LossArguments, log_ratio: torch.Tensor) -> WeightSum:
-    """Return the sum of the weights of one sample, and their number: that of its loss tokens, or 1 for its sequence.
+    """Return the sum of the weights of one sample, and their number: one per loss token, or 1 for its sequence.
 
     Args:
-        loss: The flags; the weights are those of ``Truncation``.
+        loss: The flags; ``Truncation`` has the same weights.
         log_ratio: log old - log engine of its loss tokens, [loss tokens].
     """
     if not len(log_ratio):
@@ -192,7 +192,7 @@ def sum_of_weights(loss: LossArguments, log_ratio: torch.Tensor) -> WeightSum:
 
 
 def mean_weight(sums: Iterable[WeightSum]) -> float:
-    """Return the mean by which the weights of a step are divided; 1 if all are 0, or there are none."""
+    """Return the mean that divides the weights of a step; 1 if all are 0, or there are none."""
     sums = list(sums)
     mean = math.fsum(part.total for part in sums) / max(sum(part.number for part in sums), 1)
     return mean if mean > _SMALLEST_MEAN else 1.0
@@ -228,7 +228,7 @@ class Rejection(TokenWeight):
         return terms
 
     def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
-        """Give weight 0 to what is rejected; ``rs_rejected`` is logged, and ``rs_vetoed`` with a veto."""
+        """Give weight 0 to rejected tokens; ``rs_rejected`` is logged, and ``rs_vetoed`` with a veto."""
         ratio = importance_ratio(ratios, loss.rs_level)
         rejected = ((ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)).float()
         logged = {"rs_rejected": rejected}
@@ -277,7 +277,7 @@ class TopEntropy(TokenWeight):
 
     A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step, or
     equals it up to rounding. The policy is scored once more before each step for it. As for the corrections,
-    denominators stay those of all tokens, as in the paper and in TRL, whose name the flag has.
+    denominators still count all tokens, as in the paper and in TRL, whose name the flag has.
     """
 
     switch = "top_entropy_quantile"
@@ -375,7 +375,7 @@ def ratios_of(micro: MicroBatch, log_ratio: torch.Tensor, trainer_log_probs: tor
 
 
 def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
-    """Return the ratio by which each token is weighed or dropped: its own, or that of its sequence; fp32 [R]."""
+    """Return the ratio that weighs or drops each token: its own, or the ratio of its sequence; fp32 [R]."""
     log_ratio, micro = ratios.importance, ratios.micro
     if level == "token":
         return log_ratio.exp()

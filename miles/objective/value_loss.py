@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:
-    """Return what the critic minimizes. The mean is the default one, whatever the aggregation of pg_loss."""
+    """Return the loss that the critic minimizes. The mean is the default one, whatever the aggregation of pg_loss."""
     mode, clip = diagnostic_mode(loss), f"clip(V, V_old ± {loss.value_clip:g})"
     lines = [
         f"value_loss = {mode.formula.replace('l_it', 'v_it')}, N = {shape.num_trajectories}, {mode.symbols}",

@@ -1,4 +1,4 @@
-"""Process groups: those of context parallelism, created before the first step, and what the ranks of one exchange."""
+"""Process groups of context parallelism, created before the first step, and the exchanges between their ranks."""
 
 from __future__ import annotations
 

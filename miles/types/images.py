@@ -22,8 +22,8 @@ class PromptImages:
         counts: How many tokens each takes in the prompt.
         placeholder_id: The token that they are.
         unexpanded_ids: The prompt's tokens with one placeholder per image, as SGLang takes them.
-        model: The folder or name from which the processor is loaded.
-        where: The place of the row, for messages.
+        model: The folder or name that the processor is loaded from.
+        where: The location of the row, for messages.
         cache: What was computed of the images in this process (``models.images``).
     """
 
@@ -64,7 +64,7 @@ class ImageTensors:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def places(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return where the tokens of the images are in a sample, int64 [sum of counts].
+        """Return the positions of the images' tokens in a sample, int64 [sum of counts].
 
         Placeholders behind them were sampled, and are text.
 

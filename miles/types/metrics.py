@@ -43,7 +43,7 @@ _HELD_OUT = re.compile(r"eval/((?:(?!/reward_parts/).)+)/(accuracy|reward)")
 
 
 def held_out_metrics(names: Iterable[str]) -> dict[str, str]:
-    """Return the metric of each evaluation set that tells how good its answers are: the mean reward.
+    """Return the metric of each evaluation set that measures how good its answers are: the mean reward.
 
     Runs of earlier versions have it under the name of accuracy alone.
 

@@ -173,7 +173,7 @@ def extended(
 ) -> TokenSets | None:
     """Return the sets of a response of ``tokens_before`` tokens that grows by ``more_tokens``.
 
-    Tokens without sets, such as those of a tool, have the whole vocabulary. None if neither part has sets.
+    Tokens without sets, such as a tool's tokens, have the whole vocabulary. None if neither part has sets.
     """
     given = before if before is not None else more
     if given is None:
@@ -201,7 +201,7 @@ def dtype_for(num_experts: int) -> type[np.generic]:
 
 
 def continued(first: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
-    """Return the choices of a sample that was continued. ``more`` has those of all its positions, computed again.
+    """Return the choices of a sample that was continued. ``more`` has the choices of all its positions, computed again.
 
     A position keeps the choice that was made when it was generated.
     """
@@ -216,7 +216,7 @@ def at_tokens(
     """Return the choices of the tokens of a micro-batch, int16 [T, layers, k], ``UNKNOWN`` for tokens without choices.
 
     Args:
-        choices: Those of each sample.
+        choices: The choices of each sample.
         sample: The sample of each token, int64 [T]; -1 for padding.
         position: Its position in the sample, int64 [T].
         layers: The decoder layers of the model.

@@ -37,10 +37,10 @@ class Prompt:
     """One row of a prompt set, tokenized.
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
-    reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
-    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
-    its column of prompts holds, unchanged: text or messages; ``tools`` those of the column ``--tool-key``; ``images``
-    what takes the place of placeholders in ``token_ids``.
+    reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the location of
+    the row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input``
+    the value of its column of prompts, unchanged: text or messages; ``tools`` the tools of the column ``--tool-key``;
+    ``images`` the images that replace the placeholders in ``token_ids``.
     """
 
     text: str
@@ -88,7 +88,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)  # of a weighted sum: each reward by name, unweighted
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
-    failure: str = ""  # who failed to make the trajectory, and how; then it is scored as --reward-error says
+    failure: str = ""  # who failed to make the trajectory, and how; then --reward-error decides how it is scored
     environment_reward: float | None = None  # of the environment that made the trajectory
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on
     support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so

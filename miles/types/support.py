@@ -69,7 +69,7 @@ class Support:
             first_token: The token of the first column.
         """
         rows, width = logits.shape
-        # One more column takes the ids of other ranks' vocabulary: selecting those of this one would wait for a GPU.
+        # One more column takes the ids of other ranks' vocabulary: selecting this rank's ids would wait for a GPU.
         kept = self.is_whole[part, None].repeat(1, width + 1)
         of_ids = slice(int(self.id_ends[part.start]), int(self.id_ends[part.start + rows]))
         column = self.ids[of_ids] - first_token

@@ -25,7 +25,7 @@ _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass", "tis_
 class TrainBatch:
     """One optimizer step as columns with one entry per sample; a shard of it (``select``) has the same type.
 
-    The three step-wide numbers are those of the **whole** step on every shard. They are computed before the batch is
+    The three step-wide numbers describe the **whole** step on every shard. They are computed before the batch is
     split, so no split can change a denominator (docs/loss-aggregation.md). ``tis_mean`` is the whole step's too; it
     reads the trainer's log-probs, so the ranks compute it together.
 
@@ -54,7 +54,7 @@ class TrainBatch:
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum of the weights of all tokens in pg_loss
 
-    tis_mean: float | None = None  # by which the weights of --use-tis are divided, with --tis-batch-normalize
+    tis_mean: float | None = None  # divides the weights of --use-tis, with --tis-batch-normalize
 
     old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step; the
     # engine's with --use-rollout-logprobs
@@ -79,14 +79,14 @@ class TrainBatch:
         return [len(t) for t in self.tokens]
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """Return the shard with these samples, in this order; step-wide numbers stay those of the whole step."""
+        """Return the shard with these samples, in this order; step-wide numbers still describe the whole step."""
         columns: dict[str, Any] = {name: list(map(column.__getitem__, indices)) for name, column in self._columns()}
         return replace(self, **columns)
 
     def divide(self, parts: Sequence[Sequence[int]]) -> list[TrainBatch]:
         """Return ``select`` of each of ``parts``, sooner if they are many: samples are visited in their own order.
 
-        Neighbors in a column are neighbors in memory, and those of a part are not: of a million samples each visit
+        Neighbors in a column are neighbors in memory, and neighbors in a part are not: of a million samples each visit
         would wait for the memory.
         """
         sizes = [len(part) for part in parts]
@@ -158,7 +158,7 @@ class TokenColumns:
     Attributes:
         advantages: The advantages that the loss used, after phase 2.
         log_probs: The trainer's, under the weights that the iteration began with; with ``--use-rollout-logprobs`` under
-            those of the step.
+            the weights of the step.
         ratios: Current policy over the one that the iteration began with; over the engine with that flag.
         token_weights: The factor of the token's loss by all corrections.
     """
@@ -232,7 +232,7 @@ class MicroBatch:
     trajectory_token_counts: torch.Tensor  # float32 [S]
     response_lengths: tuple[int, ...]  # S entries, of whole responses
     total_lengths: tuple[int, ...]  # S entries, of whole samples, without padding
-    read_lengths: tuple[int, ...]  # S entries, of what the model reads of them, without padding
+    read_lengths: tuple[int, ...]  # S entries, of the parts that the model reads, without padding
     num_trajectories: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context: ContextGroup  # the ranks that share these samples
@@ -242,7 +242,7 @@ class MicroBatch:
     top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
     tis_mean: float | None = None  # of the whole step: the weights of --use-tis are divided by it
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
-    experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
+    experts: torch.Tensor | None = None  # int16 [T, layers, k], given to the policy's routers; -1: own choice
     shared_logits: SharedLogits | None = None  # if several response tokens read the logits of one token
     images: MicroImages | None = None
     padded: bool = False

@@ -117,7 +117,7 @@ def check_server_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> 
     Args:
         flags: The words that are passed on.
         engine_size: Devices of one engine.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     for prefix, words, known in (
         (SERVER, flags.server, known_server_flags),

@@ -64,7 +64,7 @@ def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> 
     Args:
         flags: The words that are passed on.
         engine_size: Devices of one engine.
-        errors: Collects what is wrong.
+        errors: Collects the errors.
     """
     words = flags.server
     data, context = _attention_data(words, errors), _size(words, ATTENTION_CONTEXT)

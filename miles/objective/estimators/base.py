@@ -152,7 +152,7 @@ class Estimator(ObjectivePart[E]):
         values: Sequence[np.ndarray],
         advantages: Sequence[np.ndarray],
     ) -> list[np.ndarray]:
-        """Compute what a critic is to predict, in the form of ``token_advantages``. By default ``A + V``."""
+        """Compute the targets of a critic, in the form of ``token_advantages``. By default ``A + V``."""
         return [of_policy + of_critic for of_policy, of_critic in zip(advantages, values, strict=True)]
 
     def estimates_by_token(self, flags: E) -> bool:

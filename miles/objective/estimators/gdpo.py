@@ -14,10 +14,10 @@ EPS = 1e-6
 class Gdpo(Estimator[AdvantageFlags]):
     """``A = S / (std of S + 1e-6)``, ``S_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6)`` (2601.05242).
 
-    Mean and standard deviation (the unbiased one) of reward k are those of the prompt group, std of S is that of the
+    Mean and standard deviation (the unbiased one) of reward k are over the prompt group, std of S is over the
     iteration's trajectories. The paper also subtracts the mean of S, which is 0, because it is in each group. GRPO adds
     the rewards first, so that different combinations with the same sum have the same advantage, and the reward that
-    varies most decides. The rewards and weights are those of ``--rm-type a:1,b:0.2``; a run with one reward has one k.
+    varies most decides. ``--rm-type a:1,b:0.2`` sets the rewards and weights; a run with one reward has one k.
 
     verl divides by the spread over the tokens of the step instead: add ``--normalize-advantages``, which undoes the
     division by std of S. A group of one, and equal rewards, have advantages of exactly 0 and no gradient.
@@ -33,7 +33,7 @@ class Gdpo(Estimator[AdvantageFlags]):
         return 2
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [
             Term("A = S / (std of S over the iteration)", __name__),
             Term("S = Σ_k w_k (reward_k - mean of its prompt group) / std of its prompt group", __name__),

@@ -25,7 +25,7 @@ class Gpg(Estimator[GpgFlags]):
     """``A_i = alpha (r_i - mean(r)) / F_norm`` with F_norm = 1 (2504.02546, Eq. 7).
 
     In the paper, ``--gpg-scale groups``, ``alpha = B / (B - M)``: B is the number of prompt groups of the iteration, M
-    that of groups of equal rewards, which have no gradient. The scale makes the mean over B groups one over the others.
+    the number with equal rewards, which have no gradient. The scale makes the mean over B groups one over the others.
     verl's code, ``--gpg-scale rewards``, has ``alpha = N / max(K, 1)``: K of the N trajectories of the iteration have a
     reward that is not 0. With rewards of 0 and 1 this is 1 over the accuracy; with rewards of -1 and 1 it is 1.
 
@@ -46,7 +46,7 @@ class Gpg(Estimator[GpgFlags]):
         return 2
 
     def formula(self, flags: GpgFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         if flags.gpg_scale == "rewards":
             return [
                 Term("A = N / max(K, 1) (reward - mean of its prompt group)", __name__),

@@ -35,11 +35,11 @@ class Grpo(Estimator[GrpoFlags]):
     own_flags = GrpoFlags
 
     def smallest_group(self, flags: GrpoFlags) -> int:
-        """Return 2: a group of one has no spread. Rewards as they are need no group."""
+        """Return 2: a group of one has no spread. Rewards that stay unchanged need no group."""
         return 1 if flags.disable_rewards_normalization else 2
 
     def formula(self, flags: GrpoFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         centred = "reward - mean of its prompt group"
         if flags.disable_rewards_normalization:
             return [Term("A = reward", __name__)]

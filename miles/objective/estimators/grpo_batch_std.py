@@ -8,7 +8,7 @@ from miles.objective.registry import Term
 
 
 class GrpoBatchStd(Estimator[AdvantageFlags]):
-    """``A_i = (r_i - mean of its group) / (std + 1e-6)``, std that of all differences of the iteration (2510.13786).
+    """``A_i = (r_i - mean of its group) / (std + 1e-6)``, std over all differences of the iteration (2510.13786).
 
     This is ScaleRL's advantage. GRPO's own standard deviation raises groups that are nearly all right or wrong; here
     all are divided by the same number. It is the unbiased one, over the trajectories of the iteration. TRL takes that
@@ -27,7 +27,7 @@ class GrpoBatchStd(Estimator[AdvantageFlags]):
         return 2
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         text = "A = d / (std of d over the iteration), d = reward - mean of its prompt group"
         return [Term(text, __name__)]
 

@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): GRPO's advantages with the policy loss ``gspo``, whose ratio is that of whole sequences."""
+"""GSPO (arXiv 2507.18071): GRPO's advantages with the policy loss ``gspo``, which has one ratio per sequence."""
 
 from miles.objective.estimators.grpo import Grpo
 

@@ -10,9 +10,9 @@ from miles.objective.registry import Term
 class MaxRl(Estimator[AdvantageFlags]):
     """``A_i = (r_i - mean(r)) / mean(r)`` if the group has a success, else 0 (2602.02710, Algorithm 1).
 
-    With rewards of 0 and 1, K of N right, that is ``1{K > 0} (r_i / K - 1 / N) N``. Its expected gradient is that of
-    ``-sum of (1 - p)^k / k for k < N``, which is log p as N grows: rare successes weigh more than under GRPO. For other
-    rewards, which must not be negative, the formula is the same, and the likelihood is not defined.
+    With rewards of 0 and 1, K of N right, that is ``1{K > 0} (r_i / K - 1 / N) N``. Its expected gradient is the
+    gradient of ``-sum of (1 - p)^k / k for k < N``, which is log p as N grows: rare successes weigh more than under
+    GRPO. For other rewards, which must not be negative, the formula is the same, and the likelihood is not defined.
 
     A group of one, a group of equal rewards, and a group without a success have advantages of exactly 0, and a sample
     of advantage 0 has no gradient.
@@ -27,7 +27,7 @@ class MaxRl(Estimator[AdvantageFlags]):
         return 2
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [Term("A = (reward - mean of its prompt group) / that mean, 0 if the mean is 0", __name__)]
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:

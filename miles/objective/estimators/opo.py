@@ -24,7 +24,7 @@ class Opo(Estimator[AdvantageFlags]):
         return 2
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [Term("A = reward - mean of its prompt group weighted by loss tokens", __name__)]
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:

@@ -73,7 +73,7 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
             errors.refuse("global_batch_size", shape.num_trajectories, rule, what_to_do)
 
     def formula(self, flags: OptimalTokenBaselineFlags) -> list[Term]:
-        """Return what A, its baseline and the weights are."""
+        """Return the formulas of A, its baseline and the weights."""
         tail = ", 0 where one response is alone" if flags.otb_zero_tail else ""
         return [
             Term(f"A_t = G_t - B_t, G_t = Σ_(k>=t) r_k, r_k = [k is last] reward{reward_penalty(flags)}", __name__),

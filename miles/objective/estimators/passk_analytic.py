@@ -49,7 +49,7 @@ class PassKAnalytic(Estimator[PassKFlags]):
         return k + 1
 
     def formula(self, flags: PassKFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         k = flags.pass_k
         return [
             Term(

@@ -44,7 +44,7 @@ class PassKBest(Estimator[PassKBestFlags]):
         return 2
 
     def formula(self, flags: PassKBestFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         lead = "max of its prompt group - max of the other rewards of the group"
         return [Term(f"A = ({lead}) / std of the group" if flags.passk_best_std else f"A = {lead}", __name__)]
 

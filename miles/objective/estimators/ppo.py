@@ -35,7 +35,7 @@ P = TypeVar("P", bound=PpoFlags)
 class Ppo(Estimator[P]):
     """GAE over the loss tokens t = 1..T of a trajectory, of ``r_t = [t = T] reward - kl_coef KL_t``.
 
-    With ``--critic-lambd`` the critic's returns are those of another lambda (decoupled GAE, VC-PPO, 2503.01491).
+    With ``--critic-lambd`` the critic's returns have another lambda (decoupled GAE, VC-PPO, 2503.01491).
     A group of one is as good as any: nothing is compared within a group.
     """
 
@@ -51,7 +51,7 @@ class Ppo(Estimator[P]):
         return super().needs(flags) | Needs(values=True)
 
     def formula(self, flags: P) -> list[Term]:
-        """Return what A and the token rewards are, and the critic's returns if they are not A + V."""
+        """Return the formulas of A and the token rewards, and of the critic's returns if they are not A + V."""
         critic = []
         if flags.critic_lambd is not None:
             text = f"G_t = V_t + Σ_k ({flags.gamma:g} · {flags.critic_lambd:g})^k δ_(t+k), the critic's return"

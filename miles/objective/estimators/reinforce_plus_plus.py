@@ -31,7 +31,7 @@ class ReinforcePlusPlus(Estimator[PpoFlags]):
             errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
 
     def formula(self, flags: PpoFlags) -> list[Term]:
-        """Return what A and the token rewards are."""
+        """Return the formulas of A and the token rewards."""
         text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t is last] reward{reward_penalty(flags)}"
         return [Term(text, __name__)]
 

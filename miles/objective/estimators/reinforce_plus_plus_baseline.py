@@ -32,7 +32,7 @@ class ReinforcePlusPlusBaseline(Estimator[AdvantageFlags]):
             errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [Term(f"A_t = reward - mean of its prompt group{reward_penalty(flags)}", __name__)]
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:

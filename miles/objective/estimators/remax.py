@@ -1,4 +1,4 @@
-"""ReMax: the reward less that of the prompt's greedy response (arXiv 2310.10505)."""
+"""ReMax: the reward less the reward of the prompt's greedy response (arXiv 2310.10505)."""
 
 from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
@@ -10,7 +10,7 @@ class Remax(Estimator[AdvantageFlags]):
 
     The greedy response does not depend on y_i, so the baseline adds no bias. It costs one more generation per prompt,
     which is scored and not trained on; ``rollout/greedy_reward`` is logged. Nothing is compared within the group: a
-    group of one, the paper's setting, is as good as any. A sample whose reward is that of the greedy response has
+    group of one, the paper's setting, is as good as any. A sample with the same reward as the greedy response has
     exactly no advantage, and no gradient.
     """
 
@@ -20,7 +20,7 @@ class Remax(Estimator[AdvantageFlags]):
     greedy_baseline = True
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [Term("A = reward - reward of the prompt's greedy response", __name__)]
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:

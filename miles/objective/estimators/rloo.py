@@ -19,7 +19,7 @@ class Rloo(Estimator[AdvantageFlags]):
         return 2
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
-        """Return what A is."""
+        """Return the formula of A."""
         return [Term("A = reward - mean of the other rewards of its prompt group", __name__)]
 
     def sample_advantages(self, flags: AdvantageFlags, samples: SampleRewards) -> list[float]:

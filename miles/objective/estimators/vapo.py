@@ -41,7 +41,7 @@ class Vapo(Ppo[VapoFlags]):
     own_flags = VapoFlags
 
     def formula(self, flags: VapoFlags) -> list[Term]:
-        """Return what A, lambda, the token rewards and the critic's returns are."""
+        """Return the formulas of A, lambda, the token rewards and the critic's returns."""
         gamma, critic = flags.gamma, self.critic_lambd(flags)
         return [
             Term(

@@ -43,7 +43,7 @@ class LossType(ObjectivePart[Any]):
     instead_of_lacking: str = "use --loss-type policy_loss"
 
     def needs_of(self, objective: Objective) -> Needs:
-        """Return what the trainer scores: inputs of the estimator, and the reference for ``--use-kl-loss``."""
+        """Return the trainer's scores: inputs of the estimator, and the reference for ``--use-kl-loss``."""
         flags = objective.flags
         return objective.estimator.needs(flags) | Needs(ref_log_probs=flags.use_kl_loss)
 
@@ -53,7 +53,7 @@ class LossType(ObjectivePart[Any]):
 
     @abstractmethod
     def words(self, objective: Objective) -> str:
-        """Name in a few words what a step minimizes."""
+        """Name the quantity that a step minimizes, in a few words."""
 
     @abstractmethod
     def language_model_loss(
@@ -76,7 +76,7 @@ class LossType(ObjectivePart[Any]):
 
 
 def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
-    """Return what A is, and what the critic learns. The index t counts the loss tokens of a trajectory."""
+    """Return the formulas of A and of the critic's loss. The index t counts the loss tokens of a trajectory."""
     flags = objective.flags
     terms = value_loss_formula(flags, shape) if objective.needs.values else []
     terms += _estimate(objective, shape)
@@ -94,7 +94,7 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
 
 
 def _estimate(objective: Objective, shape: StepShape) -> list[Term]:
-    """Return the estimator's formula, or what takes the place of its first phase."""
+    """Return the estimator's formula, or the replacement of its first phase."""
     estimator, given = objective.estimator, shape.given_advantages
     if given is None:
         return estimator.formula(objective.flags)

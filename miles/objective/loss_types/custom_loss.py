@@ -52,11 +52,11 @@ class CustomLoss(LossType):
             errors.refuse("loss_type", self.name, rule, "add --custom-loss-function-path module:function")
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
-        """Return what the function states; true until it says no."""
+        """Return the function's attribute of this name; true if it has none."""
         return WHOLE_LOSS.zero_advantage_has_gradient(_path(flags))
 
     def terms(self, objective: Objective, shape: StepShape) -> list[Term]:
-        """Return the call of the function, and what it is given."""
+        """Return the call of the function, and its inputs."""
         flags = objective.flags
         whole = Term(f"loss = {_path(flags)}(log p, log p_old, A, ...)", __name__, flags.custom_loss_function_path)
         mean, adaptive = aggregation_formula("reduce(l)", flags, shape), adaptive_kl_formula(flags)

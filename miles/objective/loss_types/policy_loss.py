@@ -42,7 +42,7 @@ class PolicyGradientLoss(LossType):
     loss_mass_is_known = True
 
     def needs_of(self, objective: Objective) -> Needs:
-        """Add what the policy loss reads."""
+        """Add the inputs of the policy loss."""
         needs = super().needs_of(objective) | objective.policy_loss.needs(objective.flags)
         for weight in objective.token_weights:
             needs |= weight.needs(objective.flags)
@@ -176,8 +176,8 @@ def _evaluated_whole(
 ) -> LossOutput:
     """Compute the loss of whole samples on every rank that shares them, and count it once.
 
-    The gradient of each rank is that of its own log-probs, so the gradients add up to the whole. The canary is added to
-    this rank's tokens alone, because it has the same gradient on every rank.
+    Each rank has the gradient of its log-probs alone, so the gradients add up to the whole. The canary is added to this
+    rank's tokens alone, because it has the same gradient on every rank.
     """
     whole = gather_whole(micro)
     whole_entropy = None if entropy is None else whole_responses(entropy, micro)

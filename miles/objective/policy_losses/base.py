@@ -41,7 +41,7 @@ class StepTokens:
         log_probs: Log-probs of the current policy.
         old_log_probs: Log-probs of the policy before the first step of the iteration.
         advantages: Their advantages.
-        seed: For random choices. It depends on the trajectories of the step and its place in the iteration alone.
+        seed: For random choices. It depends on the trajectories of the step and its position in the iteration alone.
     """
 
     log_probs: np.ndarray

@@ -27,7 +27,7 @@ class ClipCovFlags(ClipFlags):
 
 
 class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
-    """PPO's clipped surrogate, 0 for r T tokens drawn from those of a covariance in (min, max) (2505.22617, Clip-Cov).
+    """PPO's clipped surrogate, 0 for r T random tokens with a covariance in (min, max) (2505.22617, Clip-Cov).
 
     The covariance of a token is ``(log p - mean log p) (A - mean A)``, the means over the step. The paper's equation
     has the ratio without PPO's clip: ``--eps-clip 1 --eps-clip-high 1e9``. The authors' code, and this, clip as PPO

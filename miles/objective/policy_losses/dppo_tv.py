@@ -50,7 +50,7 @@ class Dppo(PolicyLoss[D]):
     divergence: str
 
     def formula(self, flags: D) -> list[Term]:
-        """Return the loss of a token before its weight, and what is in it."""
+        """Return the loss of a token before its weight, and the definitions of its symbols."""
         module, bound = type(self).__module__, flags.dppo_ratio_max
         weighted = f"-sg(min(ρ, {bound:g})) A log p" if bound else "-ρ A"
         return [

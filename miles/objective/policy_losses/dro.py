@@ -30,7 +30,7 @@ class Dro(PolicyLoss[DroFlags]):
     the d of each token. With ``--dro-level sequence`` a token's value is its part of the sequence's penalty, and
     its gradient ``beta d grad log p``.
 
-    A sample of advantage 0 has a gradient, that of the penalty, so all samples are trained on.
+    A sample of advantage 0 has the gradient of the penalty, so all samples are trained on.
     """
 
     name = "dro"
@@ -39,7 +39,7 @@ class Dro(PolicyLoss[DroFlags]):
     own_flags = DroFlags
 
     def formula(self, flags: DroFlags) -> list[Term]:
-        """Return the loss of a token before its weight, and what is in it."""
+        """Return the loss of a token before its weight, and the definitions of its symbols."""
         half = flags.dro_beta / 2
         if flags.dro_level == "token":
             return [Term(f"-A log p + {half:g} (log p - log p_old)²", __name__)]
@@ -60,7 +60,7 @@ class Dro(PolicyLoss[DroFlags]):
             penalty = 0.5 * log_ratio.square()
         else:
             assert flags.dro_level == "sequence"
-            # Summed over the sequence: value d (d - d / 2), gradient d times that of each log ratio.
+            # Summed over the sequence: value d (d - d / 2), gradient d times the gradient of each log ratio.
             penalty = sequence_sums(log_ratio, micro)[micro.sample_index] * (log_ratio - 0.5 * log_ratio.detach())
         return TokenLosses(-tokens.advantages * tokens.log_probs + flags.dro_beta * penalty, None)
 

@@ -37,7 +37,7 @@ class GeoMean(PolicyLoss[GeoMeanFlags]):
     own_flags = GeoMeanFlags
 
     def formula(self, flags: GeoMeanFlags) -> list[Term]:
-        """Return the loss of a token before its weight, and what is in it."""
+        """Return the loss of a token before its weight, and the definitions of its symbols."""
         eps = flags.geo_mean_log_clip
         return [
             Term("-A exp(mean of d over the sequence)", __name__),

@@ -16,7 +16,7 @@ class Gspo(PpoClip[ClipFlags]):
     ratio = "exp(log p - log p_old) in its geometric mean over the sequence"
 
     def idle_on_policy(self, flags: ClipFlags) -> list[str]:
-        """Add that the sequence's ratio is that of its tokens."""
+        """Add that the sequence's ratio equals the ratio of its tokens."""
         reason = "one step per iteration, so every ratio is 1, as under ppo"
         return [*super().idle_on_policy(flags), f"--policy-loss gspo: {reason}"]
 

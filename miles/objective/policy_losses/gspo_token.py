@@ -6,10 +6,10 @@ from miles.objective.policy_losses.gspo import Gspo
 class GspoToken(Gspo):
     """``max(-s_t A_t, -clip(s_t) A_t)`` with ``s_t = sg(s) p_t / sg(p_t)`` and GSPO's ratio s of the sequence.
 
-    The value of s_t is s, its gradient that of the token's own log-prob; ``sg`` stops the gradient. Where all tokens of
-    a sequence have the same advantage, value, clip and gradient are those of ``gspo``, which is computed in this form
-    too. So the two names differ only in what they promise: ``gspo`` is the paper's loss for estimators with one
-    advantage per sequence, this is its loss for estimators that give each token its own, such as ppo.
+    The value of s_t is s, its gradient is the gradient of the token's own log-prob; ``sg`` stops the gradient. If all
+    tokens of a sequence have the same advantage, ``gspo`` has the same value, clip and gradient, and is computed in
+    this form too. So the two names differ only in what they promise: ``gspo`` is the paper's loss for estimators with
+    one advantage per sequence, this is its loss for estimators that give each token its own, such as ppo.
     """
 
     name = "gspo_token"

@@ -31,7 +31,7 @@ class SelectsByCovariance(PolicyLoss[F]):
     """A loss that treats some tokens of a step apart, chosen by ``(log p - mean log p) (A - mean A)`` (2505.22617).
 
     The means are over the loss tokens of the whole step. That covariance is what lowers the entropy of the policy. The
-    policy is scored once more for it before each step but the first of an iteration, where the scores of the
+    policy is scored once more for it before each step but the first of an iteration: there the scores of the
     iteration's start are the current ones.
     """
 

@@ -20,7 +20,7 @@ class Luspo(Gspo):
     summary = "gspo times the length of the sequence"
 
     def formula(self, flags: ClipFlags) -> list[Term]:
-        """Return that of GSPO, times the length."""
+        """Return GSPO's formula, times the length."""
         first, *rest = super().formula(flags)
         surrogate, ratio = first.text.rsplit(", ", maxsplit=1)
         length = f"{ratio}, |y_i| = its loss tokens"

@@ -34,7 +34,7 @@ class Sapo(PolicyLoss[SapoFlags]):
     own_flags = SapoFlags
 
     def formula(self, flags: SapoFlags) -> list[Term]:
-        """Return the loss of a token before its weight, and what is in it."""
+        """Return the loss of a token before its weight, and the definitions of its symbols."""
         return [
             Term("-(4 / τ) sigmoid(τ (ρ - 1)) A", __name__),
             Term(
