@@ -1,1 +1,1 @@
-"""What is learned: prompts, rewards, environments and their tools."""
+"""The tasks to learn: prompts, rewards, environments and their tools."""

@@ -1,9 +1,9 @@
 """One check of all rows of a source, whose verdict is remembered, and the prompts that are then made when drawn.
 
-``check_rows`` reads, renders and measures every row once, in a stream. What it finds is a ``Verdict``: which rows are
-short enough, what is unusual, or all that is wrong. The verdict of the same content under the same flags, tokenizer and
-code is read from the user's cache (``verdict_key``), also by other processes of the run. A ``PromptSet`` then makes a
-prompt of its row whenever it is drawn.
+``check_rows`` reads, renders and measures every row once, in a stream. It returns a ``Verdict``: which rows are short
+enough, which are unusual, or all faults. The verdict of the same content under the same flags, tokenizer and code is
+read from the user's cache (``verdict_key``), also by other processes of the run. A ``PromptSet`` then makes a prompt of
+its row whenever it is drawn.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 
 @dataclass
 class Verdict:
-    """What the check of all rows of a source, or of a range of them, has found.
+    """The result of the check of all rows of a source, or of a range of them.
 
     Attributes:
         rows: How many rows there are.
         kept: The numbers of those that are short enough, in order.
-        first_long: The place of the first that is not; empty if all are.
+        first_long: The position of the first that is not; empty if all are.
         shortest: The least tokens of a prompt that was tokenized: the first rows, and those that may be too long.
         longest: The most tokens of one.
-        notes: What is unusual, and allowed.
-        faults: What is wrong, a message for each row.
+        notes: The unusual rows that are allowed.
+        faults: The faults, a message for each row.
     """
 
     rows: int = 0
@@ -85,7 +85,7 @@ class Verdict:
 
 
 class Make(Protocol[P_co]):
-    """Makes prompts of rows, with notes of what is unusual; instead of a prompt, what is wrong."""
+    """Makes prompts of rows, with notes of unusual ones; instead of a prompt, the row's fault."""
 
     def __call__(self, rows: Sequence[Row], notes: Notes, is_exact: bool) -> Sequence[P_co | InputError]:
         """Return one for each row; without tokens if they are certainly few enough, unless it ``is_exact``."""
@@ -93,14 +93,14 @@ class Make(Protocol[P_co]):
 
 
 def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bool], key: str) -> Verdict:
-    """Check every row of ``source``, or remember what an earlier check has found.
+    """Check every row of ``source``, or recall the verdict of an earlier check.
 
     Args:
         source: The source, for messages.
         rows: Its rows.
         make: Makes the prompts.
         is_long: Whether a prompt is left out for its length.
-        key: What the verdict depends on (``verdict_key``); empty if that is not known.
+        key: A hash of all that the verdict depends on (``verdict_key``); empty if that is not known.
 
     Raises:
         FlagError: The faults of rows, a message for each, ``MOST_FAULTS`` at most; or there are no rows.
@@ -211,13 +211,13 @@ class _Progress:
 
 
 def verdict_key(source: str, rows: Rows, tokenizer: str, *decisive: Any) -> str:
-    """Return what a verdict depends on, as a hash; empty if the content of rows or tokenizer is not known.
+    """Return a hash of all that a verdict depends on; empty if the content of rows or tokenizer is not known.
 
     Args:
         source: The source, whose name is in the notes.
         rows: Its rows.
         tokenizer: The folder of the tokenizer, or its name on the hub.
-        decisive: Further values that decide what is right, as ``repr`` shows them.
+        decisive: Further values that decide which rows are right, as ``repr`` shows them.
     """
     files = tokenizer_files(tokenizer)
     if not rows.content or not files:
@@ -288,7 +288,7 @@ class PromptSet(Sequence[P]):
     """The prompts of one source, in its order, each made of its row when it is asked for.
 
     Attributes:
-        verdict: What the check of the rows has found.
+        verdict: The result of the check of the rows.
         dropped: How many rows were left out for their length.
         limit: What decided that, in words.
     """
@@ -307,7 +307,7 @@ class PromptSet(Sequence[P]):
             rows: The rows.
             verdict: Which of them are kept.
             make: Makes the prompt of a row.
-            unrendered: Returns what a row holds, whatever template and tokenizer read it.
+            unrendered: Returns the content of a row, whatever template and tokenizer read it.
             limit: What decides which rows are kept, in words.
         """
         self._rows, self._numbers, self._make, self._unrendered = rows, verdict.kept, make, unrendered

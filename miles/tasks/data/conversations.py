@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 Render = Callable[[Sequence[dict[str, Any]], bool], str]  # of messages, and whether the assistant's turn is opened
-_MARK = "contentofthismessage"  # takes the place of a content, to see what the template writes behind it
+_MARK = "contentofthismessage"  # replaces a content, to see the template's text after it
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Conversation(Prompt):
 
     Attributes:
         response_ids: The tokens from there to the last trained one.
-        loss_mask: 1 for each of them that is trained on, 0 for those of other roles and of the template.
+        loss_mask: 1 for each of them that is trained on, 0 for tokens of other roles and of the template.
         response: Their text.
     """
 
@@ -58,8 +58,8 @@ def load_conversations(
     """Check the conversations of ``source``: each is rendered through the chat template, here and when it is drawn.
 
     The column ``--input-key`` is a list of messages, as of a chat. Messages of ``--sft-roles`` are trained on: their
-    content, and the tokens with which the template ends their turn, or the next role's token. A conversation that has
-    more tokens than a limit is dropped, and their number is logged.
+    content, and the template's tokens at the end of their turn, or the next role's token. A conversation that has more
+    tokens than a limit is dropped, and their number is logged.
 
     Args:
         source: One of ``arguments.data.SOURCES``.
@@ -132,7 +132,7 @@ class _Reader:
     def conversations(
         self, rows: Sequence[Row], notes: Notes, is_exact: bool = True
     ) -> list[Conversation | InputError]:
-        """Return the conversations of rows; instead of one, what is wrong with its row."""
+        """Return the conversations of rows; instead of one, the fault of its row."""
         renderer, tokenizer = self._tools
         return [caught(partial(_read, row, renderer, self._data, tokenizer, notes)) for row in rows]
 
@@ -228,7 +228,7 @@ def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: 
 
 
 def _end_of_turn(render: Render, messages: Sequence[dict[str, Any]], number: int) -> str:
-    """Return what the template writes behind the content of a last message, without white space at its end."""
+    """Return the template's text after the content of a last message, without white space at its end."""
     marked = {**messages[number], "content": _MARK}
     return render((*messages[:number], marked), False).rpartition(_MARK)[2].rstrip()
 

@@ -57,7 +57,7 @@ class Curriculum:
         num_iterations: The iterations of the run.
         weights: The current weights of the sets, by name.
         sets: The prompts of each set, in the order of its source.
-        prompts: Statistics of the prompts that were generated from, by place.
+        prompts: Statistics of the prompts that were generated from, by set and position.
     """
 
     iteration: int
@@ -169,12 +169,12 @@ class CurriculumStream(TrainingStream):
         return self.mixture.draw(n)
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
-        """Return the position of the mixture, and what is known of the prompts."""
+        """Return the position of the mixture, and the statistics of the prompts."""
         known = [[*place, k.groups, k.reward, k.response_length, k.iteration] for place, k in self.known.items()]
         return self.mixture.state(unfinished) | {"known": known}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, or from that of the mixture alone."""
+        """Continue from ``state``, or from the state of the mixture alone."""
         self.mixture.restore(state)
         self.mixture.restore_weights(state)
         self.known = {

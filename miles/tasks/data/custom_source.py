@@ -55,7 +55,7 @@ class CustomStream(TrainingStream):
     def draw(self, n: int) -> list[PromptGroup]:
         """Return the next ``n`` prompts as groups without samples.
 
-        If a row cannot be read, no prompt is lost: the next draw, also that of a resumed run, begins with these rows.
+        If a row cannot be read, no prompt is lost: the next draw, also in a resumed run, begins with these rows.
         """
         new = n - len(self._again)
         if new > 0:

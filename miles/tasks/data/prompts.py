@@ -58,12 +58,12 @@ def load_prompts(
     Args:
         source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, chat template and length limit.
-        tokenizer: The model's tokenizer; or its folder or name, from which it is loaded if a row has to be read. With
-            None, rows are checked without template and length.
+        tokenizer: The model's tokenizer; or its folder or name, to load it if a row has to be read. With None, rows are
+            checked without template and length.
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
-        reward: Rows without what its rewards compare with are refused. Those of a custom reward may lack a label, but
-            one at least must have it.
+        reward: Rows without the values that its rewards compare with are refused. Rows of a custom reward may lack a
+            label, but one at least must have it.
         max_context_len: The most tokens of prompt and response together.
         prompt_set: The name of the set in a mixture, which the prompts carry.
 
@@ -128,7 +128,7 @@ class _Reader:
     def prompts(
         self, rows: Sequence[Row], notes: Notes, is_exact: bool = True, limit: float = 0
     ) -> list[Prompt | InputError]:
-        """Return the prompts of rows, tokenized together; instead of a prompt, what is wrong with its row.
+        """Return the prompts of rows, tokenized together; instead of a prompt, the fault of its row.
 
         Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
         """
@@ -167,14 +167,14 @@ class _Reader:
         return prompt
 
     def unrendered(self, row: Row) -> Prompt:
-        """Return what the file holds of a prompt, without its tokens."""
+        """Return the content of a prompt in its file, without its tokens."""
         given, label = row.find(self._columns.input), _label(row, self._columns, Notes())
         metadata = _metadata(row, self._columns.metadata)
         return Prompt(given if isinstance(given, str) else "", (), label, metadata, row.where, self._prompt_set, given)
 
 
 class RowReader:
-    """Reads rows of the user's own source one by one, as ``load_prompts`` reads those of a file."""
+    """Reads rows of the user's own source one by one, as ``load_prompts`` reads rows of a file."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class RowReader:
         """Return the prompt of row ``number``.
 
         Raises:
-            InputError: The row is malformed, or longer than a limit: its source chooses what is drawn.
+            InputError: The row is malformed, or longer than a limit: its source chooses the rows.
         """
         row, notes = Row(f"row {number} of --data-source-path", columns), Notes()
         prompt = self._reader.prompt(row, notes)

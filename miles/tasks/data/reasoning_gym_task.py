@@ -21,8 +21,8 @@ class Task:
     """The entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
 
     The keys are the task's settings: ``size`` and ``seed`` (42 unless given: a fixed set, not a new one each run) for
-    all, others by task; values are numbers, true, false or text. The metadata, ``{"reasoning_gym": {"task",
-    "options", "entry"}}``, is what the task's scorer needs.
+    all, others by task; values are numbers, true, false or text. The task's scorer needs the metadata,
+    ``{"reasoning_gym": {"task", "options", "entry"}}``.
 
     Attributes:
         identity: Text that changes with the entries.

@@ -15,7 +15,7 @@ LONGEST_MESSAGE = 1000
 
 @dataclass(frozen=True)
 class Row:
-    """Named columns and the row's place, ``where``: ``file.jsonl:17``, rows and lines counted from 1."""
+    """Named columns and the row's position, ``where``: ``file.jsonl:17``, rows and lines counted from 1."""
 
     where: str
     columns: Mapping[str, Any]
@@ -33,11 +33,11 @@ class Row:
         self.refuse(f"column {name!r} is null; fill it, remove the row, or choose another column with {flag}")
 
     def refuse(self, fault_and_what_to_do: str) -> NoReturn:
-        """Raise the ``InputError`` of a malformed row, with its place."""
+        """Raise the ``InputError`` of a malformed row, with its position."""
         raise InputError(one_line(f"{self.where}: {fault_and_what_to_do}", LONGEST_MESSAGE))
 
 
-# Count the unusual rows of a source: one line for each kind, with the place of the first.
+# Count the unusual rows of a source: one line for each kind, with the position of the first.
 
 
 _logger = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ class Notes:
     """Counts unusual rows that are allowed, by kind.
 
     Attributes:
-        counts: The number of rows of each kind, and the place of the first.
+        counts: The number of rows of each kind, and the position of the first.
     """
 
     def __init__(self, counts: Mapping[str, Sequence[Any]] | None = None) -> None:
         self.counts: dict[str, tuple[int, str]] = {kind: (n, first) for kind, (n, first) in (counts or {}).items()}
 
     def add(self, kind: str, where: str) -> None:
-        """Count the row at ``where`` under ``kind``, which describes what is unusual about it."""
+        """Count the row at ``where`` under ``kind``, which describes how the row is unusual."""
         self.add_all(kind, 1, where)
 
     def add_all(self, kind: str, rows: int, where: str) -> None:

@@ -26,7 +26,7 @@ _NOT_OF_TEMPLATES = (
     *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, where an image of the column of images goes
+IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, at the position of an image from the column of images
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 
@@ -109,7 +109,7 @@ class DataArguments:
 
     @property
     def mixed_sources(self) -> dict[str, str]:
-        """The source of each set of ``--prompt-mix`` by name; that of ``--prompt-data`` is called prompts."""
+        """The source of each set of ``--prompt-mix`` by name; the set of ``--prompt-data`` is called prompts."""
         if self.prompt_mix is not None:
             return dict(zip(self.prompt_mix[::2], self.prompt_mix[1::2], strict=True))
         return {} if self.prompt_data is None else {"prompts": self.prompt_data}
@@ -150,7 +150,7 @@ def check_data(
         loads_samples: Whether the run reads saved samples, and so needs no prompts.
         reads_conversations: Whether the prompts are conversations to train on, which always have a template.
         has_eval_sets: Whether there are prompts of evaluation sets, which have a template only if it is asked for.
-        errors: Collects what is wrong.
+        errors: Collects the faults.
     """
     if data.data_source_path is not None and reads_conversations:
         rule = "gives prompts, and --loss-type sft_loss trains on conversations"
@@ -219,7 +219,7 @@ def _check_mix(data: DataArguments, errors: Errors) -> None:
 
 
 def fault_of_weights(weights: Sequence[float]) -> str | None:
-    """Return what is wrong with the weights of sets, if anything is."""
+    """Return the fault of the weights of sets, if they have one."""
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         return "are not all finite numbers of at least 0"
     return None if sum(weights) > 0 else "are all 0"

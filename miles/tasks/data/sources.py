@@ -40,7 +40,7 @@ class Rows(ABC):
     """The rows of a source in order, read when they are asked for. Threads may share them.
 
     Attributes:
-        content: A hash of what the rows hold; empty if it is not known, so that no verdict about them is remembered.
+        content: A hash of the rows' content; empty if it is not known, so that no verdict about them is remembered.
     """
 
     content: str = ""
@@ -247,7 +247,7 @@ class _HuggingFace(Rows):
 
 
 def _leave_encoded(feature: Any) -> None:
-    """Have ``datasets`` give the files of images, and not their pixels, wherever a column has them."""
+    """Have ``datasets`` give the files of images, and not their pixels, in every column that has them."""
     import datasets
 
     if isinstance(feature, datasets.Image):
@@ -292,8 +292,8 @@ class _Verifiers(Rows):
 def _as_written(value: Any, kind: pa.DataType, read_json: Callable[[str], Any] | None) -> Any:
     """Return a value of Arrow's type ``kind`` without the null keys of its objects.
 
-    Arrow gives every object of a column the keys of all of them. What it stores as JSON has only its own, and is read
-    with ``read_json``, unless this is done.
+    Arrow gives every object of a column the keys of all of them. A value stored as JSON has only its own keys; it is
+    read with ``read_json``, unless this is done already.
     """
     import pyarrow as pa
 

@@ -211,7 +211,7 @@ class PromptStream(TrainingStream):
     def _fingerprint(self) -> str:
         """A hash of up to ``FINGERPRINTED`` rows, spread evenly: it takes milliseconds, and misses an edit of few rows.
 
-        It has what the file holds, so that another chat template or tokenizer does not change it.
+        It covers the content of the file, so that another chat template or tokenizer does not change it.
         """
         digest, step = hashlib.blake2b(digest_size=8), -(-len(self._prompts) // FINGERPRINTED)
         rows = self._prompts.unrendered(step) if isinstance(self._prompts, PromptSet) else self._prompts[::step]
@@ -277,7 +277,7 @@ def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> Se
 # A curriculum (curriculum.py) can change the weights, or name the next prompts, before every iteration.
 
 
-_REMEMBERED = 100_000  # groups whose places are kept: many more than can be in progress
+_REMEMBERED = 100_000  # groups whose positions are kept: many more than can be in progress
 
 
 @dataclass(frozen=True)

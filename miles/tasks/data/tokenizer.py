@@ -351,7 +351,7 @@ class PromptRenderer:
         return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)
 
     def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool | None = None) -> str:
-        """Render messages; ``opens_turn`` takes precedence over what the kwargs say of the last turn."""
+        """Render messages; ``opens_turn`` takes precedence over the kwargs about the last turn."""
         kwargs = turn_arguments(self._kwargs, messages)
         if opens_turn is not None:
             kwargs |= {"add_generation_prompt": opens_turn, _CONTINUE: False}

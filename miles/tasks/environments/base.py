@@ -81,8 +81,8 @@ class Environment(ABC):
     async def play(self, model: Model) -> float:
         """Take the trajectory to its end, and return its reward.
 
-        An environment that has a separate loop, such as one of a library, overrides this. What ``step`` says to the
-        last of ``max_turns`` answers is not read by the model.
+        An environment that has a separate loop, such as one of a library, overrides this. The model does not read the
+        reply of ``step`` to the last of ``max_turns`` answers.
         """
         messages = list(await self.reset())
         try:
@@ -105,10 +105,10 @@ class EnvironmentKind(Choice[None]):
 
     Attributes:
         options: The settings that may follow the name, each with its default.
-        imports: Those of them that are import paths, each with what it names.
+        imports: The options that are import paths, each with the kind of object that it names.
         has_reward: Whether it gives a reward, for ``--rm-type environment``.
         bounds_turns: Whether it reads ``max_turns``.
-        libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
+        libraries: Modules that a plain install lacks, each as ``module with pip install NAME``.
     """
 
     flag = "environment"
@@ -165,15 +165,15 @@ def _value(text: str) -> Any:
 class ToolEnvironment(Environment):
     """Runs the calls that the model makes, until it answers without one.
 
-    A tool is a function with type hints and a docstring of Google style, from which transformers makes the schema that
-    the model sees. It may be ``async``; another one runs in a thread (``run_blocking``). Its result is the content of a
+    A tool is a function with type hints and a docstring of Google style; transformers makes the schema that the model
+    sees from them. It may be ``async``; another one runs in a thread (``run_blocking``). Its result is the content of a
     message of role tool: text unchanged, anything else as JSON. An exception becomes such a message too, so the model
     can correct itself.
 
     Attributes:
         max_turns: Answers of the model, at most (``--max-turns``); the calls of the last one are not run.
         prompt: The row.
-        messages: Answers, and what the tools returned, oldest first.
+        messages: Answers and the results of tools, oldest first.
     """
 
     max_turns: int | None = 8
@@ -222,7 +222,7 @@ class ToolEnvironment(Environment):
         return replies
 
     async def call(self, name: str, arguments: str) -> str:
-        """Return what a tool returns or raises, as text; ``arguments`` are JSON."""
+        """Return the result or error of a tool, as text; ``arguments`` are JSON."""
         function = self._by_name.get(name)
         if function is None:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(self._by_name)}"
@@ -236,18 +236,18 @@ class ToolEnvironment(Environment):
                 found = await function(**given)
             else:
                 found = await run_blocking(function, **given)
-        except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
+        except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
             return said_of(error)
         return content_of(found)
 
 
 def content_of(found: Any) -> str:
-    """Return what a tool has returned as the content of a message: text unchanged, anything else as JSON."""
+    """Return the result of a tool as the content of a message: text unchanged, anything else as JSON."""
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
 
 def said_of(error: BaseException) -> str:
-    """Return what a tool has raised as the content of a message."""
+    """Return the error of a tool as the content of a message."""
     raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
     return f"error: {one_line(name_and_words(raised), 400)}"
 

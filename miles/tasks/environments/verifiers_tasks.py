@@ -15,7 +15,7 @@ METADATA = "verifiers"  # the key of a row's metadata that holds its ``Origin``
 
 
 class Origin(TypedDict):
-    """The source of a task: the library's configuration, how many tasks are read, and the task's place in them."""
+    """The source of a task: the library's configuration, how many tasks are read, and the task's index in them."""
 
     config: Mapping[str, Any]
     size: int | None
@@ -52,7 +52,7 @@ def read_tasks(source: str) -> Iterator[tuple[Any, Origin]]:
         _, tasks = open_environment(config, size)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
-    except Exception as error:  # the library's, pydantic's, and those of the task set's own code
+    except Exception as error:  # the library's, pydantic's, and the task set's own errors
         fault = f"{type(error).__name__}: {one_line(str(error), 400)}"
         raise InputError(f"{where}: verifiers refuses it ({fault}); check its name and settings") from error
     for index, task in enumerate(tasks):

@@ -59,7 +59,7 @@ def last_code_block(response: str, *languages: str) -> str | None:
     r"""Return the content of a block of code after the reasoning; None if there is none.
 
     It is the last block that is marked with one of ``languages``, else the last without a mark. A block that the
-    response does not close counts if no other does. Fences are those of CommonMark, in items of lists too.
+    response does not close counts if no other does. Fences follow CommonMark, in items of lists too.
 
     Args:
         response: The response.
@@ -95,7 +95,7 @@ def _language(info: str) -> str:
 
 
 def _is_another(begins: re.Match[str], fence: str) -> bool:
-    """Return whether a fence begins the next block though that of ``fence`` was not closed."""
+    """Return whether a fence begins the next block though the block of ``fence`` was not closed."""
     return not begins["words"] and bool(begins["info"].strip()) and begins["fence"].startswith(fence)
 
 
@@ -166,10 +166,10 @@ def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]
     )
 
 
-# Messages between the rollout side and the process of a reward function, by pipes that user code can reach.
-#
-# A message begins with a random token that both sides have and no command line or environment shows. So what user code
-# writes into a pipe is no message, however it looks, and what it cuts or mixes with a message has another checksum.
+# Messages between the rollout process and the process of a reward function, by pipes that user code can reach.
+# A message begins with a random token that both processes have and no command line or environment shows. So bytes that
+# user code writes into a pipe are no message, however they look, and a message that it cuts or mixes with them has
+# another checksum.
 
 
 # What user code has done if messages do not arrive.
@@ -181,7 +181,7 @@ _HEAD = struct.Struct(f"!{TOKEN_BYTES}sQI")  # token, length, CRC-32
 
 
 class NotAMessage(Exception):
-    """What was read is no message of the other side."""
+    """The bytes that were read are no message of the other process."""
 
 
 def new_token() -> bytes:

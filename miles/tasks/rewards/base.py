@@ -1,4 +1,4 @@
-"""What a reward is: the protocol of reward functions, and the base of the built-in ones."""
+"""The protocol of reward functions, and the base of the built-in ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGEST_REWARD = 1e30  # sums of such rewards are finite, also in 32 bits
 
 
 def as_reward(value: Any) -> float | NotAReward:
-    """Return what ``float`` makes of a number, such as a tensor with one element; else what is wrong with the value."""
+    """Return what ``float`` makes of a number, such as a tensor with one element; else the fault of the value."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:  # a __float__ of the user's
@@ -74,17 +74,17 @@ class RewardFunction(Protocol):
 
 
 class Reward(Choice[F]):
-    """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are those of its dataclass ``own_flags``.
+    """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are an object of its dataclass ``own_flags``.
 
-    Each reward bounds what an answer can cost:
-    what could take more than linear time runs in ``subprocess_call``, under its limits.
+    Each reward bounds the cost of an answer: work that could take more than linear time runs in ``subprocess_call``,
+    under its limits.
 
     Attributes:
         data: The parts of a prompt's row that it needs, in words; empty for nothing.
         limit: The time that an answer may take, in words; empty for linear time.
         needs_label: Whether a row without a label cannot be scored.
-        instead_of_label: The flag that takes the place of the label, as a field.
-        libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
+        instead_of_label: The flag that replaces the label, as a field.
+        libraries: Modules that a plain install lacks, each as ``module with pip install NAME``.
         shared_limits: Fields of its flags that limit all processes of a run together, such as requests at once.
     """
 
@@ -106,7 +106,7 @@ class Reward(Choice[F]):
         """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored.
 
         Raises:
-            ValueError: A prompt lacks what the reward compares with; the message names the prompt.
+            ValueError: A prompt lacks the value that the reward compares with; the message names the prompt.
         """
 
     def check(self, flags: F, errors: Errors) -> None:
@@ -125,7 +125,7 @@ class Reward(Choice[F]):
         """Return the function that scores samples in this run, on the machine that scores.
 
         Raises:
-            InputError: A library is missing, or the machine does not permit what the reward does.
+            InputError: A library is missing, or the machine does not permit the reward's work.
         """
         for library in self.libraries:
             module, _, install = library.partition(" ")

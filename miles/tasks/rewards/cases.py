@@ -53,7 +53,7 @@ class RewardCase:
         )
 
     def fault(self, reward: float | None, tolerance: float) -> str | None:
-        """Say in what ``reward`` differs from what is expected; None if it does not."""
+        """Describe how ``reward`` differs from the expected range; None if it does not."""
         assert reward is not None, "score() raises if there is no reward"
         if self.low - tolerance <= reward <= self.high + tolerance:
             return None
@@ -125,7 +125,7 @@ def _refuse(where: str, fault: str, what_to_do: str) -> NoReturn:
 async def check_cases(
     cases: Sequence[RewardCase], samples: Sequence[Sample], function: RewardFunction, tolerance: float
 ) -> list[CheckResult]:
-    """Score each case alone, then all in one call as a run does, and compare with what is expected."""
+    """Score each case alone, then all in one call as a run does, and compare with the expected rewards."""
     results = [
         await _check(case.name, [case], [sample], function, tolerance)
         for case, sample in zip(cases, samples, strict=True)

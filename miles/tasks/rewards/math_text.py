@@ -10,7 +10,7 @@ from fractions import Fraction
 from miles.tasks.rewards.answer_text import with_plain_minus
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
-# What may stand between the boxes of one answer: "$x = \boxed{1}$ and $y = \boxed{2}$".
+# The text that may separate the boxes of one answer: "$x = \boxed{1}$ and $y = \boxed{2}$".
 _BETWEEN = re.compile(
     r"(?:\s|[$,;&]|\\(?:q?quad|[()\[\],;! ])|\b(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z]\w?\s*=)*"
 )
@@ -65,7 +65,7 @@ def final_boxes(text: str) -> str | None:
     >>> final_boxes(r"Not \boxed{12}. It is $\boxed{3}$ or $\boxed{\frac{1}{2}}$.")
     '3,\\frac{1}{2}'
     """
-    open_braces: list[tuple[int, int] | None] = []  # where a box begins, and its content; None for another brace
+    open_braces: list[tuple[int, int] | None] = []  # the starts of a box and of its content; None for another brace
     boxes: list[tuple[int, int, int]] = []
     for brace in _BRACE.finditer(text):
         if brace["box"] or brace[0] == "{":

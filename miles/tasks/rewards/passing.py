@@ -28,7 +28,7 @@ def deciding_part(names: Iterable[str]) -> str | None:
 def deciding_reward(sample: Sample) -> float:
     """Return what decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum of rewards.
 
-    In a sum where no part decides, the sum itself does, as in a run with a single reward.
+    If no part of a sum decides, the sum itself does, as in a run with a single reward.
     """
     assert sample.reward is not None, "the sample has been scored"
     part = deciding_part(sample.reward_parts)

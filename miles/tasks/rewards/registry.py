@@ -32,7 +32,7 @@ def get_reward_function(
 
     Raises:
         ValueError: For no reward, two rewards, an unknown name, flags that break a rule, a path that cannot be
-            imported, or a machine that does not permit what a reward does.
+            imported, or a machine that does not permit a reward's work.
     """
     faults = Errors()
     check_reward(reward, True, faults)

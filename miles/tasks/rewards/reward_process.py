@@ -1,11 +1,11 @@
-"""A user's reward function in a separate process, so that nothing it does can stop, fill or end the rollout side.
+"""A user's reward function in a separate process, so that nothing it does can stop, fill or end the rollout process.
 
 There is one process for all calls: a function may keep a client, a cache or a model. It is replaced when it dies, when
 a call does not return in time (Python cannot stop a thread), and when it uses too much memory.
 
 The way of a call: ``scoring.score`` awaits ``RewardProcess``, which has ``_Worker.call`` send the samples. The process
 (``reward_worker``) reads them, calls the function in a thread and writes its rewards. ``_Worker._read_replies`` reads
-those, and gives them to the call that waits. ``messages`` is how both sides write and read.
+those, and gives them to the call that waits. Both processes write and read with ``messages``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuc
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
 REMINDER_SECONDS = 30.0  # between two messages that it is still importing
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return
-OUTPUT_PER_MINUTE = 100_000  # bytes of what the function prints that are shown
+OUTPUT_PER_MINUTE = 100_000  # bytes of the function's output that are shown
 LONGEST_LINE = 500
 STACK_SECONDS = 5.0  # for the stacks of a function that does not return
 _logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class RewardStuck(UserCodeTimeout):
 class RewardProcess:
     """A reward function, ``module:function``, that is called in its own process.
 
-    The results are numbers, or ``NotAReward``. Calls raise ``UserCodeError`` with what the function raised,
+    The results are numbers, or ``NotAReward``. Calls raise ``UserCodeError`` with the function's error,
     ``UserCodeTimeout`` (``RewardStuck`` if no call returns any more), and ``RewardProcessDied``. If the process dies
     during several calls, each of them is made again alone, to find the one that ends it.
 
@@ -148,7 +148,7 @@ class _Worker:
     """One life of the process, and the calls that it has not answered."""
 
     def __init__(self, command: list[str]) -> None:
-        # The supervisor ends when this side closes its end, or dies.
+        # The supervisor ends when this process closes its end, or dies.
         watched, held = os.pipe()
         self._held: int | None = held
         self._ending, ending = os.pipe()
@@ -173,7 +173,7 @@ class _Worker:
         self._state = threading.Lock()  # of _pending, alive and _held
         self._writing = threading.Lock()
         self.alive = True
-        self.stopped = False  # by this side
+        self.stopped = False  # by this process
         self.makes_coroutines = False  # the function, once it is imported
         self._ready: Future[None] = Future()
         threading.Thread(target=self._read_replies, name="reward-replies", daemon=True).start()
@@ -299,7 +299,7 @@ class _Worker:
             future.set_result(results)
 
     def _show_output(self) -> None:
-        """Show what the function prints, line by line and without control characters, up to a limit per minute."""
+        """Show the function's output, line by line and without control characters, up to a limit per minute."""
         assert self._process.stderr is not None
         shown = left_out = 0
         minute = time.monotonic()

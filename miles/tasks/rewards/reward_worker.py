@@ -1,8 +1,8 @@
 """Run a user's reward function: ``python -m miles.tasks.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD FD``.
 
 It is two processes. The worker imports the function and answers calls, many at once. The supervisor runs no user
-code: it ends the worker, and every process that the worker has started, when the rollout side is gone, when they use
-more memory than they may, or when the worker has lost the pipe of its calls or that of its replies, which user code can
+code: it ends the worker, and every process that the worker has started, when the rollout process is gone, when they use
+more memory than they may, or when the worker has lost the pipe of its calls or of its replies, which user code can
 close. It reports how the worker ended by a pipe that user code never has.
 """
 
@@ -58,7 +58,7 @@ def main(path: str, key: str, memory: int, watched: int, ending: int) -> None:
     token = os.read(0, TOKEN_BYTES)
     pipes = _Pipes(os.dup(0), os.dup(1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code may read standard input,
-    os.dup2(2, 1)  # and what it prints goes to standard error, not among the replies
+    os.dup2(2, 1)  # and its output goes to standard error, not among the replies
     CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a process whose parent has died becomes the supervisor's child
     supervisor = os.getpid()
     worker = os.fork()
@@ -76,7 +76,7 @@ def main(path: str, key: str, memory: int, watched: int, ending: int) -> None:
 
 
 class _Pipes:
-    """The pipes by which the worker is called: their file descriptors in it, and how to recognize them there."""
+    """The pipes for calls to the worker: their file descriptors in it, and how to recognize them there."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests = requests
@@ -101,7 +101,7 @@ class _Pipes:
 
 
 def _supervise(worker: int, pipes: _Pipes, watched: int, memory: int) -> str | None:
-    """Return how the worker ended, in words; None if the rollout side is gone."""
+    """Return how the worker ended, in words; None if the rollout process is gone."""
     poll = select.poll()
     poll.register(watched, 0)  # POLLHUP alone
     while True:
@@ -139,14 +139,14 @@ def _end_descendants() -> None:
 
 
 def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None:
-    """Import the function, report that, and answer calls until the other side is gone."""
+    """Import the function, report that, and answer calls until the rollout process is gone."""
     answer_requests()
     writing = threading.Lock()
     requests, replies = os.fdopen(pipes.requests, "rb"), os.fdopen(pipes.replies, "wb")
 
     def reply(**message: Any) -> None:
         with writing, suppress(OSError):
-            if not pipes.are_open():  # the number may be that of a file of the user's
+            if not pipes.are_open():  # the number may belong to a file of the user's
                 threading.Event().wait()  # for the supervisor, which ends this process
             write_message(replies, token, json.dumps(message).encode())
 
@@ -179,7 +179,7 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
 
 
 def _messages(requests: BinaryIO, token: bytes, reply: Callable[..., None]) -> Iterator[bytes]:
-    """Yield the calls until no more can be read: the other side is gone, or user code has disturbed the pipe."""
+    """Yield the calls until no more can be read: the rollout process is gone, or user code has disturbed the pipe."""
     with suppress(OSError, NotAMessage):
         while (request := read_message(requests, token)) is not None:
             yield request
@@ -188,7 +188,7 @@ def _messages(requests: BinaryIO, token: bytes, reply: Callable[..., None]) -> I
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback of what the user's code raised, without frames of miles and of installed packages."""
+    """Return the traceback of the error in the user's code, without frames of miles and of installed packages."""
     if isinstance(error, ResultError):
         return ""
     try:
@@ -209,7 +209,7 @@ class ResultError(Exception):
 
 
 def rewards_of(results: Any, wanted: int, key: str) -> list[float | str]:
-    """Return the number of each result, or what is wrong with it. ``key`` is that of ``--reward-key``, or empty.
+    """Return the number of each result, or its fault. ``key`` is the value of ``--reward-key``, or empty.
 
     Raises:
         ResultError: There is not one result per sample.

@@ -3,12 +3,12 @@
 With namespaces, a program has no network and sees no other processes. It sees an empty folder and, read-only, the
 interpreter, its packages and the system's libraries, with the sockets and FIFOs that may lie there, but no other files.
 Whatever it starts ends with it. In any case its processor time, wall time, memory, output, open files and processes are
-limited, and the kernel refuses calls by which it would keep memory that no process shows. Without namespaces, a process
-that keeps out of sight between two looks at them may outlive its program, and files and sockets may hold more. This
-bounds mistakes and mischief; the kernel is shared with it.
+limited, and the kernel refuses calls that make it keep memory that no process shows. Without namespaces, a process that
+keeps out of sight between two looks at them may outlive its program, and files and sockets may hold more. This bounds
+mistakes and mischief; the kernel is shared with it.
 
 Bubblewrap does not carry this: it limits no inodes of a folder, leaves /proc/sys writable for root, fails in containers
-that hide parts of /proc, and starts anew for each empty folder.
+that hide parts of /proc, and starts again for each empty folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from miles.base.text import one_line
 from miles.tasks.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
 
 _START_SECONDS = 30.0  # of wall time, for the processes around the program
-_END_SECONDS = 5.0  # of wall time, where they end what is left of it
+_END_SECONDS = 5.0  # of wall time, for them to end the rest of it
 _slots = threading.BoundedSemaphore(MAX_CHILDREN)  # sandboxes at once
 
 
@@ -40,7 +40,7 @@ class SandboxRefused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use, per test.
+    """The resources that a program may use, per test.
 
     Attributes:
         seconds: Processor time of its processes together; ``WALL_SECONDS`` times as many of wall time. N tests together
@@ -96,7 +96,7 @@ def run_tests(
         limits: What each may use.
         isolated: In its own namespaces.
         prelude: Import statements; their names are built-in names of the program.
-        goes_on: Whether further tests are wanted after an outcome, that of the test at a place; if not, it is the last.
+        goes_on: Whether further tests are wanted, given the index of a test and its outcome; if not, it is the last.
 
     Raises:
         SandboxRefused: The kernel does not permit the namespaces.
@@ -138,7 +138,7 @@ def _request(test: CodeTest, mark: str) -> dict[str, Any]:
 
 
 def _replies(request: str, seconds: float) -> Generator[dict[str, Any]]:
-    """Yield what the sandbox answers; in the end, ``{"ended": why}``."""
+    """Yield the sandbox's answers; in the end, ``{"ended": why}``."""
     late = threading.Event()
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

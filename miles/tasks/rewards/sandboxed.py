@@ -1,11 +1,11 @@
 """The sandbox's own process: ``python -I sandboxed.py``, with a request of ``sandbox.py`` as JSON on standard input.
 
-It is three kinds of processes. The outermost moves into namespaces of its own (users, network, processes, IPC), counts
-the processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the
-new namespace, so that everything ends with it: it makes a root that shows the interpreter and the system's libraries,
-read-only, and starts the third, the program, once per test, in an empty folder in memory, under rlimits, without
-privileges and without the system calls by which the kernel would keep memory that no process shows. Results are files
-that the program cannot see by name. Imports nothing of miles.
+It is three kinds of processes. The outermost moves into new namespaces (users, network, processes, IPC), counts the
+processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the new
+process namespace, so that everything ends with it: it makes a root that shows the interpreter and the system's
+libraries, read-only, and starts the third, the program, once per test, in an empty folder in memory, under rlimits,
+without privileges and without the system calls that make the kernel keep memory that no process shows. Results are
+files that the program cannot see by name. Imports nothing of miles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECK_SECONDS = 0.05  # between two looks at processes and memory
 OUTPUT = 1 << 20  # bytes that a program may write to a file, its output included
 FOLDER = "/sandbox"  # the program's own, in the new root
 FOLDER_BYTES, FOLDER_FILES = 64 << 20, 4096  # at most a quarter of the memory
-SHOWN = (  # of the system, in the new root; with what the interpreter needs alongside
+SHOWN = (  # of the system, in the new root, with the interpreter's own files alongside
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"),
 )
@@ -128,7 +128,7 @@ def main() -> None:
         except OSError as error:
             _answer({"refused": f"new namespaces: {error.strerror}"})
             return
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # without namespaces, what a program detaches becomes a child of this process
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # without namespaces, a detached process becomes a child of this process
     signal.signal(signal.SIGTERM, _stop)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def _go_first() -> None:
-    """Have this process and process 1 run before what the program forks, as far as their user may.
+    """Have this process and process 1 run before the program's forks, as far as their user may.
 
     RLIMIT_NPROC exempts root, so that only these two end a program that forks without end. With a priority alone they
     would get less of the processor the more there are, and lose the race on a busy host.
@@ -174,7 +174,7 @@ def _first(request: dict[str, Any], reader: int, writer: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _have_ordinary_children()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_DUMPABLE, 0)  # the program must not read what is in this process
+    _prctl(_PR_SET_DUMPABLE, 0)  # the program must not read this process's memory
     os.close(reader)
     with os.fdopen(writer, "w") as file:
         try:
@@ -247,7 +247,7 @@ def _kernel_bytes(pid: int) -> int:
     """Return the bytes of a process's page tables, and the most that the buffers of its open files hold."""
     try:
         files = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # it has ended, or not begun
+    except OSError:  # it has ended, or not started
         files = 0
     return ((_total(f"/proc/{pid}/status", "VmPTE:") or 0) << 10) + files * OPEN_FILE_BYTES
 
@@ -325,7 +325,7 @@ def _text(file: Any) -> str:
 
 
 def _limits(request: dict[str, Any]) -> Callable[[], None]:
-    """Return what the program's process does before the program starts."""
+    """Return the function that the program's process calls before the program starts."""
 
     def limit() -> None:
         cpu = int(request["cpu_seconds"])
@@ -436,7 +436,7 @@ def _show_interpreter(root: str) -> None:
     found = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
     os.mkdir(root)
     bound: set[Path] = set()
-    for place in sorted({Path(place) for place, _ in found} - {Path("/")}):  # a folder comes before what is in it
+    for place in sorted({Path(place) for place, _ in found} - {Path("/")}):  # a folder comes before its content
         if bound.isdisjoint(place.parents):
             copy = Path(f"{root}{place}")
             if place.is_dir():

@@ -89,7 +89,7 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """The weight of each reward by name; ``custom`` is that of ``custom_rm_path``. Empty without a reward."""
+        """The weight of each reward by name; ``custom`` is the weight of ``custom_rm_path``. Empty without a reward."""
         if self.rm_type is not None:
             return reward_weights(self.rm_type)
         return {} if self.custom_rm_path is None else {CUSTOM: 1.0}
@@ -188,7 +188,7 @@ def check_reward(reward: RewardArguments, needed: bool, errors: Errors) -> None:
     Args:
         reward: The section.
         needed: Whether anything is generated, and so scored.
-        errors: Collects what is wrong.
+        errors: Collects the faults.
     """
     if needed and reward.rm_type is None and reward.custom_rm_path is None:
         errors.add(

@@ -1,10 +1,10 @@
 """Make calls that may hang or crash in child processes, which can be killed.
 
-Symbolic algebra on what a model wrote need not end (``9^{9^{9^9}}``), sits in C code that no Python signal interrupts,
-and some scorers ``eval`` their input. Such a call is made in a child process under two kernel timers, whose signals
-kill the child at any point, and under a limit on its memory. The first timer counts processor time, so that a busy
-machine does not end calls that need little; the second bounds what waits. This protects the run from hangs and crashes;
-it is not a jail against hostile code.
+Symbolic algebra on model output need not end (``9^{9^{9^9}}``), sits in C code that no Python signal interrupts, and
+some scorers ``eval`` their input. Such a call is made in a child process under two kernel timers, whose signals kill
+the child at any point, and under a limit on its memory. The first timer counts processor time, so that a busy machine
+does not end calls that need little; the second bounds what waits. This protects the run from hangs and crashes; it is
+not a jail against hostile code.
 
 Importing a scorer's libraries takes a second or more. So a process imports them once, and forks a worker that answers
 calls; when the worker dies, it forks the next one.
@@ -46,7 +46,7 @@ class SubprocessDied(Exception):
 
 
 class PreparationError(Exception):
-    """The preparation of the call failed, and so would that of any other."""
+    """The preparation of the call failed, and so would the preparation of any other."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.stdout.close()
-        with suppress(BrokenPipeError):  # what it had not read died with it
+        with suppress(BrokenPipeError):  # input that it had not read died with it
             self._process.stdin.close()
         self._process.wait()
 
@@ -206,5 +206,5 @@ def _pickled(reply: tuple[int, Any]) -> bytes:
 
 if __name__ == "__main__":
     own_replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a scorer prints goes to standard error, not among the replies
+    os.dup2(2, 1)  # a scorer's output goes to standard error, not among the replies
     _fork_workers(sys.argv[1], own_replies)

@@ -20,8 +20,8 @@ class ToolCalls(EnvironmentKind):
     """The model's calls go to ``call(name, arguments)``, whose text comes back to it, until it answers without one.
 
     ``call`` may be ``async``. ``specs`` is a list of tools in the form of OpenAI's API, or a function that returns one;
-    without it the tools are those of the row (``--tool-key``). It gives no reward: another one scores the last answer.
-    The function ``multi_turn.generate`` of launch scripts is read as this.
+    without it the tools are the row's (``--tool-key``). It gives no reward: another one scores the last answer. The
+    function ``multi_turn.generate`` of launch scripts is read as this.
     """
 
     name = "tool_calls"
@@ -40,7 +40,7 @@ class ToolCalls(EnvironmentKind):
 
 
 def _specs(path: str) -> Sequence[Mapping[str, Any]]:
-    """Return the list at ``path``, or what the function there returns."""
+    """Return the list at ``path``, or the list that the function there returns."""
     found = load_object(path, f"{_FLAG}:specs")
     with ordinary_errors(f"{_FLAG}:specs {path}:"):
         specs = found() if callable(found) else found
@@ -70,7 +70,7 @@ class ToolCallsTrajectory(ToolEnvironment):
         return tools
 
     async def call(self, name: str, arguments: str) -> str:
-        """Return what the function returns or raises, as text."""
+        """Return the result or error of the function, as text."""
         known = [str(tool.get("function", tool)["name"]) for tool in self.tools]
         if name not in known:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(known)}"
@@ -82,7 +82,7 @@ class ToolCallsTrajectory(ToolEnvironment):
             if inspect.iscoroutinefunction(self._run):
                 return content_of(await self._run(name, given))
             return content_of(await run_blocking(self._run, name, given))
-        except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
+        except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
             return said_of(error)
 
     async def reward(self) -> float:

@@ -10,7 +10,7 @@ from miles.tasks.rewards.base import Reward, Rewards
 from miles.tasks.rewards.built_in.deepscaler import last_box
 from miles.types.sample import Prompt, Sample
 
-END = 300  # characters at the end of a response where the answer is looked for
+END = 300  # characters at the end of a response that are searched for the answer
 # The value may begin on a later line, and stops at the end of its line. ``[^\S\n]`` is white space but a line break.
 _ANSWER = re.compile(r"answer[^\S\n]*:[\s*]*([^\n]+)", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<!\\)\$+([^$]+)(?<!\\)\$+|\\\((.+?)\\\)")
@@ -31,7 +31,7 @@ class Dapo(Reward[None]):
 
     The answer is what follows ``Answer:`` on the last line that has it, within the last 300 characters, as the paper's
     prompt asks for ("Answer: $Answer"); if nothing follows on that line, the next line that is not blank. If it has one
-    formula, this is the answer. Delimiters, dollar signs, a box, a left side (``x =``), text and space commands,
+    formula, this is the answer. Delimiters, dollar signs, a box, a left-hand side (``x =``), text and space commands,
     thousands separators, ``%``, degree signs and the authors' list of English units are set aside; then the texts must
     be the same. The labels of DAPO-Math-17k are whole numbers, for which this is equality. Other words of an answer
     count, so ``5 apples`` is not ``5``.

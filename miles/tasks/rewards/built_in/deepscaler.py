@@ -17,7 +17,7 @@ class DeepScaler(Reward[None]):
     r"""1 if the last ``\boxed{}`` after the reasoning equals the label mathematically, else 0.
 
     Reasoning ends at the last ``</think>``, or at ``###Response``. A response that does not end its reasoning, or boxes
-    no answer after it, scores 0. Equality is that of ``--rm-type math``.
+    no answer after it, scores 0. Equality is the same as for ``--rm-type math``.
     """
 
     name = "deepscaler"

@@ -18,7 +18,7 @@ class F1(Reward[None]):
     """F1 of the words of answer and label: 2 P R / (P + R), with P and R the shares of words in common.
 
     Case, ASCII punctuation, and the articles a, an and the do not count, unless a text has nothing else; a word that is
-    repeated counts as often as the other side has it. Several labels, as a list, are alternatives: the best counts. The
+    repeated counts as often as the other text has it. Several labels, as a list, are alternatives: the best counts. The
     answer is the content of ``<answer>`` if there is one, else what follows the reasoning. For yes-or-no questions
     prefer ``exact_match``.
     """

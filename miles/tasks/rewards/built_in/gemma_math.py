@@ -17,7 +17,7 @@ class GemmaMath(Reward[None]):
     r"""1 if the last ``\boxed{}`` after the thinking equals the label mathematically, else 0.
 
     Thinking ends at the last ``<channel|>``. Unlike ``--rm-type deepscaler``, a response without this mark is an answer
-    as a whole. Equality is that of ``--rm-type math``.
+    as a whole. Equality is the same as for ``--rm-type math``.
     """
 
     name = "gemma_math"

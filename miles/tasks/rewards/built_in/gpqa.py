@@ -29,8 +29,8 @@ class Gpqa(Reward[None]):
     Looked at, in this order, is what follows the reasoning (``</think>``): the content of ``<answer>``, the content of
     the last ``\boxed{}``, the last statement such as "the answer is (B)" or "Answer: B", the last one such as "the
     right choice is B", and a response that begins with the letter and is at most a line. A statement of several letters
-    is no answer, and a letter beyond those of the choices is none. The metadata may hold ``choices``, a list; else
-    there are four.
+    is no answer, and neither is a letter beyond the choices. The metadata may hold ``choices``, a list; else there are
+    four.
     """
 
     name = "gpqa"

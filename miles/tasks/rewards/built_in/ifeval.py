@@ -31,7 +31,7 @@ class IfevalFlags:
 class Ifeval(Reward[IfevalFlags]):
     """1 if the answer follows all instructions of its prompt, else 0; the share of them with ``--ifeval-share``.
 
-    The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, those of google/IFEval, whose
+    The package if-verifiable checks what follows the reasoning: 25 kinds of instructions, from google/IFEval, whose
     columns ``instruction_id_list`` and ``kwargs`` the metadata or the label holds. An unknown kind, or arguments that
     it does not take, are an error of the row. Two kinds (the number of sentences, words in capitals) need the NLTK data
     ``punkt_tab``, which the package does not bring. Languages are guessed with a fixed seed. An empty answer scores 0.
@@ -73,7 +73,7 @@ def _score(sample: Sample, share: bool, loose: bool) -> float:
 def followed_share(
     answer: str, prompt: str, kinds: list[str], arguments: list[dict[str, Any]], loose: bool
 ) -> tuple[float, str | None]:
-    """Return the share of instructions that are followed, and what is wrong with the row."""
+    """Return the share of instructions that are followed, and the fault of the row."""
     from if_verifiable.common import evaluate_instructions
     from if_verifiable.ifeval import INSTRUCTION_DICT
     from langdetect import DetectorFactory

@@ -96,7 +96,7 @@ def _score(sample: Sample, common: Any) -> float:
 
 
 def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
-    """Return whether the schema accepts the answer, and what is wrong with the schema. May take exponential time."""
+    """Return whether the schema accepts the answer, and the fault of the schema. May take exponential time."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY  # the drafts; it fetches nothing
     from referencing.exceptions import Unresolvable
@@ -120,7 +120,7 @@ def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
 
 
 def fault_of_schema(schema: Any) -> str | None:
-    """Return what is wrong with a schema; None if it is one."""
+    """Return the fault of a schema; None if it is valid."""
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 

@@ -82,7 +82,7 @@ class Judge(Reward[JudgeFlags]):
     The judge answers greedily (temperature 0); its last line ``Score: N`` counts. A reply without one, or with one
     outside 0 to the best score, is a failure of the answer, like a request that fails: ``--reward-error`` states what
     becomes of it. Replies with a score are cached by request, so an answer that comes again costs nothing. Placeholders
-    are filled in one pass: ``{label}`` in an answer stays what it is. Whether an answer can talk the judge into a score
+    are filled in one pass: ``{label}`` in an answer stays unchanged. Whether an answer can talk the judge into a score
     is up to the judge and the template.
     """
 
@@ -288,7 +288,7 @@ def _read_template(path: Path) -> str:
 
 
 def _shown(label: Any) -> str:
-    """Return the text of a label; that of a list or an object is its JSON."""
+    """Return the text of a label; for a list or an object, it is JSON."""
     if isinstance(label, int | float) and not isinstance(label, bool):
         return plain_number(label)
     return label if isinstance(label, str) else json.dumps(label)

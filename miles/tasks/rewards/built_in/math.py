@@ -31,10 +31,10 @@ class Math(Reward[None]):
     r"""1 if the answer found in the response equals the label mathematically, else 0.
 
     The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
-    expressions. math-verify also decides what is equal, except for numbers: exact ones are compared exactly, floats by
-    their first six digits. Words and sequences of letters are text, and a list with dots is its terms. A comparison
-    that does not end within ``SECONDS``, or kills its process, is logged and scored 0: no equality was shown. A label
-    that states nothing is an error.
+    expressions. math-verify also decides equality, except for numbers: exact ones are compared exactly, floats by their
+    first six digits. Words and sequences of letters are text, and a list with dots is its terms. A comparison that does
+    not end within ``SECONDS``, or kills its process, is logged and scored 0: no equality was shown. A label that states
+    nothing is an error.
     """
 
     name = "math"
@@ -60,7 +60,7 @@ def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
 
     Args:
         sample: The sample.
-        answer: The text where the answer is looked for.
+        answer: The text that is searched for the answer.
         rm_type: The reward's name, for messages.
 
     Raises:
@@ -99,7 +99,7 @@ def is_equal(label: str, response: str) -> bool:
             return True
         golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
         return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
-    except Exception:  # RecursionError and MemoryError too, on what a model wrote: it shows no equality
+    except Exception:  # RecursionError and MemoryError too, on model output: it shows no equality
         return False
 
 
@@ -117,7 +117,7 @@ def _squeezed(text: str) -> str:
 
 
 def _of_response(response: str, boxed: str | None) -> list[Any]:
-    """Return the readings of what is in the box, else of what math-verify finds in a response without one."""
+    """Return the readings of the box's content, else of the answer that math-verify finds in a response without one."""
     if boxed is not None:
         return _of_content(boxed)
     found = _parse(spelled_numbers(_MONEY.sub("", response)))
@@ -147,7 +147,7 @@ def _parse(text: str) -> list[Any]:
 def _is_same(gold: Any, answer: Any) -> bool:
     from math_verify import grader
 
-    if grader.sympy_numeric_eq is not equal_numbers:  # it rounds to 6 places, and so takes 1e-7 for 0
+    if grader.sympy_numeric_eq is not equal_numbers:  # it rounds to 6 decimals, and so takes 1e-7 for 0
         global _equal_matrices
         _equal_matrices, grader.sympy_numeric_eq = grader.sympy_numeric_eq, equal_numbers
     pairs = [(gold, answer)]
@@ -210,7 +210,7 @@ def equal_numbers(one: Any, other: Any, *precision: int) -> bool:
 
 
 def _as_written(value: Any) -> Decimal | None:
-    """Return a whole number, or a decimal with few places; None for anything else."""
+    """Return a whole number, or a decimal with few digits; None for anything else."""
     from sympy import Float, Integer
 
     if not isinstance(value, Float | Integer):

@@ -52,11 +52,11 @@ class PythonCode(Reward[PythonCodeFlags]):
 
     - ``inputs`` and ``outputs``: texts for standard input, and the output of each. White space at the ends of lines
       does not count, that at their starts does; numbers with a fraction are the same up to ``TOLERANCE``.
-    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and what the function returns for each.
+    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and the result of the function for each.
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``sandbox.py`` states what a program cannot do. If the kernel permits no namespaces, the run stops, unless
+    ``sandbox.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops, unless
     ``--allow-unsandboxed-code`` is given.
     """
 

@@ -21,7 +21,7 @@ SECONDS_TO_PREPARE = 60.0  # for making the task's data set, once per process
 
 
 class ReasoningGym(Reward[None]):
-    """What the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
+    """The score by the scorer of the prompt's task, mostly from 0 to 1 and in parts for a part of the answer.
 
     The answer is the content of the last ``<answer>`` element of the response, else the whole stripped response.
     Prompts come from ``--prompt-data reasoning_gym:TASK``, which keeps the task's entry in their metadata. An answer on
@@ -65,7 +65,7 @@ def score_alone(sample: Sample) -> float:
         )
     except PreparationError:
         raise
-    except Exception as error:  # scorers read what a model wrote in their own ways; a timeout, a crash
+    except Exception as error:  # scorers read model output in their own ways; a timeout, a crash
         log_no_verdict("reasoning_gym", sample, error)
         return 0.0
     if not isfinite(scored):

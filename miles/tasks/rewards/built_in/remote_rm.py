@@ -36,7 +36,7 @@ class RemoteRmFlags:
 
 
 class RemoteRm(Reward[RemoteRmFlags]):
-    """What the server at ``--rm-url`` answers.
+    """The number that the server at ``--rm-url`` answers.
 
     A request that fails after all its attempts, or is answered by anything but a number, is a failure of its answers,
     and ``--reward-error`` states what becomes of them. Only the host of the URL is contacted.
