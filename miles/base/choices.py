@@ -29,7 +29,7 @@ class Choice(ABC, Generic[F]):
         name: The value of the flag.
         summary: A few words for ``--help``.
         reads: The flags that it reads. A flag that other choices read and this one does not has no effect.
-        instead: What to use instead of a flag that asks for what it does in another way. Such a flag is refused.
+        instead: What to use instead of a flag that asks for the same behavior in another way. Such a flag is refused.
         own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of the section.
     """
 
@@ -112,7 +112,7 @@ class Registry(Mapping[str, C]):
         return [name for name, choice in self.items() if flag in choice.reads]
 
     def check_instead(self, chosen: C, flags: Any, errors: Errors) -> None:
-        """Refuse every flag that is set and for which ``chosen`` has another: it asks for what the other one does."""
+        """Refuse every flag that is set and for which ``chosen`` has another with the same purpose."""
         for name in changed(flags, [name for name in chosen.instead if name not in chosen.reads]):
             rule = f"contradicts --{self.flag.replace('_', '-')} {chosen.name}, which does not read it"
             errors.refuse(name, getattr(flags, name), rule, f"{chosen.instead[name]}, or drop it")

@@ -1,4 +1,4 @@
-"""Bound what an HTTP server of a run takes: its connections, the time of a request, and never the last descriptors."""
+"""Bound an HTTP server of a run: its connections and the time of a request. It never takes the last descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 SECONDS_TO_ASK = 10.0  # for a connection to send a whole request
 SECONDS_TO_ANSWER = 120.0  # to compute an answer, and for the client to take it
 MOST = 64  # connections of one server
-RESERVED = 128  # descriptors that no connection takes; a quarter of them where the limit is low
+RESERVED = 128  # descriptors that no connection takes; a quarter of the limit if it is low
 
 
 def leaves_descriptors(connection: socket.socket) -> bool:

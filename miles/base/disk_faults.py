@@ -36,7 +36,7 @@ class WriteFailed(OSError):
 
 
 def disk_fault(path: Path, error: BaseException) -> str | None:
-    """Return what is wrong with the disk of ``path`` as part of a sentence; None if ``error`` is about another thing.
+    """Return the fault of the disk of ``path`` as part of a sentence; None if ``error`` is about another thing.
 
     PyTorch does not always say why a write failed, so the folder is probed too.
     """
@@ -56,7 +56,8 @@ def naming_disk(
 
     Args:
         path: A file or folder.
-        partial: What takes its place once it is whole. It is removed after a failure, as it may be what fills the disk.
+        partial: The file or folder that replaces it once it is whole. It is removed after a failure, as it may be what
+            fills the disk.
         what: Names ``path`` in the message.
         then: The end of the message, such as what to do.
         failures: The errors that a write may raise. Others pass.
@@ -74,7 +75,7 @@ def naming_disk(
 
 
 def _remove(partial: Path) -> None:
-    with suppress(OSError):  # a file system that is no longer mounted does not even say what it is
+    with suppress(OSError):  # a file system that is no longer mounted does not even give its type
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -142,9 +143,9 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def fault_of_output(error: Exception) -> str | None:
-    """Return what is wrong with standard output if that is why ``error`` was raised; else None.
+    """Return the fault of standard output if that is why ``error`` was raised; else None.
 
-    What is printed from then on is lost: Python would complain again when it closes the stream.
+    All later output is lost: Python would complain again when it closes the stream.
     """
     if isinstance(error, BrokenPipeError) and not (_is_closed(sys.stdout) or _is_closed(sys.stderr)):
         return None  # of another pipe or connection, or of another process

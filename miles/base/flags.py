@@ -20,9 +20,9 @@ from miles.base import strict_json
 from miles.base.secrets import public
 from miles.base.text import InputError, one_line
 
-LARGEST = 2**63 - 1  # what an integer of torch, numpy and Arrow holds
+LARGEST = 2**63 - 1  # the largest integer of torch, numpy and Arrow
 LARGEST_COUNT = 2**31 - 1  # of anything but seeds; what 32 bits hold, and the product of two fits in LARGEST
-LARGEST_FLOAT = 3.4e38  # what a float of 32 bits holds
+LARGEST_FLOAT = 3.4e38  # about the largest float of 32 bits
 LARGEST_SIZE = 1_000_000_000  # of a size in MB or GB; in bytes it fits in LARGEST
 LONGEST_VALUE = 200  # characters of a value in a message
 LONGEST_WAIT = 1_000_000  # seconds of a time limit; the system waits for 2**31 milliseconds at most
@@ -48,7 +48,7 @@ _BREAKS_IN_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 
 
 class FlagError(InputError):
-    """Report what is wrong with a command line.
+    """Report the errors of a command line.
 
     Attributes:
         messages: One message per broken rule: ``--flag value: rule; what to do``.
@@ -84,7 +84,7 @@ def flag(
         needs: Without which other flags it has no effect (config/needs.py): ``--save``, ``no --colocate``,
             ``--kl-coef or --use-kl-loss``, ``--opd-type server``, or a condition by name such as ``a critic``;
             several are separated by commas.
-        file: What the value names: a file or a model that is there, or a file or folder that may be.
+        file: The kind of path in the value: a file or a model that is there, or a file or folder that may be.
         **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them; and
             ``has_lines`` for a text that may have line breaks and tabs.
     """
@@ -95,7 +95,7 @@ def flag(
 
 
 def flag_rules(field: dataclasses.Field[Any]) -> list[str]:
-    """Return what a flag accepts and needs in a few words, for ``--help`` and the docs."""
+    """Return the values that a flag accepts and its needs in a few words, for ``--help`` and the docs."""
     of = field.metadata
     ranges = [f"at least {of['at_least']:g}"] if "at_least" in of else []
     ranges += [f"above {of['above']:g}"] if "above" in of else []
@@ -127,7 +127,7 @@ def count(number: int, noun: str) -> str:
 
 
 def changed(section: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the named fields whose values differ from their defaults: the ones that the user has set."""
+    """Return the named fields whose values differ from their defaults: the ones that the user has set."""
     defaults = type(section)  # a dataclass keeps them as attributes of the class
     return [name for name in names if getattr(section, name) != getattr(defaults, name)]
 
@@ -335,7 +335,7 @@ def fault_of_text(word: str, has_lines: bool) -> str | None:
 
 
 def fault_of_path(path: str, is_written: bool = False) -> str | None:
-    """Return the rule that a path breaks which is too long for any file system here, or for what a run writes there."""
+    """Return the rule that a path breaks if it is too long for any file system here, or for a run's files there."""
     longest, longest_name = (LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE) if is_written else (LONGEST_PATH, LONGEST_NAME)
     of_a_run = " that a run writes" if is_written else ""
     if (length := len(path.encode())) > longest:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 GIB = 2**30
-_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is that of a GPU under WSL
+_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is for a GPU under WSL
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, and of Arm
 # Of versions 2 and 1 of control groups: the files of limit and use, and the entry of memory.stat for old file pages.
 _MEMORY_FILES = (

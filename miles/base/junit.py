@@ -14,7 +14,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check. ``fault`` states what is wrong, in one line; None if it passed."""
+    """One check. ``fault`` describes the failure, in one line; None if it passed."""
 
     name: str
     seconds: float

@@ -1,6 +1,6 @@
 """Lock the folders that a run writes, so that two launchers never write the same one.
 
-The lock is the file ``.miles-lock`` in the folder. That of an export, whose folder is replaced as a whole, is alongside
+The lock is the file ``.miles-lock`` in the folder. An export's folder is replaced as a whole, so its lock is alongside
 the folder, and has its name. A lock holds host, process id and start time of its owner, and the owner updates it every
 ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in whatever way.
 Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock without one for
@@ -35,8 +35,8 @@ NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 RELEASE_SECONDS = 5.0  # for all locks at an end at once
-_LONGEST_OF_EXPORT = 180  # bytes of a name in that of a lock, which gets an id once more (``_age``)
-_held: dict[Path, dict[str, Any]] = {}  # the locks of this process, and what is written in them
+_LONGEST_OF_EXPORT = 180  # bytes of a name within a lock's name, which gets an id once more (``_age``)
+_held: dict[Path, dict[str, Any]] = {}  # the locks of this process, and their contents
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _lock_of_export(template: str) -> Path:
 
 @contextmanager
 def _locked(shown: str, path: Path) -> Iterator[dict[str, Any]]:
-    """Hold the lock ``path`` of a folder, ``shown`` with its flag, and yield what is written in it."""
+    """Hold the lock ``path`` of a folder, ``shown`` with its flag, and yield its contents."""
     with _flocked(shown, path):
         try:
             owner = _record_in(path)

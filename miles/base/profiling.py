@@ -83,7 +83,7 @@ def _recorded_here(name: str, recording: Recording, spans: list[tuple[str, int, 
 
 @contextmanager
 def waiting(name: str) -> Iterator[None]:
-    """Name what a coroutine waits for until the block ends. Many of them overlap in one thread."""
+    """Name the thing that a coroutine waits for until the block ends. Many of them overlap in one thread."""
     recording = _recording
     if recording is None:
         yield
@@ -115,7 +115,7 @@ class SpanTimers:
         return self
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a span. There is no barrier, which would change what is measured."""
+        """Begin a span. There is no barrier, which would change the measured times."""
         began = span(self._name)
         began.__enter__()
         self._open.setdefault(self._name, []).append(began)
@@ -232,7 +232,7 @@ def self_times(events: Iterable[Event]) -> Iterable[tuple[Event, int]]:
     """Yield each event with the nanoseconds that no event within it takes.
 
     Args:
-        events: Sorted as those of ``ProcessTrace``.
+        events: Sorted as in ``ProcessTrace``.
 
     >>> outer, inner = Event("a", SPAN, "t", 0, 10), Event("b", OPERATION, "t", 2, 3)
     >>> [(event.name, own) for event, own in self_times([outer, inner])]
@@ -253,11 +253,11 @@ def self_times(events: Iterable[Event]) -> Iterable[tuple[Event, int]]:
 
 
 def idle_times(trace: ProcessTrace, shortest: int = 100_000) -> list[tuple[int, int]]:
-    """Return the begin and end of the times where no thread of the process works on anything that has a name.
+    """Return the begin and end of the times when no thread of the process works on anything that has a name.
 
     Args:
         trace: The process.
-        shortest: Nanoseconds from which a gap counts.
+        shortest: Nanoseconds of the shortest gap that counts.
     """
     during = (event for event in trace.events if event.start < trace.end and event.end > trace.start)
     busy = sorted((max(event.start, trace.start), min(event.end, trace.end)) for event in during)

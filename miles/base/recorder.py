@@ -97,7 +97,7 @@ def clock_offset(readings: Sequence[tuple[int, int, int]]) -> int:
 
 
 class LoopPhases:
-    """Notes which phase the main loop is in. A phase within another one is shown in its place."""
+    """Notes which phase the main loop is in. A phase within another one is shown instead of it."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock

@@ -1,6 +1,6 @@
-"""Decide which values are secret, and what is shown instead. Nothing else in miles decides it.
+"""Decide which values are secret, and the text that is shown instead. Nothing else in miles decides it.
 
-Secret are the values of settings, flags and environment variables whose names end like those of credentials (``key``,
+Secret are the values of settings, flags and environment variables whose names end like a credential's name (``key``,
 ``token``, ``secret``, ``password`` …), all values of ``--train-env-vars`` and ``--storage-options``, and the user,
 password and tokens in a URL.
 Names of data columns (``--label-key``) and counts (``--max-tokens-per-gpu``) are no credentials.
@@ -21,7 +21,7 @@ from typing import Any, TextIO
 HIDDEN = "(hidden)"
 SHORTEST_HIDDEN_IN_TEXT = 4  # a shorter secret is found by chance in other words, and would make them unreadable
 
-# What the last word of a credential's name ends with, in lower case.
+# Ends of the last word of a credential's name, in lower case.
 _CREDENTIALS = ("key", "keys", "token", "secret", "secrets", "passwd", "passphrase", "credential", "credentials")
 _CREDENTIALS_ANYWHERE = ("password", "secret")
 _IN_ENVIRONMENT_NAMES = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
@@ -48,7 +48,7 @@ _QUERY_FIELD = re.compile(r"(?<=[?&;])([\w.%~\-]+)=([^&;#]*)")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether ``name``, of a setting, a flag or an environment variable, is that of a credential."""
+    """Return whether ``name``, of a setting, a flag or an environment variable, names a credential."""
     words = re.split(r"[^A-Za-z0-9]+", name.strip("-_ "))
     field = "_".join(words).lower()
     if field.removeprefix("eval_") in _COLUMNS or field.endswith(_MEASURES):
@@ -110,7 +110,7 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 class _Replacer:
-    """Replace secrets, and remember those of credentials in ``found``."""
+    """Replace secrets, and remember the secrets of credentials in ``found``."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -183,7 +183,7 @@ class _Replacer:
         return HIDDEN
 
 
-# Hide secrets in what others see of this process: its command line in the process list, and what it prints.
+# Hide secrets where others see this process: in its command line in the process list, and in its output.
 
 
 _ARG_START, _ARG_END = 48, 49  # fields of /proc/PID/stat (man 5 proc_pid_stat)

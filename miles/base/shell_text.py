@@ -1,7 +1,7 @@
 """Read the text of a shell script without running anything: its commands, with what can be evaluated filled in.
 
 Variables, arrays, defaults, quotes, arithmetic and removed prefixes are evaluated. A command substitution, a variable
-that is set nowhere, or in a branch or a loop, is unknown: it stays as written, and so does what is made from it.
+that is set nowhere, or in a branch or a loop, is unknown: it stays as written, and so does any value made from it.
 
 The grammar is tree-sitter's. ``shlex`` takes every ``#`` for a comment, as in ``${MODEL##*/}``, and ends a command at
 the bracket of ``$(date)``; a scanner of our own had twice the lines, and knew no arithmetic, functions or ``case``.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_WORDS = 50_000
 MOST_DEPTH = 200  # of nested quotes and brackets
 _BRANCHES = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
-_JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that goes on in the next line
+_JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that continues in the next line
 _OPERATIONS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,7 +41,7 @@ class Word:
     """Hold a word of a command, without its quotes.
 
     Attributes:
-        text: The word. What is unknown in it is as written, such as ``$NAME``.
+        text: The word. Its unknown parts are as written, such as ``$NAME``.
         line: The line that it begins on.
         is_known: Whether nothing in it is unknown.
         is_quoted: Whether a part of it is in quotes, so that it is one word and no redirection.
@@ -55,7 +55,7 @@ class Word:
 
 @dataclass
 class Script:
-    """Hold what a script does, as far as its text states.
+    """Hold the commands and variables of a script, as far as its text states them.
 
     Attributes:
         commands: The words of its commands, in their order.
@@ -115,7 +115,7 @@ class _Reader:
             del self._script.commands[before:]
 
     def _run(self, node: Node, is_certain: bool, depth: int) -> None:
-        """Note what a statement assigns and runs. In a branch, or after ``&&``, that is not certain."""
+        """Note the assignments and commands of a statement. In a branch, or after ``&&``, they are not certain."""
         if depth > MOST_DEPTH:
             raise ValueError("is nested too deep; give the launch script alone")
         kind = node.type
@@ -290,7 +290,7 @@ def arithmetic(text: str, value: Callable[[str], str | None]) -> int | None:
 
     Args:
         text: The arithmetic, with its brackets.
-        value: Returns what a variable stands for, or ``None``.
+        value: Returns the text that a variable stands for, or ``None``.
 
     >>> arithmetic("$((N * 1024 + ${X:-2}))", {"N": "4"}.get)
     4098
@@ -318,7 +318,7 @@ def _integer(node: ast.expr) -> int:
 
 
 def _split(word: Word) -> list[Word]:
-    """Split a value at blanks. What is unknown in one of its words leaves the others known."""
+    """Split a value at blanks. An unknown part in one of its words leaves the others known."""
     if word.is_quoted:
         return [word]
     parts = re.findall(r"(?:\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`|\S)+", word.text)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class RemoteError(OSError):
-    """Remote storage cannot be read or written. The message names the place, the reason and the number of tries."""
+    """Remote storage cannot be read or written. The message names the address, the reason and the number of tries."""
 
 
 def is_url(text: str) -> bool:
@@ -80,7 +80,7 @@ class RemoteFolder:
     """A folder in remote storage.
 
     Args:
-        url: Its place.
+        url: Its address.
         options: The arguments of the protocol's file system (``--storage-options``).
         pauses: Seconds between the tries of a call.
     """
@@ -114,7 +114,7 @@ class RemoteFolder:
         return system, path.rstrip("/")
 
     def files(self, within: str = "") -> dict[str, int]:
-        """Return the bytes of every file in the folder and below it, by name; only those of a folder ``within``.
+        """Return the bytes of every file in the folder and below it, by name; only the files of a folder ``within``.
 
         Raises:
             RemoteError: The storage does not answer.
@@ -234,7 +234,7 @@ class RemoteFolder:
         self._on_each(names, remove)
 
     def remove_empty_folder(self, name: str) -> None:
-        """Remove what is left of a folder whose files are removed, on storage that has folders."""
+        """Remove the remains of a folder whose files are removed, on storage that has folders."""
         system, root = self._system
         if protocol_of(self.url) in _HAS_FOLDERS and system.exists(f"{root}/{name}"):
             self._tried(f"{name} cannot be removed", lambda: system.rm(f"{root}/{name}", recursive=True))
@@ -268,7 +268,7 @@ class RemoteFolder:
 def _in_threads(names: Sequence[str], call: Callable[[str], T]) -> list[T]:
     """Return what ``call`` returns for each name. The first failure is raised when all calls that run have ended.
 
-    The threads are daemons, unlike those of an executor: a process that ends, as after Ctrl-C, leaves files that are
+    The threads are daemons, unlike an executor's threads: a process that ends, as after Ctrl-C, leaves files that are
     being copied alone, however long they would take.
     """
     left, found, failures = deque(enumerate(names)), dict[int, T](), list[Exception]()

@@ -19,7 +19,7 @@ _MAY_HAVE_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StrictJsonError(ValueError):
-    """States what is wrong with a text that should be JSON, without a place: the caller knows the file."""
+    """States the fault of a text that should be JSON, without naming the file: the caller knows it."""
 
 
 def loads(text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_LONGEST_TEXT = 1_000_000  # what is in the middle of a longer one is not looked at
+_LONGEST_TEXT = 1_000_000  # the middle of a longer one is not read
 
 
 def one_line(text: str, limit: int) -> str:

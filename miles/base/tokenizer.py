@@ -1,4 +1,4 @@
-"""Load the tokenizer of a model, and find the token with which its chat template ends a turn.
+"""Load the tokenizer of a model, and find the token that ends a turn in its chat template.
 
 A chat template ends a turn with a token behind the message, or with the one that begins the next role's turn.
 """

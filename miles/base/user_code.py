@@ -34,7 +34,7 @@ _LONGEST = 300
 
 
 class UserCodeError(Exception):
-    """User code raised something that is not an ``Exception``, or ``StopIteration``. The cause is what it raised."""
+    """User code raised something that is not an ``Exception``, or ``StopIteration``. The cause is that exception."""
 
 
 def as_exception(error: BaseException, origin: str = "") -> Exception:
@@ -104,7 +104,7 @@ def raising_exceptions(function: Callable[..., Any], origin: str) -> Callable[..
 # Functions named on the command line: in a module, or in a file that miles.train has written.
 
 
-PICKLED = ".pkl"  # suffix of a file with one function, and what it needs (run/function_file.py)
+PICKLED = ".pkl"  # suffix of a file with one function, and its dependencies (run/function_file.py)
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def import_function(path: str, flag: str) -> Callable[..., Any]:
 
     ``FILE.pkl:name`` is the function in that file. Like a module, such a file runs code of whoever wrote it.
 
-    Raises ``InputError`` naming ``flag``, the path given and what is wrong with it.
+    Raises ``InputError`` naming ``flag``, the path given and its fault.
     """
     function: Callable[..., Any] | None = load_object(path, flag, "function")
     if not callable(function):
@@ -127,7 +127,7 @@ def import_function(path: str, flag: str) -> Callable[..., Any]:
 
 
 def load_object(path: str, flag: str, kind: str = "object") -> Any:
-    """Import what ``path`` names, as ``load_function`` does; ``kind`` states what it is in errors."""
+    """Import the object that ``path`` names, as ``load_function`` does; ``kind`` names its kind in errors."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise InputError(f"{flag} {path}: not an import path; write module:{kind} or module.{kind}")
@@ -143,7 +143,7 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
             f"{flag} {path}: cannot import module {module_name} ({one_line(words_of(error), 300)}); "
             "check the spelling, or start the run from the folder that holds it"
         ) from error
-    except ValueError as error:  # of the module's code: it would be shown as a sentence of ours
+    except ValueError as error:  # of the module's code: it would be shown as our own sentence
         raise InputError(f"{flag} {path}: module {module_name} raised {_words(error)}; correct it") from error
     except SystemExit as error:  # it would end this process too, with the status of a success perhaps
         raise InputError(
@@ -156,7 +156,7 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
 
 
 def fault_of_signature(function: Callable[..., Any], arguments: int) -> str | None:
-    """Return what is wrong with a function that cannot be called with so many arguments, with its file and line."""
+    """Return the fault of a function that cannot be called with so many arguments, with its file and line."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of one in C
@@ -207,7 +207,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def missing_name(module: str, name: str, kind: str) -> str | None:
-    """Return what is wrong if ``module`` certainly has no ``name``; None if it has one, or in doubt.
+    """Return the fault if ``module`` certainly has no ``name``; None if it has one, or in doubt.
 
     In doubt are a module whose source is not found, and one that may bind the name while it runs: by a star import,
     ``__getattr__``, ``globals()`` and the like. If several folders have a module of that name, one with the name is
@@ -316,12 +316,9 @@ def _ordinary_module_names(tree: ast.Module) -> Iterator[ast.Name]:
 # Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 #
 # A call of a function has a daemon thread to itself until it returns (``miles/base/threads.py``). A coroutine runs on
-# one
-# event loop that all such calls share and nothing else uses: a blocking call in it delays only them. It needs no
-# thread
-# while it waits, so many more calls of coroutine functions are made at once. Whatever a function raises arrives as
-# an
-# ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+# one event loop that all such calls share and nothing else uses: a blocking call in it delays only them. It needs no
+# thread while it waits, so many more calls of coroutine functions are made at once. Whatever a function raises arrives
+# as an ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 # ``KeyboardInterrupt`` would end the event loop.
 
 
@@ -399,7 +396,7 @@ _while_waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = Context
 async def user_code_in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
     """Return ``function(*args, **named)`` from a daemon thread, which is there at once, whatever other calls do.
 
-    For what the rollout process itself awaits and what calls user code, such as hooks on an iteration.
+    For user code that the rollout process itself awaits, such as hooks on an iteration.
 
     Raises:
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.

@@ -1,4 +1,4 @@
-"""Choose what is saved, when, and what a run starts from."""
+"""Choose the files that a run saves, and when, and the files that it starts from."""
 
 import hashlib
 import json
@@ -256,7 +256,7 @@ def read_best(given: str) -> tuple[str, Literal["max", "min"]]:
 
 
 def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
-    """List what is loaded and saved, and when."""
+    """List the files that are loaded and saved, and when."""
     lines = []
     if checkpoint.load is not None and not is_url(checkpoint.load):
         lines.append(f"{checkpoint.load}: {_loaded(checkpoint, checkpoint.load)}")

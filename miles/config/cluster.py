@@ -85,7 +85,7 @@ class ClusterArguments:
 
 @dataclass(frozen=True)
 class Offload:
-    """Say what releases its GPU memory while the other side works, on GPUs that both share.
+    """Say which of trainer and engines releases its GPU memory while the other works, on GPUs that both share.
 
     Attributes:
         train: Weights and optimizer are in host memory while samples are generated.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class TrainBackendSpec:
-    """What a choice of ``--train-backend`` can do.
+    """The abilities of a choice of ``--train-backend``.
 
     Attributes:
         builder: The function ``build(settings, device, total_steps) -> TrainBackend``, as ``module:function``.
@@ -48,7 +48,7 @@ class TrainBackendSpec:
 
 
 def stop_pattern(text: str) -> str:
-    """Return the regular expression by which SGLang ends a response at ``text``.
+    """Return the regular expression that ends a response of SGLang at ``text``.
 
     SGLang searches as many of the last tokens as the longest match has characters, and one more. A character may take
     as many tokens as it has bytes, so the pattern allows that many further characters.
@@ -74,7 +74,7 @@ class StopTextLimits:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What a choice of ``--rollout-engine`` is.
+    """The properties of a choice of ``--rollout-engine``.
 
     Attributes:
         builder: The coroutine ``start(settings, host) -> Engine``, as ``module:function``.
@@ -84,7 +84,7 @@ class EngineSpec:
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
         prefixes: How the flags begin that choose it if no engine is named.
-        reads_sglang_flags: Whether those of SGLang and its router are passed on to its servers.
+        reads_sglang_flags: Whether the flags of SGLang and its router are passed on to its servers.
         rules: The function ``check(settings, errors)`` that checks a run of its servers, as ``module:function``.
         start_rules: The function that checks what only a start needs; empty if there is none.
         reader: The function ``fill(settings)`` that returns the section ``sglang`` as its servers read it, and notes.
@@ -184,7 +184,7 @@ def import_builder(spec: TrainBackendSpec | EngineSpec) -> None:
 
 
 def import_code(spec: TrainBackendSpec, device: Any) -> None:
-    """Import what a backend's builder needs on ``device``, which takes seconds."""
+    """Import the modules that a backend's builder needs on ``device``, which takes seconds."""
     import_builder(spec)
     if spec.importer:
         pkgutil.resolve_name(spec.importer)(device)

@@ -14,7 +14,7 @@ from miles.config.rollout import RolloutArguments, check_temperature, check_top_
 from miles.tasks.data.settings import DataArguments, check_pairs
 
 _TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
-_KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hold
+_KEYS: dict[str, tuple[type, ...]] = {  # the keys of an entry of --eval-config
     "name": _TEXT,
     "source": _TEXT,
     "n_samples_per_eval_prompt": _COUNT,
@@ -86,7 +86,7 @@ class EvaluationArguments:
 def fill_evaluation(
     evaluation: EvaluationArguments, rollout: RolloutArguments, data: DataArguments
 ) -> EvaluationArguments:
-    """Fill in what the flags of evaluation leave to those of training, in a run that evaluates."""
+    """Fill in unset flags of evaluation with the flags of training, in a run that evaluates."""
     if not evaluation.has_sets:
         return evaluation
     defaults: dict[str, Any] = {
@@ -112,7 +112,7 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
 def eval_entries(evaluation: EvaluationArguments) -> list[dict[str, Any]]:
     """Return the settings of each set of ``--eval-config``, else of ``--eval-prompt-data``.
 
-    What a set does not specify is taken from the ``--eval-*`` flags.
+    The ``--eval-*`` flags supply the settings that a set does not specify.
 
     Raises:
         InputError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.

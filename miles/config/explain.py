@@ -1,4 +1,4 @@
-"""Explain what a command would do, on one screen: ``--explain``. Each section describes its own part."""
+"""Explain the run that a command would start, on one screen: ``--explain``. Each section describes its own part."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _part(title: str, lines: Iterable[str]) -> str:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Break a long line; its rest is indented as it is itself."""
+    """Break a long line; its rest has the same indentation."""
     if len(line) <= WIDTH:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
@@ -203,7 +203,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def explain_precision(settings: Settings) -> str:
-    """Return in which precision the run computes."""
+    """Return the precision that the run computes in."""
     repeats = "; deterministic kernels" if settings.training.deterministic_mode else ""
     if settings.training.fp32_lm_head:
         repeats = f"; fp32 logits{repeats}"
@@ -215,7 +215,7 @@ def explain_precision(settings: Settings) -> str:
 
 
 def explain_memory(settings: Settings) -> list[str]:
-    """Return the place of the optimizer's state, and the choices that memory depends on."""
+    """Return the location of the optimizer's state, and the choices that memory depends on."""
     divided = not reads_megatron_flags(settings) or settings.megatron.divides_optimizer
     where = "divided over the ranks that hold the same weights" if divided else "whole on every rank of its weights"
     recomputes = settings.training.gradient_checkpointing or "recompute_granularity" in dict(

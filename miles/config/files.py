@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 class _Refused(Exception):
-    """Say what is wrong with an entry: ``rule; what to do``."""
+    """Describe the fault of an entry: ``rule; what to do``."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Expanded:
-    """Hold the words of a command line where no ``--config`` is left.
+    """Hold the words of a command line after each ``--config`` is replaced.
 
     Attributes:
         words: The words.
-        origins: The place, ``FILE:LINE``, of each flag that a file sets.
+        origins: The line, ``FILE:LINE``, of each flag that a file sets.
     """
 
     words: list[str]
@@ -97,7 +97,7 @@ def expand_configs(
     Args:
         words: The words of a command line.
         actions: Our own flags.
-        further: Returns all other flags that exist, without those of SGLang. Called if an entry is none of ours.
+        further: Returns all other flags that exist, except SGLang's. Called if an entry is not one of our flags.
         errors: Collects files that cannot be read, and entries that are no settings.
         keywords: Settings by name, as plain Python values; they replace the same flags among the words.
     """
@@ -362,10 +362,10 @@ def _json(node: yaml.Node) -> Any:
     return text
 
 
-# Fetch the ``config.json`` of a model on the Hugging Face hub, by which a command is judged before anything starts.
+# Fetch the ``config.json`` of a model on the Hugging Face hub, to check a command before anything starts.
 
 
-_SECONDS = 5.0  # where the hub must answer
+_SECONDS = 5.0  # for the hub to answer
 _LONGEST_REASON = 120
 _FIELDS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
 
@@ -468,7 +468,7 @@ def _same_file(folder: str, own: str) -> bool:
 
 
 def fault_of_tokens(folder: str, own: str) -> str | None:
-    """Return how the tokenizer of the model in ``folder`` contradicts that of ``own``, as part of a sentence.
+    """Return how the tokenizer of the model in ``folder`` contradicts the one of ``own``, as part of a sentence.
 
     None if they agree on all tokens that both have, or if one of the folders has no file to compare.
     """

@@ -8,8 +8,8 @@ r"""Read an ``@file``: lines of flags, or a shell script that sets arrays of fla
        --num-experts $EXPERTS  # a comment
     )
 
-Of a script the words of all arrays are read, with the variables that it sets, or else those of the environment, and
-arithmetic of them. No shell runs: a line that needs one is refused.
+In a script, the words of all arrays are read, with the variables that the script sets, or else the variables of the
+environment, and arithmetic of them. No shell runs: a line that needs one is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from miles.base.text import one_line
 from miles.config.spelling import flags_in, without_flags
 
 LARGEST_FILE = 1_000_000  # characters
-_STACKED = "--config"  # its files add up, and a later one does not take the place of an earlier one
+_STACKED = "--config"  # its files add up, and a later one does not replace an earlier one
 MOST_FILES = 1000  # that a command line reads, with those that they name
 
 _NAME = r"[A-Za-z_]\w*"
@@ -38,7 +38,7 @@ _EXPANDS = re.compile(rf"\$\{{({_NAME})(?::?-([^}}]*))?\}}")
 _EXPANDS_IN_SCRIPT = re.compile(rf"{_EXPANDS.pattern}|\$({_NAME})")
 _WHOLE_ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
 _SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset")
-# Signs that quotes make plain text, and what takes their place until the words are split.
+# Signs that quotes make plain text, and their replacements until the words are split.
 _QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
 _CLOSES = f"[){_QUOTED[')']}]"  # in quotes too
 _ARITHMETIC = re.compile(rf"\$\(\((?:[^(){_QUOTED[')']}]|\([^(){_QUOTED[')']}]*{_CLOSES})*{_CLOSES}{{2}}")
@@ -47,9 +47,9 @@ _RUN_IT = "start the script itself with bash, or keep only its variables and arr
 
 
 def with_words_of_files(words: Iterable[str]) -> list[str]:
-    """Return the words of a command with those of each file instead of its ``@file``. A file may name others.
+    """Return the words of a command, with the words of each file instead of its ``@file``. A file may name others.
 
-    Flags after a file take the place of those in it.
+    Flags after a file replace the same flags in it.
 
     Raises:
         ValueError: A file cannot be read, or files include each other without end; the message states what to do.
@@ -209,7 +209,7 @@ class FlagsFile:
 
     def _expand(self, word: str) -> str:
         def value(found: re.Match[str]) -> str:
-            name = found[1] or found[3]  # the third group is that of a script
+            name = found[1] or found[3]  # the third group is for a script
             given = self._variables.get(name) or os.environ.get(name) or found[2]
             if given is None and name in self._variables:
                 return ""

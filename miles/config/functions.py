@@ -23,7 +23,7 @@ class Hook:
     Attributes:
         signature: The function to write.
         runs: Where it runs, and when.
-        changes: What it may change.
+        changes: The data that it may change.
     """
 
     signature: str
@@ -144,7 +144,7 @@ def names_functions(settings: Settings) -> bool:
 
 
 def given_functions(settings: Settings) -> Iterator[tuple[str, Hook, str]]:
-    """Yield each field that names a function of the user's, what is known of it, and its import path."""
+    """Yield each field that names a function of the user's, the function's description, and its import path."""
     for field, hook in HOOKS.items():
         path = getattr(getattr(settings, section_of()[field]), field)
         if path is not None:
@@ -174,7 +174,7 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
 
 
 def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each field that has an import path, the flag as a message shows it, the path, and what it names."""
+    """Yield each field that has an import path, the flag as a message shows it, the path, and its kind."""
     for field, hook, path in given_functions(settings):
         yield field, flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
     environment = settings.rollout.environment
@@ -194,7 +194,7 @@ def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _fault_of_form(path: str, module: str, name: str, kind: str) -> str | None:
-    """Return what is wrong with an import path on its own, and what to do."""
+    """Return the fault of an import path on its own, and what to do."""
     of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
     if of_file is not None and not (of_file[2] and has_source(path)):  # else a module whose name is py
         meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"

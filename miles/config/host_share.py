@@ -1,7 +1,8 @@
-"""Fit a run on CPU to this host: threads by its cores, what an engine computes at once by its memory.
+"""Fit a run on CPU to this host: threads by its cores, an engine's simultaneous work by its memory.
 
-The memory is what this process may use: the machine's, or the limit of a container. It is not what is free at the
-moment, so that ``--explain``, the run and its repetition have the same values. On CUDA nothing is chosen here.
+The memory is the amount that this process may use: the machine's, or the limit of a container. It is not the amount
+that is free at the moment, so that ``--explain``, the run and its repetition have the same values. On CUDA nothing is
+chosen here.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def threads(sharers: int) -> int:
 
 
 def fit_to_host(settings: Settings, given: Collection[str]) -> Settings:
-    """Return validated settings with what the memory of this host bounds, written out.
+    """Return validated settings with the values that the memory of this host bounds, written out.
 
     The results of a run do not depend on it, but for the rounding of sums.
 

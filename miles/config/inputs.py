@@ -1,7 +1,7 @@
 """Check everything that a run reads before it starts: the rows of all sets, the reward, and other functions.
 
 ``miles explain`` and every start call ``check_inputs``. It reports all faults together. A plan may be for another
-machine: what is not on this one is listed (``Inputs.unchecked``), and only a start refuses it.
+machine: files that are not on this one are listed (``Inputs.unchecked``), and only a start refuses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Tokenizer = PreTrainedTokenizerBase | str | None
 
-LOUD = 0.1  # the share of rows that are left out from which on it is a warning
+LOUD = 0.1  # the smallest share of omitted rows that is a warning
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
 # How many arguments the functions of these flags are called with, alongside the reward, which its process checks.
@@ -64,15 +64,15 @@ ARGUMENTS = {
 
 @dataclass
 class Inputs:
-    """What the check has found.
+    """Hold the findings of the check.
 
     Attributes:
-        verdicts: What the rows of each set are like, by name and source.
+        verdicts: The verdict on the rows of each set, by name and source.
         training: How many prompts a pass over the training sets has.
         first: A prompt of the first set, without tokens.
-        faults: What is wrong.
-        warnings: What is allowed, and most likely a mistake.
-        unchecked: What is not on this machine, and so was not checked.
+        faults: The errors.
+        warnings: Inputs that are allowed, and most likely a mistake.
+        unchecked: Inputs that are not on this machine, and so were not checked.
     """
 
     verdicts: dict[str, Verdict] = field(default_factory=dict)
@@ -216,7 +216,7 @@ def _functions(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _faults_of_functions(named: list[tuple[str, str]]) -> list[str]:
-    """Import functions, and return what is wrong with them."""
+    """Import functions, and return their faults."""
     faults = list[str]()
     for name, path in named:
         try:
@@ -262,7 +262,7 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
 
 
 def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
-    """Return the lines about what was checked, and about what is not on this machine."""
+    """Return the lines about the inputs that were checked, and about those that are not on this machine."""
     lines = list[str]()
     for name, verdict in found.verdicts.items():
         measured = " in the first 256 and in long ones" if verdict.rows > 256 else ""

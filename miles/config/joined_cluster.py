@@ -23,7 +23,7 @@ LONGEST_FAULT = 200  # characters
 
 @dataclass(frozen=True)
 class JoinedCluster:
-    """Hold what a cluster reports of its GPUs.
+    """Hold a cluster's report on its GPUs.
 
     Attributes:
         address: Its address, as given.
@@ -37,7 +37,7 @@ class JoinedCluster:
 
     @property
     def in_words(self) -> str:
-        """What is known, in a few words."""
+        """The known facts, in a few words."""
         if self.gpus is None:
             return f"the GPUs of the Ray cluster at {self.address} are not known ({self.fault})"
         return f"the Ray cluster at {self.address} has {count(self.gpus, 'GPU') if self.gpus else 'no GPU'}"

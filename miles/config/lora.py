@@ -110,7 +110,7 @@ def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors:
 
 
 def _check_layers(lora: LoraArguments, config: dict[str, Any], errors: Errors) -> None:
-    """Check that transformers' model has the named layers. Those of another family are found when it is built."""
+    """Check that transformers' model has the named layers. Another family's layers are found when it is built."""
     kind = str(config.get("model_type"))
     known = linear_layers(kind)
     if known:
@@ -125,8 +125,8 @@ def refuse_unknown_layers(
 
     Args:
         lora: The section.
-        known: The names of its linear layers, without those of the modules around them.
-        shown: Those that can have an adapter.
+        known: The names of its linear layers, without the names of the modules around them.
+        shown: The layers that can have an adapter.
         model_type: As its config names it.
         errors: Collects the refusals.
     """
@@ -198,7 +198,7 @@ def readings_of_lora(lora: LoraArguments) -> Iterator[str]:
 
 
 def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
-    """Yield what is allowed, and may surprise."""
+    """Yield notes on settings that are allowed, and may surprise."""
     if not lora.trains_adapter:
         return
     if not lora.targets and has_experts(model):
@@ -244,7 +244,7 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
 
 
 def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[str, Any], errors: Errors) -> None:
-    """Check what the model determines.
+    """Check the settings that the model determines.
 
     Args:
         lora: The section.

@@ -86,7 +86,7 @@ def explain_reference(model: ModelArguments) -> list[str]:
 def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     """Return the ``config.json`` of the model that ``field`` names, if it can be read without a network.
 
-    Of a name on the hub it is that of the last download, if there was one.
+    For a name on the hub, it is the file of the last download, if there was one.
 
     Raises:
         FlagError: It cannot be read, or is not the configuration of a model.
@@ -113,7 +113,7 @@ def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
 def readable_config(model: ModelArguments) -> dict[str, Any] | None:
     """Return the ``config.json`` of ``--hf-checkpoint`` as ``local_config`` does; None for a broken one too.
 
-    For what is decided before the validator, which reports a broken one.
+    For decisions before the validator, which reports a broken one.
     """
     try:
         return local_config(model, "hf_checkpoint")
@@ -197,7 +197,7 @@ _COUNTS = (
 
 
 def _config_fault(config: Any) -> str | None:
-    """Return what is wrong with the values that are read before transformers reads the whole."""
+    """Return the fault of the values that are read before transformers reads the whole."""
     if not isinstance(config, dict):
         return "it is not a JSON object"
     text = config.get("text_config")

@@ -38,7 +38,7 @@ class Condition:
 
     Attributes:
         holds: Whether it has one in this run.
-        why: Why it has none, where the condition does not hold.
+        why: Why it has none, if the condition does not hold.
         heading: The heading of the note.
         comes_last: Whether it holds only without another flag, which may turn out to have no effect itself.
     """
@@ -233,7 +233,7 @@ def _condition(text: str) -> Condition:
 
 @cache
 def conditions() -> tuple[tuple[str, tuple[Condition, ...]], ...]:
-    """Return every flag that has conditions, with these: first what a part does not read, then what it declares."""
+    """Return every flag that has conditions, with these: first the parts that read it, then its declared needs."""
     found = dict[str, list[Condition]]()
     for name, condition in _of_parts():
         found.setdefault(name, []).append(condition)
@@ -261,7 +261,7 @@ def _read_by(registry: Registry[Any], name: str) -> str:
 
 
 def _reads_estimator(name: str, s: Settings) -> bool:
-    """Return whether the estimator reads a flag, or the validator refuses it, since it asks for what is not there."""
+    """Return whether the estimator reads a flag, or the validator refuses it, since it asks for a missing part."""
     loss = s.loss
     estimator = build_objective(loss).estimator
     return name in ((*estimator.reads, *estimator.instead) if loss.type.uses_advantages else loss.type.lacks)

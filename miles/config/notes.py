@@ -12,7 +12,7 @@ from miles.base.secrets import public_words
 from miles.config.megatron.fields import DESTINATION
 from miles.config.settings import Settings
 
-# Headings of the groups, in the order in which they are shown.
+# Headings of the groups, in the order of their display.
 NO_EFFECT = "no effect"
 SAME = "already so"
 SPEED = "speed only"
@@ -34,7 +34,7 @@ HEADINGS = {
 }
 _CHANGES_NOTHING = {*HEADINGS} - {READ_AS}
 
-# Headings of errors whose flags belong to no section of ours.
+# Headings of errors whose flags belong to none of our sections.
 UNKNOWN = "no such flag"
 OTHERS = "flags of other launchers"
 
@@ -49,7 +49,7 @@ class Note:
     Attributes:
         heading: One of ``HEADINGS``.
         written: The flag, with its value.
-        why: Why it changes nothing; under ``READ_AS``, what it was read as.
+        why: Why it changes nothing; under ``READ_AS``, the setting that it was read as.
     """
 
     heading: str
@@ -144,7 +144,7 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
 
     Args:
         settings: The settings.
-        given: The fields that the command sets; those of Megatron's configuration under ``DESTINATION`` + name.
+        given: The fields that the command sets; fields of Megatron's configuration under ``DESTINATION`` + name.
         on_cpu: Whether the run is on CPU.
         has_bf16: Whether the CPU has bf16 arithmetic.
     """

@@ -55,7 +55,7 @@ def check_parallel(
     max_response_len: int | None,
     errors: Errors,
 ) -> None:
-    """Check what is beyond ``ParallelDims``: the layout of tokens, and room for a response.
+    """Check the rules beyond ``ParallelDims``: the layout of tokens, and room for a response.
 
     Args:
         parallel: The section.

@@ -125,7 +125,7 @@ class FlagParser(argparse.ArgumentParser):
         return values
 
     def _refuse_value(self, action: argparse.Action, words: list[str], message: str) -> Any:
-        """Add the error of a value; return what the other flags are checked with: what was meant, or the default."""
+        """Add the error of a value; return the one to check other flags with: the intended value, or the default."""
         value = words[0] if len(words) == 1 else ""
         choices = [choice for choice in action.choices or () if isinstance(choice, str)]
         meant = near_choice(value, choices) if action.nargs is None else None
@@ -194,7 +194,7 @@ class Command:
 
     Attributes:
         settings: What our own flags say, with the backend and the engine chosen.
-        given: The fields of our sections that it sets, and those of Megatron's, under ``DESTINATION`` + name.
+        given: The fields of our sections that it sets, and Megatron's fields, under ``DESTINATION`` + name.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
@@ -203,7 +203,7 @@ class Command:
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
         explains: Whether to explain the command instead of running it.
         is_strict: Whether flags without effect are errors.
-        words: Its words as they were written, where no ``@file``, no ``--config`` and no keyword is left.
+        words: Its words as they were written, after each ``@file``, ``--config`` and keyword is replaced.
         later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
         remarks: Yields notes on a valid run, by its settings and the fields that the command sets.
     """
@@ -243,7 +243,7 @@ def expand(argv: Sequence[str], keywords: Mapping[str, Any], elsewhere: Collecti
     Args:
         argv: The words of the command.
         keywords: Further settings by name, as plain values; they replace the same flags among the words.
-        elsewhere: Flags that are none of ours, Megatron's or SGLang's, and that a file may set.
+        elsewhere: Flags of neither miles, Megatron nor SGLang that a file may set.
         errors: Collects files that cannot be read, and entries that are no settings.
 
     Raises:
@@ -283,7 +283,7 @@ def read_words(
         notes: What was read in another spelling.
         elsewhere: Flags that exist elsewhere, and what to add if one of them is suggested.
         megatron: Further flags of Megatron in the command, which choose its backend too.
-        later: Judges, with the settings, what the words do not hold.
+        later: Judges, with the settings, the parts of the command that the words lack.
         remarks: Yields notes on the valid run.
 
     Raises:
@@ -437,7 +437,7 @@ def _judge(command: Command, starts: bool) -> Validated:
         errors.add(message)
     settings = _with_defaults(command)
     notes = [*command.notes, *command.later(settings, errors)]
-    for normalize in (  # in this order: a step sees what the steps before it have left
+    for normalize in (  # in this order: a step reads the result of the steps before it
         normalize_converter,
         partial(normalize_megatron, errors=errors),
         normalize_values,
@@ -486,7 +486,7 @@ def _judge(command: Command, starts: bool) -> Validated:
 
 
 def _with_defaults(command: Command) -> Settings:
-    """Fill in the precision, and the defaults that depend on this host. ``parse`` leaves those of the sections."""
+    """Fill in the precision, and the defaults that depend on this host. ``parse`` sets the defaults of the sections."""
     settings = command.settings
     cluster = settings.cluster
     if cluster.ray_address is None:

@@ -86,7 +86,7 @@ def check_profiling(profiling: ProfilingArguments, num_iterations: int | None, w
 
 
 def explain_profiling(profiling: ProfilingArguments, output_dir: str, num_iterations: int | None) -> Iterator[str]:
-    """List what is written, by a run of so many iterations (None: not known yet) that starts at its first one."""
+    """List the profiling files of a run of so many iterations (None: not known yet) that starts at its first one."""
     if profiling.is_on:
         first, last = profiling.iterations[0], profiling.iterations[-1]
         which = f"iteration {first}" if first == last else f"iterations {first} to {last}"

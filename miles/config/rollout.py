@@ -447,7 +447,7 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
 
 
 def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator[str]:
-    """Yield what is allowed, and may surprise."""
+    """Yield notes on settings that are allowed, and may surprise."""
     uses_policy_loss = loss.type.uses_policy_loss
     if rollout.rollout_temperature == 0 and uses_policy_loss and loss.normalizes_rewards:
         yield (

@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def added_losses(self) -> tuple[AddedLoss, ...]:
-        """What the model's layers add to the objective."""
+        """The losses that the model's layers add to the objective."""
         return tuple(added_losses(self.megatron))
 
     def trains_policy(self, iteration: int) -> bool:
@@ -139,7 +139,7 @@ class Settings:
 
     @property
     def dims(self) -> ParallelDims:
-        """The arithmetic of the trainer's ranks. Raises ``ValueError`` naming a flag by which they cannot be divided.
+        """The arithmetic of the trainer's ranks. Raises ``ValueError`` naming a flag that cannot divide them.
 
         Valid for every backend: the sizes of ``megatron`` are 1 under those that do not read them.
         """
@@ -207,7 +207,7 @@ class Settings:
         return self.generates and self.sglang.writes_deltas
 
     def offload(self, device: str) -> Offload:
-        """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, both are by default.
+        """Return whether trainer and engines offload on ``device`` (cpu or cuda). On shared GPUs, both do by default.
 
         Raises:
             ValueError: An offload is asked for on CPU.

@@ -1,4 +1,4 @@
-"""Bring the words of a command into the spelling that the parser reads, and find what is written twice."""
+"""Bring the words of a command into the spelling that the parser reads, and find flags that are written twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def group_words(words: Iterable[str]) -> list[Group]:
 
 
 def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
-    """Return the words without those of ``flags``: each flag, and its values."""
+    """Return the words without the words of ``flags``: each flag, and its values."""
     kept, is_kept = list[str](), True
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -68,7 +68,7 @@ def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
 
 
 def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Return messages where a flag of the router has the name that ``words`` have: ``--sglang-router-NAME``."""
+    """Return messages that name a flag of the router as ``words`` do: ``--sglang-router-NAME``."""
     written = [flag for flag in flags_in(words) if flag.startswith(ROUTER_ALIAS)]
     found = list(messages)
     for flag in written:

@@ -136,7 +136,7 @@ def fill_global_batch_size(
 
 
 def notes_on_training(training: TrainingArguments, context_parallel_size: int, max_response_len: int) -> Iterator[str]:
-    """Yield what is allowed, and may surprise."""
+    """Yield notes on settings that are allowed, and may surprise."""
     budget = training.max_tokens_per_gpu
     if budget is not None and budget * context_parallel_size < max_response_len:
         yield (

@@ -71,11 +71,11 @@ class Validated:
     Attributes:
         settings: The settings.
         readings: What was read as something else, or follows from other flags.
-        surprises: Notes on what is allowed and may surprise.
-        accepted: Flags that were accepted and have no effect of their own.
+        surprises: Notes on settings that are allowed and may surprise.
+        accepted: Flags that were accepted and have no effect themselves.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
         given: The fields that the command sets.
-        inputs: What the check of rows and functions has found; None if it was not made yet.
+        inputs: The findings of the check of rows and functions; None if it was not made yet.
     """
 
     settings: Settings
@@ -88,7 +88,7 @@ class Validated:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user has to know before the run: the readings, and what may surprise."""
+        """The facts that a user has to know before the run: the readings, and the surprises."""
         return (*self.readings, *self.surprises)
 
 
@@ -178,7 +178,7 @@ def _check_pass_rate(settings: Settings, errors: Errors) -> None:
 
 
 def _is_undecided(settings: Settings) -> bool:
-    """Return whether the reward is a sum where no part decides whether an answer passes."""
+    """Return whether the reward is a sum, and no part decides whether an answer passes."""
     return settings.reward.is_sum and deciding_part(settings.reward.weights) is None
 
 
@@ -205,7 +205,7 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
 
 
 def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
-    """Check the loss, and replace what is implied or has another name by what it means; notes say what."""
+    """Check the loss, and replace implied or renamed settings by their meaning; notes name them."""
     check_loss(settings, errors)
     rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
     if errors.none_about("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"):
@@ -245,7 +245,7 @@ def _notes_on_warmup(settings: Settings) -> Iterator[str]:
 
 
 def _surprises(settings: Settings) -> Iterator[str]:
-    """Yield what is allowed, and may surprise."""
+    """Yield notes on settings that are allowed, and may surprise."""
     yield from notes_on_rollout(settings.rollout, settings.loss)
     tensor, per_node = settings.megatron.tensor_model_parallel_size, settings.cluster.actor_num_gpus_per_node
     if settings.cluster.actor_num_nodes > 1 and per_node % tensor:

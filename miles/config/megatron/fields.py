@@ -53,7 +53,7 @@ class MegatronField:
         return True if self.flag == "--attention-softmax-in-fp32" else not self.default
 
 
-# Flags of launch scripts that are not in the dataclasses: arguments of Megatron's GPTModel and of its own scripts.
+# Flags of launch scripts that are not in the dataclasses: arguments of Megatron's GPTModel and of Megatron's scripts.
 MODEL_FLAGS = (
     MegatronField("group_query_attention", "--group-query-attention", "bool", False, "query heads share key heads"),
     MegatronField(

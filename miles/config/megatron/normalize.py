@@ -77,7 +77,7 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[s
     Args:
         field: The field.
         value: Its value.
-        shape: The model's shape in Megatron's terms, as far as it is known.
+        shape: The known part of the model's shape, in Megatron's terms.
         given: All fields that flags set.
     """
     name, shown = field.name, _shown(field, value)
@@ -118,7 +118,7 @@ def _asks_for_nothing(field: MegatronField, value: Any) -> bool:
 
 
 def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any]) -> FieldVerdict:
-    """Recomputation changes no result: any kind of it is that of whole layers, one by one."""
+    """Recomputation changes no result: any kind of it recomputes whole layers, one by one."""
     wanted = FIXED[name][0]
     if "recompute_granularity" not in given and name != "recompute_granularity":
         return FieldVerdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))

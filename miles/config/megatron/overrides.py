@@ -24,7 +24,7 @@ FIXED: dict[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) i
 TRIED: tuple[str, ...] = tuple(_TABLE["tried"])
 # Values that ask for nothing, and that scripts give for models which do not have the setting.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in _TABLE["neutral"].items()}
-# Those of layers that no family of this backend has. --train-backend fsdp reads them from the config.
+# Fields of layers that no family of this backend has. --train-backend fsdp reads them from the config.
 OF_OTHER_MODELS: set[str] = {*_TABLE["of_other_models"]}
 # The fields that a model's config determines: they can be checked only after it has been read.
 SHAPE_FIELDS = {*OF_OTHER_MODELS, *LAYER_FIELDS, *EXPERT_FIELDS, *_TABLE["of_model"]}
@@ -96,7 +96,7 @@ def refusal_of(name: str) -> str:
 
 
 def repeats(value: Any, wanted: Any) -> bool:
-    """Return whether a flag states what is so anyway; lists of equal entries may be written as one entry.
+    """Return whether a flag states the value that holds anyway; lists of equal entries may be written as one entry.
 
     A float that a config has rounded to fp32, such as 9.999999747378752e-06, is the number that was rounded.
     """

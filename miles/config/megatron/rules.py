@@ -1,4 +1,4 @@
-"""Check a run of the Megatron backend: sizes that fit ranks and model, and only what is computed correctly."""
+"""Check a run of the Megatron backend: sizes that fit ranks and model, and only correctly computed settings."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
 def _check_local_models(
     model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, lora: LoraArguments, errors: Errors
 ) -> None:
-    """Check what the configs on this machine determine; the backend checks the others at run time."""
+    """Check the fields that the configs on this machine determine; the backend checks the others at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
     if config is not None and sizes.megatron_to_hf_mode == "bridge":
@@ -314,7 +314,7 @@ def _may_be_bridged(model: ModelArguments) -> bool:
 
 
 def lacks_bridge() -> bool:
-    """Return whether Megatron-Bridge is missing, or a release of it or of what it needs was not tested."""
+    """Return whether Megatron-Bridge is missing, or a release of it or of its dependencies was not tested."""
     with suppress(PackageNotFoundError):
         return not all(version(package).startswith(release) for package, release in BRIDGE_RELEASES.items())
     return True

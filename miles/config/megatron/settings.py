@@ -115,7 +115,7 @@ class MegatronArguments:
 
 _ROUTER = "miles.training.megatron.moe"
 _HEADS = "miles.training.megatron.model.mtp"
-# By --moe-router-load-balancing-type, over what the load is balanced.
+# By --moe-router-load-balancing-type, the unit that the load is balanced over.
 _BALANCED = {"aux_loss": "each micro-batch", "seq_aux_loss": "each sample"}
 
 

@@ -29,7 +29,7 @@ def check_agents(settings: Settings, errors: Errors) -> None:
 
 
 def _check_kind(settings: Settings, name: str, errors: Errors) -> None:
-    """Check what a built-in environment gives and reads.
+    """Check the data that a built-in environment gives and reads.
 
     Raises:
         InputError: There is no such environment.

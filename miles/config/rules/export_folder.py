@@ -16,9 +16,9 @@ _FILE_URL = re.compile(r"(?:file|local)://(?=/)")
 
 
 def check_export_folder(settings: Settings, errors: Errors) -> None:
-    """Refuse an export that would take the place of another folder, or of one that holds it.
+    """Refuse an export that would replace another folder, or a parent of it.
 
-    An export removes the weights of an earlier one, and changes places with its folder (training/checkpoint_files.py).
+    An export removes the weights of an earlier one, and swaps with its folder (training/checkpoint_files.py).
     Folders are compared through links. ``{iteration}`` in the name stands for any number.
     """
     given = settings.checkpoint.save_hf
@@ -62,6 +62,6 @@ def _fault(given: str, flag: str, other: str) -> str | None:
 
 
 def _place(folder: str) -> str:
-    """Return the absolute path of a folder without links; of another URL than that of a local folder, its text."""
+    """Return the absolute path of a folder without links; for a URL other than a local folder's, return its text."""
     local = _FILE_URL.sub("", folder)
     return folder.rstrip("/") if is_url(local) else os.path.realpath(local)

@@ -111,7 +111,7 @@ def _check_removed_samples(settings: Settings, errors: Errors) -> None:
 
 
 def _check_teacher(settings: Settings, errors: Errors) -> None:
-    """Check that a teacher in the trainer has weights, and that servers can give what the trainer compares."""
+    """Check that the trainer's teacher has weights, and that servers can give the values that the trainer compares."""
     loss, rollout = settings.loss, settings.rollout
     if loss.teacher_is_loaded and settings.model.opd_teacher_load is None:
         rule, what_to_do = "needs a teacher", "add --opd-teacher-load PATH, or --opd-teacher-urls URL"
@@ -136,7 +136,7 @@ def _check_teacher(settings: Settings, errors: Errors) -> None:
 
 
 def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
-    """Fill in ``policy_loss`` with the estimator's own in a run that has one; a note says if it is not the usual one.
+    """Fill in ``policy_loss`` with the estimator's own in a run that has one; add a note if it is not the usual one.
 
     The flags must be valid. Under a loss type without one, and with a custom policy loss, there is none to name.
     """

@@ -21,7 +21,7 @@ _CONTEXT = "--context-length"  # SGLang's flag
 _MODEL_LEN = "--max-model-len"  # vLLM's
 _UNKNOWN = sys.maxsize
 _CUT = "--rollout-max-context-len"
-# Flags of SGLang with which its limit is not that of the model's configuration, or no request is refused.
+# Flags of SGLang that change its limit from the one in the model's configuration, or make it refuse no request.
 _OTHER_LIMITS = ("--json-model-override-args", "--allow-auto-truncate")
 # What may ask for fewer tokens than --rollout-max-response-len.
 _MAY_ASK_FOR_LESS = ("custom_generate_function_path", "rollout_function_path", "agent_command", "thinking_max_len")

@@ -71,12 +71,12 @@ def check_debug_modes(settings: Settings, errors: Errors) -> None:
 # Check ``--deterministic-mode``: two runs of one command give the same weights, bit for bit.
 
 
-# Modes where the order of completion decides which answers an iteration has.
+# Modes that let the order of completion decide which answers an iteration has.
 BY_COMPLETION = ("partial_rollout", "over_sampling_early_stop", "fully_async")
 
 
 def check_deterministic(settings: Settings, errors: Errors) -> None:
-    """Check that nothing which two runs may do differently decides what is trained on."""
+    """Check that nothing which two runs may do differently decides which data are trained on."""
     if not settings.training.deterministic_mode:
         return
     why = "with --deterministic-mode: the order in which answers complete would decide which are trained on"
@@ -99,7 +99,7 @@ def check_deterministic_on_cpu(settings: Settings, errors: Errors) -> None:
         errors.refuse("deterministic_mode", True, rule, f"use --rollout-engine {others}, or drop it")
 
 
-# What a run in one process without Ray cannot do (run/one_process/sides.py).
+# Refuse settings that need more than a run in one process without Ray (run/one_process/sides.py).
 
 
 def check_one_process(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Read ``--sglang-config FILE``: SGLang's own form becomes its flags, so that a run checks what the file asks for.
+"""Read ``--sglang-config FILE``: SGLang's own form becomes its flags, so that a run checks the settings of the file.
 
 Related launchers give another file by this flag: groups of servers that differ.
 """

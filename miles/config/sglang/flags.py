@@ -74,7 +74,7 @@ class ServerFlags:
 
 
 def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
-    """Divide the command line into the words of our own parser and those of servers.
+    """Divide the command line into the words of our own parser and the words of servers.
 
     A flag takes the words up to the next one that starts with ``--``. A flag that is written as one word with its value
     (``'--sglang-dtype float32'``) is cut in two, because launch scripts contain such words.
@@ -84,7 +84,7 @@ def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list
         own: The flags of the launcher; some start like SGLang's.
 
     Returns:
-        Our words, and those of servers.
+        Our words, and the servers' words.
     """
     ours: list[str] = []
     server: list[str] = []
@@ -300,7 +300,7 @@ class SglangArguments:
     )
 
     def per_node(self, cluster: ClusterArguments) -> int:
-        """Return the devices of a node that engines can have. With ``--colocate`` they are those of the trainer."""
+        """Return the devices of a node that engines can have. With ``--colocate`` they are the trainer's devices."""
         return cluster.actor_num_gpus_per_node if cluster.colocate else self.num_gpus_per_node or DEVICES_OF_A_NODE
 
     @property
@@ -320,7 +320,7 @@ class SglangArguments:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether requests in flight keep what the old weights have computed, so that no cache can be flushed."""
+        """Whether requests in flight keep the results of the old weights, so that no cache can be flushed."""
         match self.pause_generation_mode:
             case "retract" | "abort":
                 return False

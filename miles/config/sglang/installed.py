@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 Reading: TypeAlias = Literal["text", "int", "float", "size", "json"]
 Expressions: TypeAlias = Mapping[str, ast.expr]
 
-# Functions that read a word, and what it must be. Others are not known, so that any word is accepted.
+# Functions that read a word, and the form that it must have. Others are not known, so that any word is accepted.
 _READINGS: dict[str, Reading] = {
     "str": "text",
     "int": "int",
@@ -42,7 +42,7 @@ _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 
 @dataclass(frozen=True)
 class Accepted:
-    """Say what a flag accepts.
+    """Describe the words that a flag accepts.
 
     Attributes:
         least: The fewest words after it.
@@ -102,7 +102,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return what is assigned to each name of a module."""
+    """Return the expression that is assigned to each name of a module."""
     return {
         target.id: node.value
         for node in tree.body
@@ -133,7 +133,7 @@ def _of_fields(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
 
 
 def _of_field(kind: ast.expr, keywords: Expressions, lists: Expressions) -> Accepted:
-    """Return what a field takes, in the order in which ``add_cli_args_from_dataclass`` of SGLang decides it."""
+    """Return the words that a field takes, decided in the order of SGLang's ``add_cli_args_from_dataclass``."""
     container = ast.unparse(kind.value) if isinstance(kind, ast.Subscript) else ""
     if "action" in keywords:
         return _of_action(keywords)

@@ -1,4 +1,4 @@
-"""Read the flags of SGLang's servers: earlier names, and what the run sets itself or does without."""
+"""Read the flags of SGLang's servers: earlier names, and flags that the run sets itself or does without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
 _DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
-# They change what is generated, so an engine that does not read them cannot run the command.
+# They change the generated text, so an engine that does not read them cannot run the command.
 CHANGES_RESULTS = {
     "--context-length",
     "--quantization",

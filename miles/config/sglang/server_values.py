@@ -77,7 +77,7 @@ def check_server_values(flags: ServerFlags, errors: Errors) -> None:
 
     Args:
         flags: The words that are passed on.
-        errors: Collects what is wrong, and has the flags that are refused already.
+        errors: Collects the errors, and has the flags that are refused already.
     """
     _check_words(SERVER, flags.server, server_flags(), errors)
     _check_words(ROUTER, flags.router, router_flags(), errors)

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-BESIDE = ".venv-vllm"  # the environment's folder, next to that of the run
+BESIDE = ".venv-vllm"  # the environment's folder, next to the run's
 INSTALL = "bash scripts/vllm.sh"
 
 

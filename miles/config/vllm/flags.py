@@ -71,7 +71,7 @@ class VllmArguments:
 
 
 def check_start(settings: Any, errors: Errors) -> None:
-    """Refuse what a start would fail at: vLLM is not installed, or its parser refuses a flag."""
+    """Refuse a run that would fail at its start: vLLM is not installed, or its parser refuses a flag."""
     python, words = vllm_python(settings.vllm.vllm_python), settings.server_flags.vllm
     if (missing := missing_vllm(python)) is not None:
         errors.add(missing)
@@ -82,7 +82,7 @@ def check_start(settings: Any, errors: Errors) -> None:
 
 @cache
 def _complaints(python: str, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what vLLM's parser says against ``words``, as errors."""
+    """Return the objections of vLLM's parser to ``words``, as errors."""
     judged = subprocess.run(
         [python, "-P", "-c", _JUDGE, *words],
         env=clean_environment(),

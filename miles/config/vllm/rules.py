@@ -83,7 +83,7 @@ def _check_words(settings: Settings, errors: Errors) -> None:
 
 
 def _check_truncated(settings: Settings, errors: Errors) -> None:
-    """Check that vLLM can say what the trainer needs of tokens that top-p, top-k or min-p has chosen from."""
+    """Check that vLLM can give the values that the trainer needs of tokens that top-p, top-k or min-p chose from."""
     rollout = settings.rollout
     if not rollout.replays_support:
         if rollout.rollout_temperature != 1:
