@@ -6,8 +6,8 @@ next. The FSDP backend computes such layers sample by sample (training/fsdp/laye
 it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
 (``--qkv-format bshd``), where every sample begins with an empty state.
 
-The FSDP backend trains whatever transformers can load, but for what ``why_not_trained`` names. A type that neither
-``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
+The FSDP backend trains every model that transformers can load, except for the types that ``why_not_trained`` names. A
+type that neither ``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
 (training/fsdp/packing_check.py), and so it is before the torch engine runs it (engine/embedded/start_check.py).
 tests/fast/models/test_every_family.py tries every type that transformers has.
 """
@@ -70,8 +70,8 @@ WITH_TEXT_MODEL = (
     "qwen3_5_moe",
     "qwen4_exp",
 )
-# Types that are not what transformers computes, or do not run, on the attention of FSDP and of the torch engine; or
-# that are no model of text alone.
+# Types that differ from transformers' results, or do not run, on the attention of FSDP and of the torch engine; or that
+# are no model of text alone.
 _DIFFERENT = (
     "axk2",
     "blt",
@@ -340,7 +340,7 @@ def kv_bytes_per_token(config: dict[str, Any], gpus: int, itemsize: int, keeps_l
         config: The text part of a ``config.json``.
         gpus: Devices of the engine.
         itemsize: Bytes of a value.
-        keeps_latent: Whether the engine keeps what latent attention computes keys and values from (one vector for all
+        keeps_latent: Whether the engine keeps the input of the keys and values of latent attention (one vector for all
             heads, on every device), and not the keys and values.
 
     Raises:

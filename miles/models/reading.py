@@ -138,7 +138,7 @@ def _models() -> Path | None:
 
 # Types for text and images that are loaded whole, with the vision tower: the types in families/vision.
 WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
-_READER = "PytorchStreamReader"  # begins what torch reports about a broken pytorch_model.bin
+_READER = "PytorchStreamReader"  # begins torch's message about a broken pytorch_model.bin
 _SHOWN = 3  # names of tensors in a message
 
 

@@ -104,13 +104,13 @@ _COMMON = {
 
 
 def common_shape(config: Config) -> Shape:
-    """Return what Megatron calls the sizes of a model of any family, as far as its configuration has them."""
+    """Return the sizes of a model of any family by Megatron's names, as far as its configuration has them."""
     text = config.get("text_config") or config
     return {ours: text[theirs] for theirs, ours in _COMMON.items() if isinstance(text.get(theirs), int)}
 
 
 def vocabulary_shape(config: Config) -> Shape:
-    """Return what Megatron's ``GPTModel`` takes alongside its ``TransformerConfig``: vocabulary, head and positions."""
+    """Return the arguments of Megatron's ``GPTModel`` besides ``TransformerConfig``: vocabulary, head and positions."""
     rope = config.get("rope_parameters") or {}
     return {
         "vocab_size": config["vocab_size"],

@@ -1,7 +1,7 @@
 """Shrink a model's ``config.json`` to a few layers of small width that still have the features of the family.
 
-What stays: the kinds of layers, grouped-query and latent attention, experts, shared experts, routing by groups, norms,
-biases, ties, the vocabulary and the maximum length. Imports no torch.
+Unchanged are the kinds of layers, grouped-query and latent attention, experts, shared experts, routing by groups,
+norms, biases, ties, the vocabulary and the maximum length. Imports no torch.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _first_shared_layer(config: Mapping[str, Any]) -> int | None:
 def _attention_of_some_layers(
     config: Mapping[str, Any], small: Mapping[str, Any], kept: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what states which layers have other heads, or no keys of their own; wider heads stay wider."""
+    """Return the settings for layers that have other heads, or no keys of their own; wider heads stay wider."""
     found: dict[str, Any] = {}
     first_shared = _first_shared_layer(config)
     if first_shared is not None:
@@ -377,7 +377,7 @@ def run_writer(
     """Be the command ``write.py FOLDER [--seed N]``: write the task's rows to FOLDER, and its model to FOLDER/model.
 
     Args:
-        description: What ``--help`` states.
+        description: The description for ``--help``.
         write_tasks: Writes the rows to a folder with a seed.
         write_random_model: Writes the model to a folder with a seed.
     """

@@ -260,7 +260,8 @@ class _JsonStream:
         return getattr(self._stream, name)
 
 
-# The run in the terminal: one line of at most 80 columns per step, the time that is left, and what takes long.
+# The run in the terminal: one line of at most 80 columns per step, the time that is left, and the phases that take
+# long.
 #
 # On a terminal a bar below the lines shows the phase and its progress; elsewhere a long one is reported every minute.
 # ``--log-format json`` prints the same as JSON objects (``JsonSink``).
@@ -376,7 +377,7 @@ def step_line(
         values: Its metrics.
         total: The steps of the run.
         left: The seconds that are left.
-        first: What each evaluation set had in the first evaluation of the run, to which the newest is compared.
+        first: The value of each evaluation set in the first evaluation of the run, to compare the newest with.
     """
     number = f"{step:>{len(str(total))}}/{total}" if total else f"{step:>4}"
     took = values.get("time/step")

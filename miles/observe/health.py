@@ -168,7 +168,7 @@ def _last(column: Sequence[float]) -> float:
 
 
 def _or_none(value: float) -> float | None:
-    """Return the value with six significant digits, None for what JSON cannot hold."""
+    """Return the value with six significant digits, None for a value that JSON cannot hold."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -186,9 +186,9 @@ QUESTIONS = {
     "engine": "What does generation do?",
     "time": "Where does the time go?",
 }
-SHARE = "share"  # the unit of what lies between 0 and 1
+SHARE = "share"  # the unit of values between 0 and 1
 NOTHING = 1e-6  # a metric that stays below this is zero: a mean of float32 token losses has errors of this size
-# Question, metric, title, unit. The charts with a question come first, in this order, if the run has them.
+# Question, metric, title, unit. Within a question, these charts come first, in this order, if the run has them.
 _CHARTS = (
     ("learning", "rollout/reward", "Reward", "reward, mean of the iteration"),
     ("learning", "rollout/response_length", "Response length", "tokens"),
@@ -369,7 +369,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Advice:
-    """What usually helps: a flag, and when it can.
+    """A remedy that usually helps: a flag, and when it can.
 
     Attributes:
         flag: The flag to look at.
@@ -390,7 +390,7 @@ class Rule:
         name: The problem that it finds.
         metric: The curve to look at.
         threshold: When it fires, in words.
-        advice: What usually helps, the most likely first. One of them always can.
+        advice: The remedies that usually help, the most likely first. One of them always can.
         check: Returns None without enough measurements.
         judges: Whether it states something about a run of these settings that has its metric.
     """
@@ -463,7 +463,7 @@ class Curves:
         return None if part is None else start + part
 
     def judged(self, settings: Settings) -> tuple[str, int, list[int], list[float]]:
-        """Return what tells whether the run learns: name, 1 if more is better else -1, steps, measurements."""
+        """Return the metric that shows whether the run learns: name, 1 if more is better else -1, steps, values."""
         if not learns_from_rewards(settings):
             held_out = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
             return (*(("held-out loss", -1) if held_out else ("loss", -1)), *self._mean(held_out or ["train/loss"]))

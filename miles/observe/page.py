@@ -469,12 +469,12 @@ def _chosen(rows: Sequence[Row], count: int) -> list[int]:
 
 
 def _group(row: Row) -> Any:
-    """Return what tells the groups of an iteration apart; rows of earlier versions have their prompt alone."""
+    """Return the key that tells the groups of an iteration apart; for rows of earlier versions it is their prompt."""
     return row["prompt"] if row.get("group") is None else row["group"]
 
 
 def _answer(row: Row) -> tuple[Any, ...]:
-    """Return what equal answers of a group have in common."""
+    """Return the values that equal answers of a group share."""
     return row["response"], row.get("reward"), row.get("status")
 
 

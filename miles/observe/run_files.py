@@ -206,7 +206,7 @@ class SearchPage:
 
     hits: list[Hit]
     cursor: int | None
-    searched: float  # the share of the file that is behind the cursor
+    searched: float  # the share of the file that has been searched
 
 
 class SampleFile:
@@ -539,7 +539,7 @@ class SampleRecord:
         tokens: The text of each token.
         mask: The loss mask.
         rollout_log_probs: The engine's log-probs.
-        weight_versions: The weights behind each token.
+        weight_versions: The version of the weights for each token.
         log_probs: The trainer's log-probs before the iteration's first step. They and the fields below are stored for
             few samples (``--samples-token-values``).
         ratios: Current policy over the one that the iteration began with; None: all are 1.

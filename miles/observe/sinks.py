@@ -581,7 +581,7 @@ class Notifier:
             body = {"event": event, "run": _encodable(self._run), "text": _encodable(text)}
             answer = httpx.post(self._url, json=body, timeout=SECONDS)
             fault = None if answer.is_success else f"status {answer.status_code}"
-        except Exception as error:  # the run, or what has ended it, matters more
+        except Exception as error:  # the run, or the error that ended it, matters more
             fault = type(error).__name__
         if fault is not None:
             with suppress(OSError, ValueError):  # nobody reads it any more

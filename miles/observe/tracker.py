@@ -115,7 +115,7 @@ class Tracker:
             self._wandb.resume(step)
 
     def _take_folder(self, run: RunIdentity | None) -> None:
-        """Move the files of another run away and make the folder that of ``run``."""
+        """Move the files of another run away, and note ``run`` as the folder's owner."""
         self._header = replace(self._header, run={} if run is None else run.to_state())
         found = self._files.run
         if found is not None and (run is None or run.id != found.id):

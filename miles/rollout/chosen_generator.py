@@ -1,4 +1,4 @@
-"""What generates the samples of a group: the engine alone, a limit of the reasoning, or a function of the user's.
+"""The generator of the samples of a group: the engine alone, a limit of the reasoning, or a function of the user's.
 
 Or an agent program or an environment, whose calls are recorded (``agents/``).
 """
@@ -39,7 +39,7 @@ def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
 
 
 def session_generator(settings: Settings) -> SessionGenerator | None:
-    """Return what makes trajectories by recorded calls: programs or environments; None for neither.
+    """Return the generator of trajectories by recorded calls: programs or environments; None for neither.
 
     Raises:
         ValueError: The program or the environment is not there.
@@ -58,7 +58,7 @@ def session_generator(settings: Settings) -> SessionGenerator | None:
 
 @asynccontextmanager
 async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
-    """Give a block what generates groups: programs, environments, a user's function, or the engine alone.
+    """Give a block the generator of groups: programs, environments, a user's function, or the engine alone.
 
     Raises:
         ValueError: The program, the environment or the function is not there.

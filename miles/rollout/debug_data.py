@@ -138,7 +138,7 @@ class SavedGroups:
         self._stream = stream
 
     async def collect(self, iteration: int) -> ScoredGroups:
-        """Return the saved groups of ``iteration`` and their metrics; raises what ``load_rollout`` raises."""
+        """Return the saved groups of ``iteration`` and their metrics; raises the errors of ``load_rollout``."""
         groups = load_rollout(self._path_template, iteration, self._vocab_size)
         return ScoredGroups(groups, rollout_metrics(groups, groups, 0, self._log_passrate))
 

@@ -40,7 +40,7 @@ class GroupWorkers(Protocol):
     """Other processes that produce groups (``--num-rollout-workers``)."""
 
     async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
-        """Do what ``produce_group`` does. Of ``tools``, the processes have their own."""
+        """Do the same as ``produce_group``. Of ``tools``, the processes have their own."""
         ...
 
     async def hold(self) -> None:
@@ -92,7 +92,7 @@ class GroupGenerator(Protocol):
 
 @dataclass(frozen=True)
 class GroupTools:
-    """What produces groups, in training and in evaluation.
+    """The tools that produce groups, in training and in evaluation.
 
     ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead, unless
     ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on. If there are ``workers``,

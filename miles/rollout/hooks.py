@@ -28,7 +28,7 @@ MOST_DROPPED = 1000  # groups in a row, without one that is picked: the function
 
 
 class Picked(NamedTuple):
-    """What becomes of the groups that waited."""
+    """The groups that waited: picked ones, ones that wait further, and dropped ones."""
 
     picked: list[PromptGroup]
     waiting: list[PromptGroup]
@@ -101,7 +101,7 @@ class BufferFilter:
 CONVERT = "--custom-convert-samples-to-train-data-path"
 REQUIRED = ("tokens", "response_lengths", "rewards")
 OPTIONAL = ("loss_masks", "rollout_log_probs", "sample_indices")
-NOT_READ = ("raw_reward", "truncated", "round_number", "metadata")  # what other launchers log, or pass on
+NOT_READ = ("raw_reward", "truncated", "round_number", "metadata")  # values that other launchers log, or pass on
 
 
 def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) -> list[PromptGroup]:
@@ -385,7 +385,7 @@ class FunctionCollector:
         """Return the function's groups and metrics.
 
         Raises:
-            ValueError: The result is not what ``RolloutFunction`` describes.
+            ValueError: The result is not as ``RolloutFunction`` describes.
             Exception: Whatever the function raises.
         """
         answer: Any = await self._function(iteration, self._tools)

@@ -1,4 +1,4 @@
-"""Compute the metrics of an iteration's samples: rewards, lengths, pass@k, and the age of the weights behind them."""
+"""Compute the metrics of an iteration's samples: rewards, lengths, pass@k, and the age of their weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _reward_std(group: PromptGroup) -> float:
 
 
 def staleness_metrics(groups: Sequence[PromptGroup], trained_version: int) -> dict[str, Metric]:
-    """Return how old the weights behind the loss tokens are.
+    """Return how old the weights of the loss tokens are.
 
     ``rollout/staleness`` and ``rollout/staleness_max`` are the mean and the maximum over tokens, in weight versions
     behind ``trained_version`` (the version that trains on them). ``rollout/mixed_version_samples`` is the fraction of
@@ -173,7 +173,7 @@ def with_own_metrics(
     Args:
         metrics: The metrics.
         log: The function. It is given their values by name, and may add to them or replace some.
-        name: What errors call it.
+        name: Its name in errors.
 
     Raises:
         ValueError: It adds something other than a finite number.

@@ -55,7 +55,7 @@ from miles.config.rollout import RolloutArguments
 
 
 class Overlap(Enum):
-    """What generation does while an iteration is trained."""
+    """The behavior of generation while an iteration is trained."""
 
     SYNCHRONOUS = auto()  # it waits
     AHEAD = auto()  # it collects the next iterations; weights change between two of them
@@ -63,7 +63,7 @@ class Overlap(Enum):
 
 
 class LeftoverGroups(Enum):
-    """What happens to the groups that an iteration does not take."""
+    """The treatment of the groups that an iteration does not take."""
 
     AWAIT = auto()
     CANCEL = auto()
@@ -72,7 +72,7 @@ class LeftoverGroups(Enum):
 
 
 class StaleTokens(Enum):
-    """What happens to tokens of weights that are more than K versions old."""
+    """The treatment of tokens of weights that are more than K versions old."""
 
     KEEP = auto()  # they are trained on
     MASK = auto()  # they get loss mask 0; a group of nothing else is dropped

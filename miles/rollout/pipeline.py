@@ -92,13 +92,13 @@ class RolloutPipeline:
 
     Args:
         engine: None if nothing is generated (saved samples, no evaluation).
-        tools: What evaluation generates with; None without an engine. ``close`` ends its workers.
+        tools: The tools that evaluation generates with; None without an engine. ``close`` ends its workers.
         stream: None if there are no prompts to train on.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
         evaluation: The user's evaluation, of a version of the weights; None for the evaluation of ``eval_sets``.
         teacher: The servers of a teacher, which ``close`` disconnects from.
-        agents: What runs agent programs; ``close`` stops its server.
+        agents: The generator that runs agent programs; ``close`` stops its server.
         load: Measures the requests to the engine of ``tools``; None with generation workers.
         reads_images: Whether the model has a processor.
     """
@@ -243,7 +243,7 @@ class RolloutPipeline:
             load_processor(self.tokenizer.name_or_path).save_pretrained(folder)
 
     async def start_profile(self) -> None:
-        """Have the generation workers record what they do."""
+        """Have the generation workers record their work."""
         if self._workers is not None:
             await self._workers.start_profile()
 
@@ -271,7 +271,8 @@ async def build_pipeline(
     Args:
         settings: All sections of the run.
         host: Places the engine.
-        worker_starter: Given the tokenizer, returns what starts a generation worker (``--num-rollout-workers``).
+        worker_starter: Given the tokenizer, returns the function that starts a generation worker
+            (``--num-rollout-workers``).
 
     Raises:
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
@@ -376,7 +377,7 @@ def build_collector(
 
     Args:
         stream: The prompts; may be None for saved groups.
-        tools: What groups are produced with; may be None for saved groups.
+        tools: The tools that produce groups; may be None for saved groups.
         rollout: The flags that decide.
         reward: The flags of rewards.
         seed: The seed of the run's responses.
@@ -421,7 +422,7 @@ def build_collector(
 
 
 def _stops(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
-    """Return what interrupts the generation of this process, and of its workers if it has some."""
+    """Return the object that interrupts the generation of this process, and of its workers if it has some."""
     return engine if workers is None else InterruptibleWorkers(engine, workers)
 
 

@@ -205,7 +205,7 @@ class RunCheckpoints:
 
 
 class BackgroundSave:
-    """Waits for the ranks in a thread, then calls ``publish`` with what they return.
+    """Waits for the ranks in a thread, then calls ``publish`` with their results.
 
     Args:
         calls: One per rank; each returns when the rank has written its files.

@@ -227,7 +227,7 @@ class GenerationActor:
         return await self._worker.collect()
 
     async def close(self) -> None:
-        """Stop what runs. No call may follow."""
+        """Stop all activity. No call may follow."""
         if self._built is not None:
             await self._built.close()
 
@@ -304,7 +304,7 @@ class RayWorker:
         return found
 
     async def close(self) -> None:
-        """Have it stop what runs, and end it; ``WorkerProcess.close``."""
+        """Have it stop all activity, and end it; ``WorkerProcess.close``."""
         with suppress(TimeoutError, WorkerLost, RayError):  # it is ended in any case
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._result(self._actor.close.remote())

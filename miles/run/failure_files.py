@@ -23,7 +23,7 @@ from miles.base.stacks import frames, own_stacks, request_stacks
 from miles.run.liveness import Workers
 from miles.run.run_guard import members
 
-# The report of a hang: what each process of a run was doing when a wait exceeded its limit.
+# The report of a hang: the stacks of each process of a run when a wait exceeded its limit.
 #
 # Workers are asked through Ray, on a thread that their work leaves free. Processes of this machine that do not answer,
 # and those that are no workers (engines, reward functions), are asked by a signal (miles/base/stacks.py). Others, such
@@ -169,7 +169,7 @@ _FOLDER = re.compile(r"failure-\d{8}-\d{6}")
 
 
 class FailureFiles:
-    """Keep what explains the failure of a run, without its secrets, readable by its user only.
+    """Keep the files that explain the failure of a run, without its secrets, readable by its user only.
 
     Args:
         output_dir: ``--output-dir``.
@@ -213,7 +213,7 @@ class FailureFiles:
         self._folder, self._reported = None, False
 
     def in_words(self) -> str:
-        """Return the end of a sentence that names what was kept; empty if nothing was."""
+        """Return the end of a sentence that names the kept files; empty if there are none."""
         if self._folder is None:
             return ""
         kept = {HANG_REPORT: "the stacks of all processes", RAY_LOGS: "Ray's logs"}

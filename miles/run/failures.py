@@ -42,7 +42,7 @@ def exit_with_message(
     Args:
         checkpoint: The flags of checkpoints, for the words on how to resume.
         stop: Knows which signal has stopped the run.
-        files: What was kept of the failure, for the last line.
+        files: The files kept of the failure, for the last line.
 
     Raises:
         SystemExit: With the status of the signal that stopped the run (stop_requests.py), with 2 for an
@@ -111,7 +111,7 @@ def is_stopped_soon(stop: StopRequests) -> bool:
 
 
 def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:
-    """Return the last line of a run that has failed: why, how to resume, and what was kept of the failure."""
+    """Return the last line of a run that has failed: why, how to resume, and which files of the failure were kept."""
     kept = "" if files is None else files.in_words()
     return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{kept}"
 
@@ -134,7 +134,7 @@ def show(error: Exception) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return what went wrong as the end of a sentence."""
+    """Return the failure as the end of a sentence."""
     if isinstance(error, ActorLost):
         return str(error)
     if isinstance(error, DEATHS):

@@ -46,7 +46,7 @@ class ForeseenMemory:
             )
 
     def beside(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return the foreseen memory if it is known by now, and note it once alongside what ``row`` has measured."""
+        """Return the foreseen memory if it is known by now, and note it once alongside the measurement in ``row``."""
         if not self._is_noted and self._process.poll() is not None:
             self._is_noted = True
             said, _ = self._process.communicate()

@@ -17,7 +17,7 @@ from miles.run.run_guard import LOCK, clean_up, locked, members, stale_folders
 
 @dataclass(frozen=True)
 class Leftover:
-    """What one run left.
+    """The leftovers of one run.
 
     Attributes:
         folder: Its folder of temporary files.
@@ -33,7 +33,7 @@ class Leftover:
 
 
 def leftovers(root: Path, clean: bool) -> tuple[list[Leftover], int]:
-    """Return what runs left in ``root``, and how many runs are alive there.
+    """Return the leftovers of runs in ``root``, and how many runs are alive there.
 
     Args:
         root: The folder of this user's runs (``private_session_root``).

@@ -25,7 +25,7 @@ from miles.run.ray_watch import how_node_ended, look_at_node, loss_of_node, node
 # that calls ``os._exit`` leaves no trace either.
 
 
-# What Ray raises for a call of an actor whose process has ended; the second if Ray has ended it to save its host.
+# Ray's errors for a call of an actor whose process has ended; the second if Ray has ended it to save its host.
 DEATHS = (RayActorError, OutOfMemoryError)
 END_BYTES = 100_000  # of a log; the stacks follow the line
 _PID = re.compile(r"\bpid: (\d+)")  # in Ray's message about the death of an actor

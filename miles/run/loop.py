@@ -61,7 +61,7 @@ class TrainingLoop:
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
-    # What was foreseen of the metrics that an iteration has measured, to be logged alongside them.
+    # The foreseen values of the metrics that an iteration has measured, to be logged alongside them.
     foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
 
     def run(self) -> None:

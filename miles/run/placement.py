@@ -139,7 +139,7 @@ def check_engines(slots: Sequence[GpuSlot], size: int, per_node: int) -> None:
             )
 
 
-# Settings of worker processes: their share of the cores, what their allocator keeps, faster imports.
+# Settings of worker processes: their share of the cores, the memory that their allocator keeps, faster imports.
 
 
 _PLENTY = 16 * GIB  # of memory: enough to keep some for speed

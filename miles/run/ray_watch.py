@@ -277,7 +277,7 @@ class RayWatch:
     Args:
         parts: The parts of Ray that the thread looks at.
         on_loss: Called with a sentence, in the thread that has found the loss.
-        node: What ``look_at_node`` asks; None in a joined cluster, whose ``nodes`` are watched instead.
+        node: The node that ``look_at_node`` asks; None in a joined cluster, whose ``nodes`` are watched instead.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Restarts:
         Args:
             why: The error that ended the run.
             settings: The attempt that has ended.
-            files: What was kept of its failure.
+            files: The files kept of its failure.
 
         Raises:
             ValueError: If everything that the run has saved is damaged.

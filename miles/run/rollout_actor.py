@@ -381,12 +381,12 @@ class RolloutActor:
         self.pipeline.restore(state)
 
     async def start_profile(self) -> None:
-        """Record what this process and the generation workers do from now on."""
+        """Record the work of this process and of the generation workers from now on."""
         await self.pipeline.start_profile()
         self._profile.start()
 
     async def stop_profile(self) -> list[ProcessTrace]:
-        """Return what was recorded."""
+        """Return the recording."""
         own = self._profile.stop()
         workers = await self.pipeline.stop_profile()
         return [*([] if own is None else [own]), *workers]

@@ -46,7 +46,7 @@ class RunGuard:
     """Hold the folder of a run, and the guard process that cleans up after it.
 
     Args:
-        root: The folder of this user's runs. What killed runs left in it is removed.
+        root: The folder of this user's runs. The leftovers of killed runs in it are removed.
         is_detached: Whether the guard is no child of this process: a worker of Ray kills its children when it ends.
             It cannot be closed then, and its process id is not known.
     """

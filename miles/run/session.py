@@ -302,7 +302,7 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # nobody reads it any more
                 stream.flush()
-        for number in (1, 2):  # what other threads and Ray say about the consequences
+        for number in (1, 2):  # no messages of other threads and Ray about the consequences
             os.dup2(nothing.fileno(), number)
     status = 1
     try:
@@ -492,7 +492,7 @@ def _on_nodes_as_asked(
 
 
 def _nodes_of_bundles(group: PlacementGroup) -> list[str]:
-    """Return the node of each bundle; those of the trainer's ranks come first."""
+    """Return the node of each bundle; the bundles of the trainer's ranks come first."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[bundle] for bundle in range(len(nodes))]
 

@@ -46,7 +46,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Receives the signals; the main loop states what must be finished first."""
+    """Receives the signals; the main loop states which work must be finished first."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -106,7 +106,7 @@ class StopRequests:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a signal asked the run to stop when what must be finished is finished."""
+        """Whether a signal asked the run to stop once the work that must be finished is done."""
         return self._requested is not None
 
     @property
@@ -142,7 +142,7 @@ class StopRequests:
             self._must_finish = False
 
     def end_run(self) -> None:
-        """Raise ``StopRequested``, after what had to be finished."""
+        """Raise ``StopRequested``, after the work that had to be finished."""
         raise StopRequested
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -194,7 +194,7 @@ def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
         if len(arrived) > 1:
             at_the_second(number)
 
-    # What no Python function handles is ignored, or ends this process without raising.
+    # A signal that no Python function handles is ignored, or ends this process without raising.
     former = {number: handler for number in STOPS if callable(handler := signal.getsignal(number))}
     for number in former:
         signal.signal(number, note)

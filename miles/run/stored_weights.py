@@ -23,7 +23,7 @@ class UpdateWeights:
 
     Attributes:
         packed: References to the chunks of all weights; none if there is a delta. Ray passes on the references in a
-            list, and not what they refer to.
+            list, and not the objects that they refer to.
         offer: The delta; None without one.
         trainer: The trainer's rank 0, an actor that has all weights of a delta until the export after the next.
     """

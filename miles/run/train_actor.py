@@ -77,7 +77,7 @@ class TrainDriver:
     def __init__(
         self, settings: Settings, placement: Placement, workers: Workers, uploads: Uploads | None = None
     ) -> None:
-        """Start the processes of the ranks, and return before they have imported what they need.
+        """Start the processes of the ranks, and return before they have imported their modules.
 
         Args:
             settings: The run.
@@ -133,7 +133,7 @@ class TrainDriver:
         return TrainedIteration(steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()})
 
     def export_weights(self) -> UpdateWeights:
-        """Return references to the packed chunks of the full weights, or what has changed since the last export."""
+        """Return references to the packed chunks of the full weights, or to the changes since the last export."""
         exported: UpdateWeights = self._on_all("export_weights")[0]
         return replace(exported, trainer=self.actors[0])
 
@@ -284,7 +284,7 @@ class TrainActor:
         disable_progress_bar()
 
     def import_code(self) -> None:
-        """Import what ``connect`` needs, while the rollout worker starts. ``connect`` reports what fails."""
+        """Import the modules that ``connect`` needs, while the rollout worker starts. ``connect`` reports a failure."""
         with importing():
             import miles.training.trainer  # noqa: F401
 
@@ -364,7 +364,7 @@ class TrainActor:
     def export_weights(self) -> UpdateWeights:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.
 
-        With ``--update-weight-transfer-mode disk-delta`` it writes what has changed, and returns that, if it can.
+        With ``--update-weight-transfer-mode disk-delta`` it writes the changes, and returns them, if it can.
         """
         with span("export weights"):
             chunks = self.backend.export_weights()
@@ -384,11 +384,11 @@ class TrainActor:
         return store_packed(self.deltas.whole(identity))
 
     def start_profile(self) -> None:
-        """Record what this process does from now on."""
+        """Record the work of this process from now on."""
         self.recorder.start()
 
     def stop_profile(self) -> list[ProcessTrace]:
-        """Return what was recorded."""
+        """Return the recording."""
         recorded = self.recorder.stop()
         return [] if recorded is None else [recorded]
 
@@ -425,7 +425,7 @@ class TrainActor:
         pool.shutdown(wait=False)
 
     def _state_with(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the launcher's state with what this rank keeps alongside its backend."""
+        """Return the launcher's state with the state that this rank keeps alongside its backend."""
         return state | {"coefficients": self.trainer.coefficients.state()}
 
     @ray.method(concurrency_group=SAVING)

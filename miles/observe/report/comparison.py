@@ -125,7 +125,7 @@ class Comparison:
         return single_file(title, {"overview": overview, "metrics": self._points(all_names)})
 
     def _sentence(self, names: Sequence[str]) -> str:
-        """Return the newest value of the main metric in each run, and what differs, in one sentence."""
+        """Return the newest value of the main metric in each run, and the differences, in one sentence."""
         main = main_metrics(names, self.headers[0].settings)[:1]
         label = "held-out reward" if main and main[0].startswith("eval/") else "".join(main).rpartition("/")[2]
         each = [

@@ -264,7 +264,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-# From the messages of a call to tokens, through the model's chat template, also behind tokens that were sampled.
+# From the messages of a call to tokens, through the model's chat template, also after tokens that were sampled.
 
 
 _MARK = "theanswerthatwassampled"
@@ -293,9 +293,9 @@ class ChatFormat:
     ) -> list[int] | None:
         """Return the tokens between an answer, which ends ``messages[:answered]``, and the next turn to be sampled.
 
-        They are the end of the answer's turn, as far as it was not sampled, the messages behind it and the start of
-        the assistant's next turn. A mark is rendered instead of the answer, so they do not depend on how the
-        template would write the answer itself.
+        They are the end of the answer's turn, as far as it was not sampled, the messages after it and the start of the
+        assistant's next turn. A mark is rendered instead of the answer, so they do not depend on how the template would
+        write the answer itself.
 
         Args:
             messages: The whole conversation.

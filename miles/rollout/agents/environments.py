@@ -111,7 +111,7 @@ class EnvironmentGenerator(SessionGenerator):
         return samples
 
     async def _play(self, trajectory: Trajectory, session: Session) -> tuple[float | None, str]:
-        """Return the reward and what has failed; neither for a trajectory that is ended from outside."""
+        """Return the reward and the failure; neither for a trajectory that is ended from outside."""
         async with AsyncExitStack() as stack:
             try:
                 with ordinary_errors(""):

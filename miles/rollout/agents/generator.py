@@ -30,7 +30,7 @@ from miles.rollout.groups import SeedOf
 from miles.rollout.trajectory import Trajectory, generate_trajectories
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
-# What makes trajectories by recorded calls: the part that agent programs and environments share.
+# The generator of trajectories by recorded calls: the part that agent programs and environments share.
 
 
 class SessionGenerator(ABC):
@@ -289,7 +289,7 @@ class AgentGenerator(SessionGenerator):
         self._nothing_runs.set()
 
     async def close(self) -> None:
-        """End the programs, and stop the server. No further program starts: what waits for one is ``ABORTED``."""
+        """End the programs, and stop the server. No further program starts: trajectories that wait are ``ABORTED``."""
         self._closed = True
         async with self._starting:  # a server that is starting is stopped as well
             if self._server is not None:

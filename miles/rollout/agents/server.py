@@ -32,7 +32,7 @@ class SessionServer:
     """Answers ``POST /v1/chat/completions`` and ``GET /v1/models`` of the open sessions. ``start`` makes one.
 
     Attributes:
-        url: What programs take as the base URL of the API.
+        url: The base URL of the API for programs.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class SessionServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Refuse what has no session's key, and give errors OpenAI's form."""
+        """Refuse requests without a session's key, and give errors OpenAI's form."""
         self._silent.discard(request.transport)
         try:
             self._session_of(request)

@@ -98,7 +98,7 @@ class _Place:
 
     turn: _Turn | None
     prompt_ids: list[int]  # all that the model reads
-    read: list[int]  # of these: those that come behind ``turn``
+    read: list[int]  # of these: those that come after ``turn``
     room: int
 
 
@@ -174,7 +174,7 @@ class Session:
         A call that is cancelled, as by a client that has gone, is not recorded.
 
         Raises:
-            ApiError: The call cannot be answered. What fails in the engine ends the session as well.
+            ApiError: The call cannot be answered. A failure in the engine ends the session as well.
         """
         if self.ended.is_set():
             raise _ended()

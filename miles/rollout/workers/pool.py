@@ -454,6 +454,6 @@ class InterruptibleWorkers:
         await self._engine.interrupt()
 
     def continue_generation(self) -> None:
-        """Continue what was interrupted."""
+        """Continue the interrupted requests."""
         self._workers.release()
         self._engine.continue_generation()

@@ -150,7 +150,7 @@ class GenerationWorker:
         )
         path = rollout.dynamic_sampling_filter_path
         self._filter = None if path is None else load_group_filter(path)
-        self._recorder = Recorder(plan.name, operations=False)  # what runs here takes no torch
+        self._recorder = Recorder(plan.name, operations=False)  # the code that runs here needs no torch
         self._producing: dict[int, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()  # answers that take time
         self._out: list[Any] = []
@@ -278,7 +278,7 @@ class GenerationWorker:
         task.add_done_callback(self._others.discard)
 
     async def close(self) -> None:
-        """Stop what runs: programs, requests, connections. No call may follow."""
+        """Stop all activity: programs, requests, connections. No call may follow."""
         if self._agents is not None:
             await self._agents.close()
         tasks = [*self._producing.values(), *self._others]

@@ -1,7 +1,7 @@
 """The best checkpoint of a run by a metric (``--save-best``): ``best.json`` in the folder of ``--save`` names it.
 
 It is a checkpoint alongside the others, and stays until a better one is complete. The file is replaced after that, so
-it never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
+it never names a checkpoint that is still being written. The flags that prune decide about the one before
 (training/checkpoint_files.py) if they are given; without them it goes unless it was due anyway.
 """
 

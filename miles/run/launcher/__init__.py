@@ -1,1 +1,1 @@
-"""What surrounds the loop of a run: folders and locks, attempts after failures, actors, metrics."""
+"""The parts around the loop of a run: folders and locks, attempts after failures, actors, metrics."""

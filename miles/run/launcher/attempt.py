@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all attempts of a run share.
+    """The context that all attempts of a run share.
 
     Attributes:
         stop: Requests to stop it.
-        files: Keeps what explains a failure.
+        files: Keeps the files that explain a failure.
         notifier: Tells ``--notify-url`` how it goes.
         restarts: How many restarts are left.
         given: The flags of checkpoints as the user gave them, for run.yaml.
@@ -63,7 +63,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     Args:
         settings: The run, or an attempt of it that resumes.
         placement: The devices.
-        context: What its attempts share.
+        context: The context that its attempts share.
     """
     from miles.observe.console import Loading
     from miles.observe.report.sink import ReportSink
@@ -108,7 +108,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
 
 
 def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
-    """Return what rehearses the trainer's memory alongside a run on GPUs; None for other runs."""
+    """Return the rehearsal of the trainer's memory alongside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
     from miles.run.foreseen_memory import ForeseenMemory

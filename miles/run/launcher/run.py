@@ -45,7 +45,7 @@ class LauncherState:
     """The state for a launcher that replaces one whose Ray has died.
 
     Attributes:
-        validated: What to run: its settings resume what was saved.
+        validated: The run to start: its settings resume from the last checkpoint.
         given: The flags of checkpoints as the user gave them, for run.yaml.
         restarts_left: How many restarts there are still.
     """
@@ -260,7 +260,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
     """Say that a part of Ray was lost, or which signal has ended it.
 
     Args:
-        loss: What happened to it.
+        loss: The event that ended it.
         settings: The run.
         context: What its attempts share.
 

@@ -179,11 +179,11 @@ def _checked(start: int) -> Verdict:
     return _check(start)
 
 
-_check: Callable[[int], Verdict]  # of a worker: what cannot be pickled it has from the fork
+_check: Callable[[int], Verdict]  # of a worker: objects that cannot be pickled come from the fork
 
 
 def caught(make: Callable[[], T]) -> T | InputError:
-    """Return what ``make`` does, or the error that it raises."""
+    """Return the result of ``make``, or the error that it raises."""
     try:
         return make()
     except InputError as error:
@@ -251,7 +251,7 @@ def tokenizer_files(name: str) -> list[Path]:
 
 @cache
 def _code() -> str:
-    """Return a hash of the code that judges rows, and of the libraries behind it."""
+    """Return a hash of the code that judges rows, and of its libraries."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(Path(miles.__file__).parent.joinpath("tasks").rglob("*.py")):
         digest.update(file.read_bytes())
@@ -290,7 +290,7 @@ class PromptSet(Sequence[P]):
     Attributes:
         verdict: The result of the check of the rows.
         dropped: How many rows were left out for their length.
-        limit: What decided that, in words.
+        limit: The limit that decided that, in words.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class PromptSet(Sequence[P]):
             verdict: Which of them are kept.
             make: Makes the prompt of a row.
             unrendered: Returns the content of a row, whatever template and tokenizer read it.
-            limit: What decides which rows are kept, in words.
+            limit: The limit that decides which rows are kept, in words.
         """
         self._rows, self._numbers, self._make, self._unrendered = rows, verdict.kept, make, unrendered
         self.verdict, self.dropped, self.limit = verdict, verdict.dropped, limit
@@ -330,5 +330,5 @@ class PromptSet(Sequence[P]):
         return self._make(self._rows[self._numbers[index]])
 
     def unrendered(self, step: int) -> Iterator[Prompt]:
-        """Yield what every ``step``-th row holds, as prompts without tokens."""
+        """Yield the content of every ``step``-th row, as prompts without tokens."""
         return (self._unrendered(self._rows[number]) for number in self._numbers[::step])

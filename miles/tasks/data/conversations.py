@@ -29,7 +29,7 @@ _MARK = "contentofthismessage"  # replaces a content, to see the template's text
 
 @dataclass(frozen=True)
 class Conversation(Prompt):
-    """A conversation as a model is trained on it: as a prompt, it is what comes before the first trained token.
+    """A conversation as a model is trained on it: as a prompt, it is the part before the first trained token.
 
     Attributes:
         response_ids: The tokens from there to the last trained one.
@@ -234,7 +234,7 @@ def _end_of_turn(render: Render, messages: Sequence[dict[str, Any]], number: int
 
 
 def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> int:
-    """Return a position in ``text`` behind the turns of the messages before ``number``."""
+    """Return a position in ``text`` after the turns of the messages before ``number``."""
     position = 0
     for earlier, message in enumerate(messages[:number]):
         content = written_text(message).strip()

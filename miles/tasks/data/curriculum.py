@@ -115,7 +115,7 @@ class CurriculumStream(TrainingStream):
             InputError: It returns something else than weights, prompts or None.
         """
         mixture = self.mixture
-        mixture.draw_next(())  # forgets what was named before and not drawn
+        mixture.draw_next(())  # forgets prompts that were named before and not drawn
         sets = {one.name: one.prompts for one in mixture.sets}
         found = self.function(Curriculum(iteration, self.num_iterations, mixture.weights, sets, dict(self.known)))
         if found is None:

@@ -221,7 +221,7 @@ class _Columns:
 
     @property
     def names(self) -> tuple[Any, ...]:
-        """What they are, without the check."""
+        """The fields without the check."""
         return self.input, self.label, self.metadata, self.label_may_be_null
 
 

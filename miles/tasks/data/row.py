@@ -25,7 +25,7 @@ class Row:
         return find_column(self.columns, name)
 
     def column(self, name: str, flag: str) -> Any:
-        """Return what ``find`` does, chosen with ``flag``; raise ``InputError`` if it is absent or null."""
+        """Return the result of ``find``, chosen with ``flag``; raise ``InputError`` if it is absent or null."""
         if (value := self.find(name)) is not None:
             return value
         if name not in self.columns:

@@ -335,7 +335,7 @@ class Mixture(TrainingStream):
         return self.sets[number].name, position
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Draw by other weights from now on. The names are those of all sets."""
+        """Draw by other weights from now on. ``weights`` has a value for every set."""
         self._weights = [weights[one.name] for one in self.sets]
 
     def draw_next(self, prompts: Iterable[tuple[str, int]]) -> None:
@@ -408,8 +408,7 @@ class Mixture(TrainingStream):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
-        Weights are those that are given now: what ``weigh`` has changed is for its caller to restore
-        (``restore_weights``).
+        Weights are as given now: the caller of ``weigh`` must restore its changes (``restore_weights``).
 
         Raises:
             ValueError: It is the state of other sets, of a single one, or of another order.

@@ -99,7 +99,7 @@ class SpecialTokens:
 
     @cached_property
     def _marks_the_start(self) -> bool:
-        """Whether text at the very start has other tokens than behind a special token (Metaspace of scheme "first")."""
+        """Whether text at the very start has other tokens than after a special token (Metaspace of scheme "first")."""
         name, id_ = next(iter(self._ids.items()))
         behind, alone = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (name + "x", "x"))
         return bool(self._tokenizer.is_fast) and behind != [id_, *alone]
@@ -133,7 +133,7 @@ def _with_stripped(name: str, token: AddedToken | None) -> str:
 
 
 def reveal(text: str, hidden: dict[str, str]) -> str:
-    """Return ``text`` with what ``hide`` replaced."""
+    """Return ``text`` with the parts that ``hide`` replaced."""
     return text.translate({ord(character): name for character, name in hidden.items()})
 
 
@@ -390,7 +390,7 @@ class PromptRenderer:
         return isinstance(message.get("content"), list) and self._images is not None
 
     def _calls(self, row: Row, number: int, message: dict[str, Any]) -> list[Any]:
-        """Return the calls of a message; refuse what are none, and those that would be the whole text unseen."""
+        """Return the calls of a message; refuse values that are none, and those that would be the whole text unseen."""
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list):
             row.refuse(f"message {number}: its tool_calls are {_kind(calls)}; give a list of objects")

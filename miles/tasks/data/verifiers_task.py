@@ -15,8 +15,7 @@ INPUT, LABEL, METADATA = "prompt", "label", "metadata"
 def read_verifiers(source: str) -> Iterator[Row]:
     """Yield the tasks of ``verifiers:TASKSET[:key=value,...]`` as rows of a prompt and metadata, without labels.
 
-    The metadata is what ``--environment verifiers`` needs to find the task again. Raises ``InputError`` as
-    ``read_tasks`` does.
+    ``--environment verifiers`` needs the metadata to find the task again. Raises ``InputError`` as ``read_tasks`` does.
     """
     for prompt, origin in read_tasks(source):
         yield Row(f"{source}:{origin['index'] + 1}", {INPUT: prompt, LABEL: None, METADATA: {ORIGIN: origin}})

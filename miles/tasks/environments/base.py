@@ -120,14 +120,14 @@ class EnvironmentKind(Choice[None]):
 
     @abstractmethod
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:
-        """Return what makes the environments of a run. If it has an async method ``close``, that is called at the end.
+        """Return the maker of a run's environments. If it has an async method ``close``, that is called at the end.
 
         Raises:
             InputError: An option has a value that it cannot have.
         """
 
 
-# Settings behind a name: ``key=value,…``.
+# Settings after a name: ``key=value,…``.
 
 
 def read_options(text: str, origin: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ``--environment`` names: a built-in environment with its options, or a class of the user's."""
+"""The environment that ``--environment`` names: a built-in environment with its options, or a class of the user's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_choice(text: str) -> tuple[EnvironmentKind, Mapping[str, Any]] | None:
 
 
 def environment_maker(text: str) -> EnvironmentMaker:
-    """Return what makes an environment for each trajectory.
+    """Return the maker of an environment for each trajectory.
 
     Raises:
         InputError: The environment or a library is not there, or an option is wrong.

@@ -172,7 +172,7 @@ def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]
 # another checksum.
 
 
-# What user code has done if messages do not arrive.
+# The act of user code when messages do not arrive, in words.
 PIPE_CLOSED = "closed a pipe of its process (a file descriptor above 2 that it did not open, as os.closerange does)"
 PIPE_READ = "read from a pipe of its process, or changed it (a file descriptor above 2 that it did not open)"
 PIPE_WRITTEN = "wrote into a pipe of its process (a file descriptor above 2 that it did not open)"

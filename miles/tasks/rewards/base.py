@@ -114,7 +114,7 @@ class Reward(Choice[F]):
         return None
 
     def check_prompt(self, prompt: Prompt, flags: F) -> None:
-        """Check, in little time, that the prompt's row has what answers to it are scored with.
+        """Check, in little time, that the prompt's row has the values that answers to it are scored with.
 
         Raises:
             ValueError: It has not; the message names the prompt.

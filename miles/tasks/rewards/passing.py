@@ -26,7 +26,7 @@ def deciding_part(names: Iterable[str]) -> str | None:
 
 
 def deciding_reward(sample: Sample) -> float:
-    """Return what decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum of rewards.
+    """Return the number that decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum.
 
     If no part of a sum decides, the sum itself does, as in a run with a single reward.
     """

@@ -73,7 +73,7 @@ class CodeTest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a test: ``result``, or what went wrong."""
+    """The outcome of a test: ``result``, or the fault."""
 
     result: str | None
     fault: str = ""
@@ -93,7 +93,7 @@ def run_tests(
     Args:
         program: The text of a Python program.
         tests: The tests. Statements (``code``) run in the program's own process, which could forge their success.
-        limits: What each may use.
+        limits: The resources that each may use.
         isolated: In its own namespaces.
         prelude: Import statements; their names are built-in names of the program.
         goes_on: Whether further tests are wanted, given the index of a test and its outcome; if not, it is the last.

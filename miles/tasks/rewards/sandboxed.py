@@ -159,13 +159,13 @@ def _go_first() -> None:
 
 
 def _have_ordinary_children() -> None:
-    """Keep what ``_go_first`` has set for this process from its children."""
+    """Keep the settings that ``_go_first`` has made for this process from its children."""
     if os.sched_getscheduler(0) == os.SCHED_RR:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 def _stop(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what follows must not be interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the following calls must not be interrupted
     sys.exit(1)
 
 
@@ -431,7 +431,7 @@ def _close_file_system(folder: str) -> None:
 
 
 def _show_interpreter(root: str) -> None:
-    """Bind what Python needs below ``root``, and make the symbolic links that lead to it."""
+    """Bind the folders and files that Python needs below ``root``, and make the symbolic links that lead to it."""
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     found = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
     os.mkdir(root)

@@ -3,8 +3,8 @@
 Symbolic algebra on model output need not end (``9^{9^{9^9}}``), sits in C code that no Python signal interrupts, and
 some scorers ``eval`` their input. Such a call is made in a child process under two kernel timers, whose signals kill
 the child at any point, and under a limit on its memory. The first timer counts processor time, so that a busy machine
-does not end calls that need little; the second bounds what waits. This protects the run from hangs and crashes; it is
-not a jail against hostile code.
+does not end calls that need little; the second bounds calls that wait. This protects the run from hangs and crashes; it
+is not a jail against hostile code.
 
 Importing a scorer's libraries takes a second or more. So a process imports them once, and forks a worker that answers
 calls; when the worker dies, it forks the next one.
@@ -63,7 +63,7 @@ def subprocess_call(
 ) -> Any:
     """``function(*args)`` from a pool of at most ``MAX_CHILDREN`` child processes; blocks, and may run in any thread.
 
-    ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises what ``function`` raises,
+    ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises the errors of ``function``,
     ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time,
     ``SubprocessDied`` if the process ends another way, and ``PreparationError`` if the preparation raises. The time
     starts once the child has imported the function's module with its ``SLOW_IMPORTS``, and made the ``preparation``.

@@ -27,7 +27,7 @@ class ReasoningGymEnvironment(EnvironmentKind):
     options = {"attempts": 1}
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:
-        """Return what makes the environment of a row."""
+        """Return the maker of a row's environment."""
         attempts = options["attempts"]
         if not isinstance(attempts, int) or isinstance(attempts, bool) or attempts < 1:
             raise InputError(f"--environment reasoning_gym: attempts={attempts} must be a whole number from 1 on")

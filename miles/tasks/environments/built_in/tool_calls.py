@@ -31,7 +31,7 @@ class ToolCalls(EnvironmentKind):
     has_reward = False
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:
-        """Return what makes the environment of a row."""
+        """Return the maker of a row's environment."""
         if not options["call"]:
             raise InputError(f"{_FLAG}: needs the function that runs a call; write {self.name}:call=module.function")
         call = load_function(str(options["call"]), f"{_FLAG}:call")

@@ -31,7 +31,7 @@ class Verifiers(EnvironmentKind):
     libraries = ("verifiers with pip install verifiers==0.4.0",)
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:
-        """Return what makes the environment of a row."""
+        """Return the maker of a row's environment."""
         return _Episodes()
 
 

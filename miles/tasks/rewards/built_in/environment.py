@@ -18,7 +18,7 @@ class EnvironmentReward(Reward[None]):
     limit = "`--agent-timeout`"
 
     def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
-        """Read what was recorded when the trajectory ended."""
+        """Read the reward that was recorded when the trajectory ended."""
         missing = NotAReward("has none: the trajectory was not made by --environment")
         return [missing if s.environment_reward is None else s.environment_reward for s in samples]
 

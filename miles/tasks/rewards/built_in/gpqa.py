@@ -19,7 +19,7 @@ _NAMED = r"[\s*_]{{0,4}}(?i:option\b|choice\b)?" + _WRAPPED
 # "Answer: B", "the answer is B", "the answer that I choose is B".
 _ANSWER = r"(?i:answer)\b(?:[^.\n:=]{{0,40}}?\bis\b[\s*_]{{0,4}}:?|[\s*_]{{0,4}}[:=])" + _NAMED
 _CHOICE = r"(?i:choice|option)\b[\s*_]{{0,4}}(?:is\b|:|=)" + _NAMED
-# What turns one letter into several: "A, B", "A or B", "A/B".
+# The text after one letter that makes it several: "A, B", "A or B", "A/B".
 _ANOTHER = r"[)\]}}*_$.\s]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)[\s*_$(\[{{\\]{{0,8}}[A-{last}](?![A-Za-z0-9'])"
 
 
@@ -75,7 +75,7 @@ def _pattern(text: str, number: int) -> re.Pattern[str]:
 
 
 def _only_letter(text: str, number: int) -> str | None:
-    """Return the letter that a line begins with; None if there is another line, or another letter behind it."""
+    """Return the letter that a line begins with; None if there is another line, or another letter after it."""
     text = text.strip()
     found = _pattern(_WRAPPED, number).match(text)
     if found is None or "\n" in text or _pattern(_ANOTHER, number).match(text, found.end(1)):
