@@ -1,4 +1,4 @@
-"""The adapter in a checkpoint or an export: its place, its files, and a comparison with the flags of a run.
+"""The adapter in a checkpoint or an export: its folder, its files, and a comparison with the flags of a run.
 
 The files are peft's. They lie in a folder of their own, because transformers would add an adapter that it finds
 alongside ``config.json`` to weights that hold it already.
@@ -24,12 +24,12 @@ _PREFIX = "base_model.model."  # peft's names of parameters begin with it on dis
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Return the place of the adapter in a checkpoint or an export."""
+    """Return the folder of the adapter in a checkpoint or an export."""
     return folder / "adapter"
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Return whether the checkpoint ``folder`` is that of an adapter, and not of all weights."""
+    """Return whether the checkpoint ``folder`` holds an adapter, and not all weights."""
     return adapter_folder(folder).is_dir()
 
 
@@ -72,7 +72,7 @@ def write_adapter(
 
 
 def check_adapter(folder: Path, lora: LoraArguments, layers: list[str], flag: str) -> None:
-    """Check that the checkpoint ``folder`` holds what a model has: all weights, or an adapter like its own.
+    """Check that the checkpoint ``folder`` fits a model: it holds all weights, or an adapter like the model's own.
 
     Args:
         folder: The checkpoint.

@@ -32,7 +32,7 @@ from miles.types.weights import WeightChunk
 
 
 class PolicyScores(NamedTuple):
-    """What the loss reads of a language model. A tuple, because FSDP looks for tensors in what a module returns."""
+    """The loss's inputs from a language model. A tuple, because FSDP looks for tensors in what a module returns."""
 
     log_probs: torch.Tensor  # fp32 [R], of the micro-batch's targets
     entropy: torch.Tensor | None  # fp32 [R]
@@ -58,7 +58,7 @@ LossFunction: TypeAlias = Callable[[MicroBatch, Scorer], LossOutput]
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the passes over a step's micro-batches leave besides the gradient."""
+    """The results of the passes over a step's micro-batches, besides the gradient."""
 
     metrics: list[dict[str, torch.Tensor]]  # ``LossOutput.metrics`` per micro-batch; on the last pipeline stage only
     inside_model: dict[str, Metric] = field(default_factory=dict)  # of losses inside the model; the step's, everywhere
@@ -196,7 +196,7 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
         total_steps: Optimizer steps of the run, over which the learning rates decay.
 
     Raises:
-        ValueError: If no backend has this name, and for what the backend refuses.
+        ValueError: If no backend has this name, or the backend refuses the settings.
     """
     backend: TrainBackend = build(train_backend_spec(settings.training.train_backend), settings, device, total_steps)
     return backend
@@ -206,7 +206,7 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
 
 
 LeaveOut: TypeAlias = Callable[[Sequence[nn.Module]], Collection[int]]
-"""Is given layers that run one after another, and returns the places of those that passes need not run."""
+"""Is given layers that run one after another, and returns the indices of the layers that passes need not run."""
 
 
 class RehearsedBackend(TrainBackend, Protocol):
@@ -244,11 +244,11 @@ class RehearsedBackend(TrainBackend, Protocol):
         ...
 
     def hold_gradients(self, model: Any) -> None:
-        """Allocate for ``model`` what a micro-batch leaves: gradients that are missing, without computing them."""
+        """Allocate the gradients of ``model`` that are missing, as a micro-batch would, without computing them."""
         ...
 
     def allocate_states(self, model: Any) -> None:
-        """Allocate what the optimizer of ``model`` keeps between steps."""
+        """Allocate the state that the optimizer of ``model`` keeps between steps."""
         ...
 
     def traced_micro_batches(self, micro_batches: int) -> int:
@@ -268,8 +268,8 @@ def build_rehearsed(
     Args:
         settings: All sections of the run.
         total_steps: Its optimizer steps.
-        leave_out: Called with the layers of each part of each model, unless all of them must run. A layer that
-            is left out has its weights, gradients and optimizer states all the same.
+        leave_out: Called with the layers of each part of each model, unless all of them must run. A layer that is left
+            out still has its weights, gradients and optimizer states.
         imbalance: How many times the average load the experts of this rank have. Which experts a token is routed to
             is not known without weights.
 

@@ -34,7 +34,7 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
     """Check every file of the checkpoint ``folder`` against its manifest, if it has one, and read the small ones.
 
     Returns:
-        What the comparison with the manifest took; None for a checkpoint of an earlier version, which has none.
+        The cost of the comparison with the manifest; None for a checkpoint of an earlier version, which has none.
 
     Raises:
         DamagedFile: If the checkpoint cannot be loaded as it was saved; the message names the first such file.
@@ -94,7 +94,7 @@ def check_weights(folder: Path) -> CheckCost | None:
 
 
 def _check_contents(folder: Path, state: dict[str, Any], is_verified: bool) -> None:
-    """Read the small files. Those of torch only if no manifest has verified them."""
+    """Read the small files; torch files only if no manifest has verified them."""
     backend = state.get("backend", "fsdp")
     if backend not in TRAIN_BACKENDS:
         raise DamagedFile(f"{STATE} names an unknown training backend, {backend!r}")

@@ -53,12 +53,11 @@ def sync_tree(folder: Path) -> None:
 def appearing_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write into, which becomes ``folder`` when the block ends without an error.
 
-    If ``folder`` exists, the new one takes its place in two renames, and gets its other files: all but weights and
-    files of the names that the new one has. Whenever this is killed, the older or the new one is complete, in
-    ``folder``, or in ``.replaced_*`` or ``.writing_*`` alongside it. The next call, or ``recover_exports``, puts it
-    there.
+    If ``folder`` exists, the new one replaces it by two renames, and gets its other files: all but weights and files of
+    the names that the new one has. Whenever this is killed, the older or the new one is complete, in ``folder``, or in
+    ``.replaced_*`` or ``.writing_*`` alongside it. The next call, or ``recover_exports``, puts it there.
     """
-    folder = folder.resolve()  # a link stays, and what it names is replaced
+    folder = folder.resolve()  # a link stays, and its target is replaced
     _recover(folder)
     staged, replaced = _staged(folder), _replaced(folder)
     shutil.rmtree(staged, ignore_errors=True)
@@ -79,9 +78,9 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
 
 
 def recover_exports(template: str) -> None:
-    """Put into place what a killed run has left of exports of this name, where ``{iteration}`` is any number.
+    """Complete the exports of this name that a killed run has left behind, where ``{iteration}`` is any number.
 
-    What is half-written stays until the next export of the same name, as another run may be writing it.
+    A half-written export stays until the next export of the same name, as another run may be writing it.
     """
     parts = PLACEHOLDER.split(str(Path(template).resolve()))
     pattern = re.compile(r"\d+".join(map(re.escape, parts)))
@@ -173,7 +172,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest states of one file."""
+    """The manifest's record of one file."""
 
     bytes: int
     sha256: str
@@ -181,7 +180,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckCost:
-    """What a check against the manifest took."""
+    """The cost of a check against the manifest."""
 
     files: int
     bytes: int
@@ -210,7 +209,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def check_against_manifest(folder: Path, within: str | None = None) -> CheckCost:
-    """Compare every file of the checkpoint ``folder`` with its manifest, or those of its folder ``within`` alone.
+    """Compare the files of the checkpoint ``folder``, or of its folder ``within`` alone, with its manifest.
 
     Raises:
         DamagedFile: If the manifest cannot be read or lists none of the files, or a file is missing, of another size,
@@ -369,7 +368,7 @@ def staging(root: Path, iterations_done: int) -> Path:
 
 
 def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | None = None) -> Path:
-    """Write the manifest and rename the staged folder into place: the one step by which a checkpoint appears.
+    """Write the manifest and rename the staged folder to its final name: this one step makes a checkpoint appear.
 
     Everything is on the disk before the rename, and the rename when this returns, so that a crash of the machine leaves
     a complete checkpoint or none.
@@ -396,7 +395,7 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
 
 
 def remove_unfinished(root: Path) -> list[str]:
-    """Remove what a killed run has left half-written or half-removed in ``root``, and return the names.
+    """Remove the folders that a killed run has left half-written or half-removed in ``root``; return their names.
 
     Only the run that holds the lock of ``root`` (base/locks.py) may call it.
     """
@@ -507,7 +506,7 @@ def remote_fault(folder: Path) -> str | None:
 
 
 def critic_folder(folder: Path) -> Path:
-    """Return the place of the critic in the checkpoint ``folder``."""
+    """Return the folder of the critic in the checkpoint ``folder``."""
     return folder / "critic"
 
 
@@ -523,7 +522,7 @@ def saved_critic(folder: Path) -> Path:
 
 
 def reference_folder(folder: Path) -> Path:
-    """Return the place of a reference that follows the policy in the checkpoint ``folder``."""
+    """Return the folder of a reference that follows the policy in the checkpoint ``folder``."""
     return folder / "reference"
 
 
@@ -611,13 +610,11 @@ def read_run_state(folder: Path, backend: str, flag: str) -> dict[str, Any]:
 
 # Choose the checkpoints of a run that stay, and remove the others (``--save-keep-last``, ``--save-retain-interval``).
 #
-# A checkpoint stays if it is one of the newest N complete ones, or if its iterations are a multiple of K. With only
-# the
+# A checkpoint stays if it is one of the newest N complete ones, or if its iterations are a multiple of K. With only the
 # interval, the newest complete one stays too. So a run always keeps one that it can resume from. Not counted and not
-# removed are damaged checkpoints, those of more iterations than the one that was just saved (a run that resumed from
-# an
-# older one has passed them over as damaged), those that ``--ref-load`` and ``--opd-teacher-load`` name, and the best
-# one.
+# removed are damaged checkpoints, checkpoints of more iterations than the one that was just saved (a run that resumed
+# from an older one has passed them over as damaged), checkpoints that ``--ref-load`` and ``--opd-teacher-load`` name,
+# and the best one.
 
 
 def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_use: Collection[Path] = ()) -> list[str]:

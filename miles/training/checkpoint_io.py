@@ -114,7 +114,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Have torch.distributed.checkpoint, and Megatron's loader built on it, unpickle only what is allowed.
+    """Have torch.distributed.checkpoint, and Megatron's loader built on it, unpickle only allowed types.
 
     Neither library has a setting for it: they call ``pickle.load`` and ``torch.load(weights_only=False)``. Not for
     several threads at once.
@@ -194,7 +194,7 @@ class StagedFiles:
 
 
 class _Content(io.BufferedIOBase):
-    """What was written, in the pieces where it came: one growing buffer would be copied again and again."""
+    """The written bytes, in the pieces in which they came: one growing buffer would be copied again and again."""
 
     def __init__(self) -> None:
         self._pieces: deque[bytes] = deque()

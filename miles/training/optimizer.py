@@ -45,12 +45,12 @@ class ScheduledOptimizer(ABC):
         return {"grad_norm": Metric(norm), "lr": Metric(rate)}
 
     def skip(self) -> dict[str, Metric]:
-        """Clear the gradients and leave weights and schedule as they are (a step without a single loss token)."""
+        """Clear the gradients and leave weights and schedule unchanged (a step without a single loss token)."""
         self._clear()
         return {"skipped_steps": Metric(1.0)}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the schedule."""
+        """Return the state of the schedule for a checkpoint."""
         return {"steps_done": self.steps_done}
 
     @abstractmethod
@@ -100,7 +100,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 def be_deterministic() -> None:
     """Choose deterministic kernels, before the first of them runs; operations that have none raise ``RuntimeError``.
 
-    What the user has set in the environment stays.
+    Variables that the user has set in the environment stay.
     """
     import torch  # not at the top: the launcher imports this module
 

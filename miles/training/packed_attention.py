@@ -126,7 +126,7 @@ class _Span:
 
     @property
     def first(self) -> int:
-        """The place of the first query among the keys."""
+        """The index of the first query among the keys."""
         return len(self.keys) - len(self.queries)
 
 
@@ -136,7 +136,7 @@ class Rows:
 
     ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
     packed tokens that occur as queries, each once; ``to_packed`` [n] is a cell of the queries that holds each, and
-    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` states which key a query sees, in each
+    ``keys_to_packed`` [n] the cell of the keys at the same position. ``visible`` states which key a query sees, in each
     row or in all; None if that is causal, with the last query at the last key.
     """
 
@@ -158,7 +158,7 @@ class Rows:
         return _to_rows(tokens, self.keys).view(*self.key_shape, *tokens.shape[1:])
 
     def put(self, computed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return ``out`` [T, ...] with the tokens of ``computed`` [rows, Q, ...] at their places."""
+        """Return ``out`` [T, ...] with the tokens of ``computed`` [rows, Q, ...] at their positions."""
         return out.index_copy(0, self.tokens, computed.flatten(0, 1)[self.to_packed])
 
     def put_from_keys(self, computed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ class PackedLayout:
         context: ContextGroup = ALONE,
         tokens: int | None = None,
     ) -> PackedLayout:
-        """Put spans into buckets where none is shorter than half the longest, so that at most half is padding.
+        """Put spans into buckets in which no span is shorter than half the longest, so that at most half is padding.
 
         A packed token of several sequences (in a shared prompt, say) is read by all of them. Long spans that do not
         start at the first token get a bucket of their own: fused kernels have no mask but the causal one.
@@ -490,7 +490,7 @@ def packed_attention(
 
 
 def _chosen(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return which keys a query sees, bool [rows, 1, S, keys]: those of ``indices`` that are not after it."""
+    """Return which keys a query sees, bool [rows, 1, S, keys]: keys of ``indices`` that are not after it."""
     chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
     return chosen.scatter(-1, indices.long(), True).tril()[:, None]
 

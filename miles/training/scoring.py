@@ -1,4 +1,4 @@
-"""What is scored before the first step of an iteration: log-probs of the models, and the critic's values."""
+"""Scores that precede the first step of an iteration: log-probs of the models, and the critic's values."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def sum_squared_probs(
 ) -> list[np.ndarray]:
     """Return the sum over the vocabulary of squared probabilities at each response token, float64 [response].
 
-    ``log_probs`` are those of the model, so that no logits are needed: with logits z, their log-sum-exp L(z) and q the
-    probabilities at half the temperature, ``log p = z - L(z)`` and ``log q = 2 z - L(2 z)`` of any token, and the sum
-    is ``exp(L(2 z) - 2 L(z)) = p^2 / q``.
+    ``log_probs`` are the model's log-probs, so that no logits are needed: with logits z, their log-sum-exp L(z) and q
+    the probabilities at half the temperature, ``log p = z - L(z)`` and ``log q = 2 z - L(2 z)`` of any token, and the
+    sum is ``exp(L(2 z) - 2 L(z)) = p^2 / q``.
     """
     sharper = _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False, sharpness=2.0).log_probs)
     pairs = zip(log_probs, sharper, strict=True)
@@ -149,7 +149,7 @@ class TokenSelector:
         Args:
             backend: This rank's backend.
             shard: This rank's part of the step.
-            step: The step's place in its iteration, from 0.
+            step: The step's index in its iteration, from 0.
         """
         batch = shard.batch
         old = batch.old_log_probs
@@ -285,8 +285,8 @@ def check_same_positions(reference: PretrainedConfig, policy: PretrainedConfig, 
     """Check that both models encode positions alike.
 
     Raises:
-        ValueError: The model at ``path`` has another rotary embedding, with which the policy's weights mean something
-            else.
+        ValueError: The model at ``path`` has another rotary embedding, which gives the policy's weights another
+            meaning.
     """
     found, own = (getattr(config.get_text_config(), "rope_parameters", None) for config in (reference, policy))
     if found != own:

@@ -42,7 +42,7 @@ from miles.types.train_batch import MicroBatch, TrainShard
 
 @dataclass(frozen=True)
 class Role(Generic[Scorer]):
-    """A model that learns, and what it learns from."""
+    """A model that learns, and the loss that it learns from."""
 
     model: TrainedModel[Scorer]
     optimizer: Optimizer

@@ -1,6 +1,6 @@
 """A low-rank adapter on a Hugging Face model, by peft: its layers, its format on disk, and its sum with the weights.
 
-peft puts each chosen linear layer into one of its own: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``,
+peft wraps each chosen linear layer into a layer of peft: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``,
 alongside ``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.default.weight`` [out, rank].
 """
 
@@ -28,8 +28,8 @@ _ADAPTER = "default"  # peft's name of a model's only adapter
 def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
     """Put a new adapter into the chosen layers of ``model``, in place, and freeze everything else.
 
-    The adapter is fp32, whatever the dtype of the weights. A is random by ``seed``, and B is 0, so the model computes
-    what it did before.
+    The adapter is fp32, whatever the dtype of the weights. A is random by ``seed``, and B is 0, so the model's outputs
+    stay the same.
 
     Raises:
         ValueError: A name of ``--target-modules`` is no linear layer of the model.
@@ -64,7 +64,7 @@ def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that can learn: those of an indexer get no gradient."""
+    """Return the names of the linear layers that can learn: an indexer's layers get no gradient."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [name for name in linear if INDEXER not in name.split(".")]
 

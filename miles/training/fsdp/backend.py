@@ -44,8 +44,8 @@ from miles.types.weights import WeightChunk, in_chunks
 class FsdpBackend:
     """One rank. The process group must be initialized.
 
-    It has all settings, because what it builds reads most of them: the models (model, training, parallel, rollout,
-    loss, lora), their optimizers (optimizer, critic) and the ranks (cluster).
+    It has all settings, because the objects that it builds read most of them: the models (model, training, parallel,
+    rollout, loss, lora), their optimizers (optimizer, critic) and the ranks (cluster).
     """
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
@@ -108,7 +108,7 @@ class FsdpBackend:
     def _build_frozen(self, flag: str, path: str | None, dtype: torch.dtype | None = None) -> FsdpModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``.
 
-        ``dtype`` is that of the weights that are kept; by default the one that they are computed with.
+        ``dtype`` is the dtype in which weights are kept; by default, the one in which they are computed with.
         """
         dtype = dtype or self.compute_dtype
         hf_checkpoint = self.settings.model.hf_checkpoint

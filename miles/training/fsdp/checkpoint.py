@@ -138,7 +138,7 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
         own = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.adam.param_groups]
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         for group, settings in zip(optimizer.adam.param_groups, own, strict=True):
-            group |= settings  # the state has replaced weight decay, betas and eps by those of the saved run
+            group |= settings  # the state has replaced weight decay, betas and eps by the saved run's
         optimizer.steps_done = state["schedule"]["steps_done"]
     return state
 

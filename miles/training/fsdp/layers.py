@@ -90,8 +90,8 @@ def _in_rows(
 ) -> tuple[Any, ...]:
     """Compute a layer on hidden states [1, T, hidden] of packed samples, or [rows, S, hidden] of padded ones.
 
-    What comes without a layout is computed unchanged. The result is that of transformers' layer; the keys that a layer
-    chooses, which a later layer may reuse, are one tensor per group of rows.
+    Input without a layout is computed unchanged. The result equals the result of transformers' layer; the keys that a
+    layer chooses, which a later layer may reuse, are one tensor per group of rows.
     """
     if packed is None:
         return forward(**given)
@@ -119,7 +119,7 @@ def _in_rows(
 def _rows_of(
     packed: PackedLayout, hidden_states: torch.Tensor
 ) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]]:
-    """Return, for each group of rows, what lays tokens out in it, and what puts its results among those of all."""
+    """Return two functions per group of rows: one lays tokens out in it, one puts its results among all results."""
     if packed.padded:
         return [(lambda tokens: tokens.expand(len(hidden_states), -1, -1), lambda _, computed: computed)]
     assert packed.context.size == 1, "validate() refuses ranks that share the sequences of such a model"

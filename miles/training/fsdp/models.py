@@ -51,7 +51,7 @@ class LossCanary(nn.Module):
 
 
 class ShardedModule(nn.Module, Generic[Scorer]):
-    """A decoder and what is computed of its hidden states; ``shard_model`` spreads it over the ranks."""
+    """A decoder and the computation on its hidden states; ``shard_model`` spreads it over the ranks."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         self.tower = _vision_tower(language_model) if reads_images(language_model.config.to_dict()) else None
 
     def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
-        """Return what the decoder makes of the tokens, [T, hidden].
+        """Return the decoder's hidden states of the tokens, [T, hidden].
 
         Raises:
             ValueError: A sample is so long that it would change the positions of the others.
@@ -303,12 +303,12 @@ def shard_model(
 ) -> None:
     """Shard every decoder layer and the rest over ``mesh``, in place; gradients are reduced in fp32, **as sums**.
 
-    ``fully_shard`` moves what it shards to the mesh's device, so that no device ever holds more than its part and one
-    whole layer (torch 2.13 ``_fully_shard/_fsdp_init.py``, ``_move_states_to_device``).
+    ``fully_shard`` moves the tensors that it shards to the mesh's device, so that no device ever holds more than its
+    part and one whole layer (torch 2.13 ``_fully_shard/_fsdp_init.py``, ``_move_states_to_device``).
 
     FSDP2 divides by the world size after reducing (``FSDPModule.set_gradient_divide_factor``); a factor of 1 cancels
-    that. Gloo cannot reduce with a pre-multiplied factor, hence the forced sum. This is the one place of this backend
-    that knows about averaging (docs/loss-aggregation.md, "gradients are sums").
+    that. Gloo cannot reduce with a pre-multiplied factor, hence the forced sum. No other code of this backend knows
+    about averaging (docs/loss-aggregation.md, "gradients are sums").
     """
     if checkpointing:
         model.language_model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,8 +1,8 @@
 """Compare a model with transformers before it is trained: packed samples, padded samples, and each sample on its own.
 
 A layer that ignores the bounds of samples carries its state into the next one, and nothing else notices: the loss is
-finite, and the gradient is that of another model. Types of models that a test compares are in
-models/packing.py; all others are compared here, once, with their own weights.
+finite, and the gradient belongs to another model. Types of models that a test compares are in models/packing.py; all
+others are compared here, once, with their own weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
 def check_untested_model(
     policy: Policy, flag: str, path: str, parallel: ParallelArguments, device: torch.device
 ) -> None:
-    """Compare a model with transformers, unless a test of ours compares its type.
+    """Compare a model with transformers, unless a test of miles compares its type.
 
     Args:
         policy: The model with its weights, not sharded.

@@ -56,7 +56,7 @@ class RehearsedFsdp(FsdpBackend):
         ]
         model.base_model.set_submodule(name, nn.ModuleList(layers[place] for place in running))
         config = model.config.get_text_config()
-        if kinds := getattr(config, "layer_types", None):  # some models look there, by place
+        if kinds := getattr(config, "layer_types", None):  # some models look there, by index
             config.layer_types = [kinds[place] for place in running]
         return model
 
@@ -180,7 +180,7 @@ def build(
 ) -> AbstractContextManager[RehearsedBackend]:
     """Build this rank. Every rank has all experts, so their load is as large whatever the router does."""
     if settings.lora.trains_adapter:
-        importlib.import_module("peft")  # its modules hold tensors, which are not those of this rank
+        importlib.import_module("peft")  # its modules hold tensors that are not part of this rank's model
     return _built(settings, device, total_steps, leave_out)
 
 

@@ -128,7 +128,7 @@ class FsdpModel(Generic[Scorer]):
 class RecordedExperts:
     """The experts that the policy chose in its first pass over each micro-batch of an iteration, in host memory.
 
-    A micro-batch has the same layout in every pass, so its tokens are in the same places. Entries are removed when
+    A micro-batch has the same layout in every pass, so its tokens are at the same positions. Entries are removed when
     their plans are no longer used.
     """
 

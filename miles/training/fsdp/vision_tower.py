@@ -14,7 +14,7 @@ from miles.types.images import ImageTensors, MicroImages
 
 
 class VisionTower:
-    """Encodes the images of micro-batches. Of a frozen tower, those of a prompt once, as long as they are held.
+    """Encodes the images of micro-batches. A frozen tower encodes a prompt's images once, as long as they are held.
 
     No module: its layers are the model's.
     """
@@ -33,7 +33,7 @@ class VisionTower:
             getattr(self._body, name).requires_grad_(False)
 
     def inputs(self, ids: torch.Tensor, images: MicroImages | None) -> dict[str, Any]:
-        """Return what the language part reads instead of ``ids`` [rows, T].
+        """Return the inputs that the language part reads instead of ``ids`` [rows, T].
 
         A tower that is trained encodes a blank image if there is none: FSDP reduces the gradients of all ranks
         together, and a rank that has none for the tower would not take part.

@@ -33,12 +33,12 @@ def add_adapter(
 
 
 def exported_value(policy: PolicyModel) -> Callable[[torch.nn.Parameter], torch.Tensor]:
-    """Return what is exported of a parameter: its data, with its adapter added."""
+    """Return the exported tensor of a parameter: its data, with its adapter added."""
     return (lambda parameter: parameter.data) if policy.adapter is None else policy.adapter.merged
 
 
 def save_adapter(folder: Path, policy: PolicyModel, settings: Settings, ranks: Ranks) -> None:
-    """Write the adapter, if there is one, into its place in the checkpoint or export ``folder``. Collective."""
+    """Write the adapter, if there is one, into its folder in the checkpoint or export ``folder``. Collective."""
     if policy.adapter is None:
         return
     base = settings.model.hf_checkpoint

@@ -51,8 +51,8 @@ from miles.types.weights import WeightChunk, in_chunks
 class MegatronBackend:
     """One rank. The process group must be initialized.
 
-    It has all settings, because what it builds reads most of them: the models (model, training, megatron, rollout,
-    loss), their optimizers (optimizer, critic), the process groups (cluster, parallel) and checkpoints.
+    It has all settings, because the objects that it builds read most of them: the models (model, training, megatron,
+    rollout, loss), their optimizers (optimizer, critic), the process groups (cluster, parallel) and checkpoints.
     """
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:

@@ -2,7 +2,7 @@
 
 A provider of Megatron-Bridge is a ``TransformerConfig`` with some fields of the model. A field that is not at its
 default is either passed on (``PASSED_ON``), read from the Hugging Face config instead (``FROM_CONFIG``), or does not
-change what the model computes (``WITHOUT_EFFECT``). Any other field is an error.
+change the model's computation (``WITHOUT_EFFECT``). Any other field is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FROM_CONFIG = (
     "share_embeddings_and_output_weights",
     "position_embedding_type",
     "rotary_percent",
-    # The frequencies are those of transformers for the same config (rotary_embedding.py).
+    # The frequencies equal transformers' frequencies for the same config (rotary_embedding.py).
     "rotary_base",
     "rope_scaling",
     "rope_scaling_factor",
@@ -79,8 +79,8 @@ MLPS = ((F.silu, True), (squared_relu, False))
 def bridge_shape(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of ``TransformerConfig``, as ``megatron_shape`` does for the models that miles converts.
 
-    Raises ``ValueError`` naming what Megatron-Bridge says and our layers do not compute, and for a model that miles
-    converts, what the two read differently.
+    Raises ``ValueError`` naming the fields that Megatron-Bridge sets and our layers do not compute, and for a model
+    that miles converts, the fields that the two read differently.
     """
     check_bridged(config.to_dict())
     inverse_frequencies(config)  # refuses kinds of rotary embedding that are not computed
@@ -225,7 +225,7 @@ class BridgeConverter:
             yield name, tensor[:rows] if is_padded else tensor  # the vocabulary, to a multiple of the ranks
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
-        """Raise ``ValueError``: Megatron-Bridge's names of layers are not those of adapters."""
+        """Raise ``ValueError``: Megatron-Bridge names layers otherwise than adapters do."""
         raise ValueError("--megatron-to-hf-mode bridge: names no layers for an adapter; use raw with --lora-rank")
 
     def _tasks(self, model: PolicyModel, weights: HuggingFaceWeights) -> tuple[Any, list[Any]]:

@@ -67,7 +67,7 @@ class Piece:
 
     start: int
     stop: int
-    is_cut: bool  # whether the data-parallel ranks hold different elements, or all the same
+    is_cut: bool  # whether the data-parallel ranks hold different elements, or equal ones
     tensors: dict[str, torch.Tensor]  # flat, by kind; without the moments before the first step
 
 
@@ -125,7 +125,7 @@ class AdamState:
         state[main]["step"] = torch.tensor(float(steps), device=main.device)  # as the fused kernel expects
 
     def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
-        """Return the tensor that Adam updates for it on this rank (or None), its place in it, and torch's optimizer."""
+        """Return Adam's tensor for it on this rank (or None), its slice of the parameter, and torch's optimizer."""
         part = self._sharded.get(parameter)
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -167,12 +167,12 @@ def _tracked(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
 
 # Writes Megatron's ``torch_dist`` format from the training processes themselves, tensor by tensor.
 #
-# Megatron's own strategy is made for saving in the background: it starts a server process on every rank, which a
-# killed
-# run leaves behind, and forks writers from a process that has threads. It also gathers what its ``sharded_state_dict``
-# describes: with a distributed optimizer every data-parallel rank (or the first) then holds whole fp32 weights and
-# moments alongside its own state. Here each rank writes what it has, directly from the optimizer. A reader sees no
-# difference: the format lists the slices where a tensor was written, and any number of slices is valid.
+# Megatron's own strategy is made for saving in the background: it starts a server process on every rank, which a killed
+# run leaves behind, and forks writers from a process that has threads. It also gathers the tensors that its
+# ``sharded_state_dict`` describes: with a distributed optimizer every data-parallel rank (or the first) then holds
+# whole fp32 weights and moments alongside its own state. Here each rank writes its own state, directly from the
+# optimizer. A reader sees no difference: the format lists the slices in which a tensor was written, and any number of
+# slices is valid.
 
 
 ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, number of the first element
@@ -332,7 +332,7 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     except (CheckpointingException, AssertionError, KeyError) as error:  # describing the model may fail too
         raise _refusal(f"{type(error).__name__}: {error}") from None
     for part in nested_values(parts):
-        # The writer locates the elements of a part by its place in the parameter's tensor.
+        # The writer locates the elements of a part by its position in the parameter's tensor.
         if not part.data.is_contiguous() or _storage(part.data) not in given:
             raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
 
@@ -461,7 +461,7 @@ def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: 
     Heads of multi-token prediction may be there, because a reference has none.
 
     Raises:
-        ValueError: The checkpoint ``folder`` is that of another model.
+        ValueError: The checkpoint ``folder`` belongs to another model.
     """
     index = checked_index(folder, flag)
     sizes = {
@@ -509,7 +509,7 @@ def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> 
 def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     """Return Megatron's description of each parameter, and of the experts' biases; ``data`` is the tensor itself.
 
-    With an adapter that is all: the other weights are those of ``--hf-checkpoint``.
+    With an adapter, only its parameters are described: the other weights come from ``--hf-checkpoint``.
 
     Shards are singletons: every layer and every expert has its own tensor, whatever the pipeline and expert sizes. The
     canary (objective/canary.py) is always 0 and is not saved.
@@ -518,7 +518,7 @@ def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
         return dict(_sharded_adapter(policy.adapter, ranks))
     found: dict[str, Sharded] = {}
     for number, chunk in enumerate(policy.chunks):
-        # The names of a dictionary are those of a chunk; the keys in a checkpoint are those of the whole model.
+        # A dictionary has the names of a chunk; a checkpoint has the keys of the whole model.
         found |= {f"{number}.{name}": sharded for name, sharded in _sharded_chunk(chunk, ranks).items()}
     return found
 

@@ -72,7 +72,7 @@ def _replace_constructors() -> None:
     # ``torch.device("meta")`` as a context looks functions up in this table, which torch makes once, of the originals.
     for function in _device._device_constructors():
         name = function.__name__
-        if hasattr(torch, name) and getattr(torch, name) is function:  # not those of torch.fft and torch.nested
+        if hasattr(torch, name) and getattr(torch, name) is function:  # not functions of torch.fft and torch.nested
             setattr(torch, name, _on_cpu(function))
     for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -89,7 +89,7 @@ def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _replace_tensor_methods() -> None:
-    """Replace ``tensor.cuda()``, and ``tensor.type() == "torch.cuda.FloatTensor"``, by which optimizers sort."""
+    """Replace ``tensor.cuda()``, and ``tensor.type() == "torch.cuda.FloatTensor"``: optimizers sort by the type."""
     tensor: Any = torch.Tensor
     type_of = tensor.type
 

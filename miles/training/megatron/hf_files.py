@@ -124,7 +124,7 @@ def export_hf(
     """Write a folder that transformers' ``from_pretrained`` loads: safetensors with their index, and both configs.
 
     Collective: every rank takes part in gathering ``weights``. Rank 0 writes, and holds at most one file's tensors; the
-    others hold those of one parameter.
+    others hold the tensors of one parameter.
 
     Args:
         folder: Where to write; created if needed.

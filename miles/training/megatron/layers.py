@@ -128,10 +128,9 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1) under miles' layout of tokens.
 #
-# Keys and values of all heads are made of one narrow vector per token, queries of another; the rotated part of a key
-# is
+# Keys and values of all heads are made of one narrow vector per token, queries of another; the rotated part of a key is
 # the same in every head. Without Transformer Engine, Megatron's own layer cuts the matrices of the narrow vectors over
-# the tensor-parallel ranks, and the gradient of the rotated part stays that of a rank's own heads. Here every rank has
+# the tensor-parallel ranks, and the gradient of the rotated part covers only a rank's own heads. Here every rank has
 # these matrices whole, and applies them to its part of the sequence. Names of parameters are Megatron's.
 
 

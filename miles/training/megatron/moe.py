@@ -6,8 +6,8 @@ the number of tokens of w that expert i receives, and P_wi the sum of the router
     aux loss = sum_w n_w / N * E / (k n_w^2) * sum_i c_wi P_wi        z-loss = 1/N sum_t logsumexp(logits_t)^2
 
 A group is a micro-batch with ``aux_loss`` (on all ranks that share it) and a sample with ``seq_aux_loss``. For one
-group, the first is the loss of Switch Transformers (arXiv 2101.03961 eq. 4) as Megatron computes it, the second that of
-ST-MoE (arXiv 2202.08906 eq. 5). Groups are weighted by their tokens. Every layer adds its own losses.
+group, the first is the loss of Switch Transformers (arXiv 2101.03961 eq. 4) as Megatron computes it, the second the
+loss of ST-MoE (arXiv 2202.08906 eq. 5). Groups are weighted by their tokens. Every layer adds its own losses.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class BalancedRouter(TopKRouter):
         return probabilities, routing_map
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Count nothing: the biases of experts stay those of the checkpoint. Megatron's own would be compiled."""
+        """Count nothing: the biases of experts stay as in the checkpoint. Megatron's own would be compiled."""
 
     def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
         """Return this rank's share of the layer's losses, scaled for its gradient. ``logits`` [S * B, E], fp32."""
@@ -305,7 +305,7 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class MicroBatchExperts:
-    """The experts of a micro-batch in the order in which this rank's routers see its tokens.
+    """The experts of a micro-batch, ordered as this rank's routers see its tokens.
 
     Attributes:
         given: int16 [tokens, layers, k], of all decoder layers.
@@ -340,7 +340,7 @@ class MicroBatchExperts:
         return cls(given=ordered)
 
     def of_layer(self, layer: int) -> LayerExperts:
-        """Return those of the decoder layer ``layer``, counted from 0."""
+        """Return the experts of the decoder layer ``layer``, counted from 0."""
         if self.given is not None:
             return LayerExperts(self.given[:, layer], None)
         assert self.kept is not None

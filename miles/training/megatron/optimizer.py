@@ -21,8 +21,8 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from miles.config.optimizer import OptimizerArguments
 from miles.training.optimizer import ScheduledOptimizer
 
-# Megatron takes Adam from Transformer Engine or Apex if they are installed. Theirs keep the number of steps in
-# another place, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).
+# Megatron takes Adam from Transformer Engine or Apex if they are installed. Theirs keep the number of steps in another
+# field, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).
 megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 megatron.core.optimizer.Adam = torch.optim.AdamW  # of what --optimizer-cpu-offload leaves on the GPU
 
@@ -120,7 +120,7 @@ def gradients(models: Sequence[DistributedDataParallel]) -> Iterator[torch.Tenso
 
 
 def model_state(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield parameters and buffers. With the distributed optimizer, parameters are views of what is gathered."""
+    """Yield parameters and buffers. With the distributed optimizer, parameters are views of the gathered buffers."""
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()

@@ -344,7 +344,7 @@ class PolicyModel(GPTModel):
         tp = self.pg_collection.tp
         index = index if shared is None else shared.tokens
         if self.config.sequence_parallel:
-            # Its backward sums the ranks' gradients; each has the part of its own vocabulary.
+            # Its backward sums the ranks' gradients; each has the part of its vocabulary shard.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
             chosen = tokens_at(whole, index)
         else:
@@ -396,7 +396,7 @@ class ValueStage(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return what a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
+        """Return decoder and head for a checkpoint. ``GPTModel``'s own method asks for the vocabulary's head."""
         described: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return described
 

@@ -1,4 +1,4 @@
-"""Megatron's process groups, and this rank's place in them."""
+"""Megatron's process groups, and this rank's position in them."""
 
 from __future__ import annotations
 

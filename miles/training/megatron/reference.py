@@ -56,7 +56,7 @@ class FollowingReference:
 
 
 def named_weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has of a rank's chunks: parameters without the canary, and the biases of experts."""
+    """Return a checkpoint's tensors of a rank's chunks: parameters without the canary, and biases of experts."""
     found: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(stage.chunks, start=1):
         of_part = f" of part {number}" if len(stage.chunks) > 1 else ""

@@ -159,7 +159,7 @@ class RehearsedMegatron(MegatronBackend):
                 block.__class__ = _ShortBlock
 
     def traced_micro_batches(self, micro_batches: int) -> int:
-        """Return two: between their forward passes shows what a micro-batch keeps.
+        """Return two: the memory that a micro-batch keeps shows between their forward passes.
 
         An interleaved pipeline runs those that its first stage has started at its peak, in groups of one per stage.
         """
@@ -291,7 +291,7 @@ def _norm(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], *_: Any) -> 
 
 @lru_cache(maxsize=2)
 def assumed_experts(tokens: int, experts: int, topk: int, rank: int, ranks: int, imbalance: float) -> np.ndarray:
-    """Choose the experts of each token so that those of one expert-parallel rank have ``imbalance`` times the average.
+    """Choose the experts of each token: the experts of one expert-parallel rank get ``imbalance`` times the average.
 
     Returns:
         bool [tokens, experts], ``topk`` in each row. The other ranks' experts share the rest equally.

@@ -34,14 +34,12 @@ from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 # Return a micro-batch's share of the loss to Megatron's schedule, so that gradients are plain sums.
 #
 # The loss functions return shares whose sum over micro-batches and ranks is the step's loss (docs/loss-
-# aggregation.md).
-# Megatron averages on the way, in one of two ways, and this is the one place that cancels it. versions.py has the
-# lines
-# of the framework that are cancelled.
+# aggregation.md). Megatron averages on the way, in one of two ways, and only this file cancels it. versions.py has the
+# lines of the framework that are cancelled.
 
 
 Metrics = dict[str, torch.Tensor]
-ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns
+ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # the results of the schedule's loss function
 
 
 class MegatronLossScaling(Protocol):
@@ -85,8 +83,8 @@ class PerTokenScaling:
 
     Megatron divides gradients by the tokens that all ranks and micro-batches report (``finalize_model_grads``). They
     add up to T, the loss tokens of the step, so the loss is multiplied by T: under ``token_mean``, whose shares hold
-    1/T, that is the plain sum of token losses. ``scored_tokens`` are those of samples that are not trained on; they are
-    reported once, with the first micro-batch.
+    1/T, that is the plain sum of token losses. ``scored_tokens`` counts the tokens of samples that are not trained on;
+    they are reported once, with the first micro-batch.
     """
 
     num_loss_tokens: int
@@ -157,8 +155,8 @@ class MegatronModel(Generic[Scorer]):
     ) -> list[Any]:
         """Run ``plans`` through the pipeline; returns the last entry of what ``loss_function`` gives for each.
 
-        ``chunks`` are those of ``stage``, in data-parallel wrappers where gradients are wanted. ``loss_function`` gets
-        the hidden states of the last stage.
+        ``chunks`` are the chunks of ``stage``, in data-parallel wrappers where gradients are wanted. ``loss_function``
+        gets the hidden states of the last stage.
         """
         padded = self._padded(plans)
 
@@ -326,7 +324,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
 
 
 def layers_with_experts(config: TransformerConfig) -> int:
-    """Count those of the whole model, heads of multi-token prediction among them."""
+    """Count the layers with experts of the whole model, with heads of multi-token prediction."""
     if not config.num_moe_experts:
         return 0
     has_experts: list[int] = config.moe_layer_freq

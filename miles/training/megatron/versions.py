@@ -1,7 +1,7 @@
 """Every difference between releases of megatron-core that miles depends on.
 
-``TRIED`` are the releases on which the checks of tests/fast/training/megatron have passed (docs/parallelism.md says
-which). A later release below ``BELOW`` is treated like the last of them, with a warning: if it averages gradients in
+``TRIED`` are the releases on which the checks of tests/fast/training/megatron have passed (docs/parallelism.md lists
+them). A later release below ``BELOW`` is treated like the last of them, with a warning: if it averages gradients in
 another way, the loss-mass canary of the first step (objective/canary.py) stops the run.
 """
 
@@ -51,7 +51,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(release)
 
 
-# What Megatron averages over. Every tried release has the same lines; the places named are those in 0.16.1.
+# What Megatron averages over. Every tried release has the same lines; the files and functions named are from 0.16.1.
 
 
 def average_of_schedule(num_micro_batches: int) -> float:

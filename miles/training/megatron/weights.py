@@ -53,7 +53,7 @@ class WeightConverter(Protocol):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once. Collective.
 
-        ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
+        ``value`` returns the exported tensor of a parameter: its data or its gradient, in its shape and any dtype.
         """
         ...
 
@@ -66,7 +66,7 @@ class WeightConverter(Protocol):
 
 
 def build_converter(mode: str, config: PretrainedConfig, weights: HuggingFaceWeights, ranks: Ranks) -> WeightConverter:
-    """Return the converter that ``--megatron-to-hf-mode`` names. ``weights`` are those of ``--hf-checkpoint``."""
+    """Return the converter that ``--megatron-to-hf-mode`` names. ``weights`` are read from ``--hf-checkpoint``."""
     match mode:
         case "raw":
             return RawConverter(config, ranks)
@@ -106,7 +106,7 @@ class RawConverter:
 
     @torch.no_grad()
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
-        """Fill the parameters of ``model``, in their dtype. Not collective: every rank reads what it needs."""
+        """Fill the parameters of ``model``, in their dtype. Not collective: ranks read the tensors that they need."""
         if self.names.tied:
             weights.check_head_is_embedding()
         for name, parameter in self._local(model).items():
@@ -143,7 +143,7 @@ class RawConverter:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once.
 
-        ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
+        ``value`` returns the exported tensor of a parameter: its data or its gradient, in its shape and any dtype.
         Buffers (the biases of experts) are exported unchanged.
         """
         local = self._local(model)

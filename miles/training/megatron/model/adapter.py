@@ -1,7 +1,8 @@
 """A low-rank adapter on Megatron's linear layers (docs/recipes.md), with the arithmetic and the files of peft's.
 
 A fused layer holds several layers of the Hugging Face model (``linear_qkv``: q_proj, k_proj, v_proj). Each of them has
-its own A [rank, in] and B [out, rank], so what is trained here is what peft would train on the Hugging Face model.
+its own A [rank, in] and B [out, rank], so the trained parameters are the ones that peft would train on the Hugging Face
+model.
 
 Under tensor parallelism a column-parallel layer has A on every rank and its rows of B; a row-parallel layer has its
 columns of A, and B on every rank. Ranks exchange the product of A, which is ``rank`` wide, and nothing else.
@@ -99,7 +100,7 @@ class LayerAdapter(nn.Module):
         divided, whole = (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
         for parameter in divided.values():  # read where gradient norms and checkpoints count each element once
             set_tensor_model_parallel_attributes(parameter, True, self.divided_dim, 1)
-        for parameter in whole.values():  # its gradient is that of the rank's own tokens, which Megatron sums up
+        for parameter in whole.values():  # its gradient covers the rank's own tokens; Megatron sums it up
             parameter.sequence_parallel = self.is_sequence_parallel
 
     @property
@@ -125,7 +126,7 @@ class LayerAdapter(nn.Module):
         return product + self(given[0]), bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return (alpha / rank) B A x, laid out as the layer's output. ``inputs`` [s, B, in] are those of the layer."""
+        """Return (alpha / rank) B A x, laid out as the layer's output. ``inputs`` [s, B, in] are the layer's inputs."""
         narrow = [F.linear(self._dropped(inputs), a.to(inputs.dtype)) for a in self.lora_A.values()]
         together = self._exchanged(torch.cat(narrow, -1)) * self.scaling
         products = iter(together.chunk(len(narrow), -1))
@@ -159,7 +160,7 @@ class LayerAdapter(nn.Module):
         return exchanged
 
     def _interleaved(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join what the held layers give, along the last dimension, in the order of the rows of the fused weight."""
+        """Join the held layers' outputs along the last dimension, in the order of the rows of the fused weight."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self.blocks, -1)) for part in parts], -1).flatten(-2)
@@ -189,12 +190,12 @@ class Place:
 class Adapter(nn.Module):
     """The adapters of one rank's layers.
 
-    In an interleaved pipeline each chunk of the rank has an object with the parameters of its own layers. The methods
-    of the last one cover the layers of all chunks.
+    In an interleaved pipeline each chunk of the rank has an object with the parameters of the chunk's layers. The
+    methods of the last one cover the layers of all chunks.
     """
 
     def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments, earlier: Sequence[Adapter] = ()) -> None:
-        """Make the adapters of a chunk's ``layers``; ``earlier`` are those of the rank's chunks before it."""
+        """Make the adapters of a chunk's ``layers``; ``earlier`` are the adapters of the rank's chunks before it."""
         super().__init__()
         self.mode: AdapterMode = earlier[-1].mode if earlier else AdapterMode()
         self.lora = lora
@@ -288,7 +289,7 @@ class Adapter(nn.Module):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``model.layers.0.self_attn.q_proj.lora_A`` and its whole tensor, fp32, on every rank. Collective.
 
-        ``value`` returns what is yielded of a parameter: itself or its gradient, in its shape.
+        ``value`` returns the tensor to yield for a parameter: itself or its gradient, in its shape.
         """
         local = {(name, part): (layer, value(p)) for layer, name, part, p in self.parameters_by_name()}
         gloo = dist.get_backend(pipeline) == "gloo"
@@ -334,7 +335,7 @@ def _check_names(lora: LoraArguments, linear: Sequence[str]) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """Yield the linear layers of the decoder by name, without those of experts, of heads and of the vocabulary."""
+    """Yield the linear layers of the decoder by name, without the layers of experts, heads and the vocabulary."""
     for name, module in model.named_modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
             continue

@@ -42,7 +42,7 @@ class PackedTokens(PackedSeqParams):
     auxiliary: AuxiliaryStep | None = None  # in passes that train on auxiliary losses
     routed: RoutedTokens | None = None  # for the routers
     ahead: NextTokens | None = None  # for the heads of multi-token prediction
-    experts: MicroBatchExperts | None = None  # what the routers choose, if that was decided before
+    experts: MicroBatchExperts | None = None  # the routers' choice, if it was made before
 
     @property
     def shape(self) -> tuple[int, int]:

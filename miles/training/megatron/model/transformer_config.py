@@ -43,7 +43,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",  # moe/router.py computes the losses
             "expert_model_parallel_size": sizes.expert_model_parallel_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
-            "moe_router_bias_update_rate": 0.0,  # biases of experts stay those of the checkpoint
+            "moe_router_bias_update_rate": 0.0,  # biases of experts stay as in the checkpoint
         }
     of_model = {"activation_func": F.silu} | shape | experts
     kind = TransformerConfig
@@ -83,7 +83,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _given(overrides: Overrides, config: type) -> dict[str, Any]:
-    """Return the fields of ``config`` that flags set, other than those of the model and of this file."""
+    """Return the fields of ``config`` that flags set, without the fields that the model or this file sets."""
     names = {field.name for field in fields(config)} & set(TRIED)
     return {name: value for name, value in overrides if name in names}
 
