@@ -184,7 +184,7 @@ def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
     name = settings.rollout.rollout_engine
     wants = settings.rollout.use_rollout_routing_replay and not settings.is_given_samples
     if wants and engine_spec(name).has_servers and not settings.sglang.rollout_external:
-        rule = f"--rollout-engine {name} states which experts it chose on GPUs only"
+        rule = f"--rollout-engine {name} reports which experts it chose on GPUs only"
         what_to_do = "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay"
         errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 
@@ -193,11 +193,11 @@ def _check_engine(settings: Settings, errors: Errors) -> None:
     """Check that the engine can return the experts that it chose; SGLang can if its servers know the flag for that."""
     name, known = settings.rollout.rollout_engine, known_server_flags()
     if not engine_spec(name).reports_experts:
-        rule = f"--rollout-engine {name} does not say which experts it chose"
+        rule = f"--rollout-engine {name} does not report which experts it chose"
         errors.refuse("use_rollout_routing_replay", True, rule, f"use {names_with(ENGINES, 'reports_experts')}")
     is_ours = engine_spec(name).has_servers and not settings.sglang.rollout_external
     if is_ours and known and "--enable-return-routed-experts" not in known:
-        rule = "the installed SGLang does not say which experts it chose"
+        rule = "the installed SGLang does not report which experts it chose"
         what_to_do = "install SGLang 0.5.23, or replay the trainer's own with --use-routing-replay"
         errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 

@@ -112,4 +112,4 @@ def _in_words(verdict: dict[str, Any], words: Sequence[str]) -> Iterable[str]:
         names, _, text = verdict["complaint"].removeprefix("argument ").partition(": ")
         given = [word.split("=")[0] for word in words if word.split("=")[0] in names.split("/")]
         written = VLLM + (given or names.split("/"))[0].lstrip("-")
-        yield f"{written}: vLLM's parser says {text or names}; correct the value"
+        yield f"{written}: vLLM's parser states {text or names}; correct the value"

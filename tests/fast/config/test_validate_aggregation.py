@@ -222,9 +222,9 @@ def test_prompt_mean_takes_steps_of_whole_groups(validated, size):
     assert settings.steps_per_iteration == 32 // size
 
 
-@pytest.mark.parametrize("alongside", ["", "--loss-aggregation constant"])
-def test_pg_loss_divisor_is_constant(validated, beside):
-    result = validated(f"--pg-loss-divisor 12 {beside}")
+@pytest.mark.parametrize("more", ["", "--loss-aggregation constant"])
+def test_pg_loss_divisor_is_constant(validated, more):
+    result = validated(f"--pg-loss-divisor 12 {more}")
     expected = validated("--loss-aggregation constant --loss-aggregation-divisor 12").settings
     assert result.settings == expected
     assert any("--pg-loss-divisor 12 is read as" in note for note in result.notes)

@@ -238,7 +238,7 @@ def test_estimates_by_token_give_every_sample_a_gradient(estimator):
 
 
 @pytest.mark.parametrize(
-    "alongside",
+    "term",
     [
         dict(entropy_coef=0.1),
         dict(entropy_coef=-0.1),
@@ -247,8 +247,8 @@ def test_estimates_by_token_give_every_sample_a_gradient(estimator):
     ],
     ids=lambda given: " ".join(given),
 )
-def test_a_term_beside_the_policy_gradient_gives_every_sample_a_gradient(beside):
-    assert samples_with_gradient(LossArguments(**beside), [0.0, 1.0]) == [True, True]
+def test_another_term_gives_every_sample_a_gradient(term):
+    assert samples_with_gradient(LossArguments(**term), [0.0, 1.0]) == [True, True]
 
 
 def test_only_an_advantage_of_exactly_zero_has_no_gradient():

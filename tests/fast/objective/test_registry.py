@@ -119,7 +119,7 @@ def test_no_other_file_compares_a_loss_type():
         assert not compared_strings(path.read_text()) & set(LOSS_TYPES), path
 
 
-def test_validation_imports_no_tensor_library():
+def test_validation_imports_no_tensor_library(tmp_path):
     """Wrong flags are reported before torch, numpy or Ray are imported: none of them can be, here."""
     program = """
 import sys
@@ -132,7 +132,9 @@ for line in sys.argv[1:]:
     except SystemExit as ended:
         assert not ended.code, line
 """
-    common = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 4"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1 + 1 = ", "label": "2"}\n')
+    common = f"--hf-checkpoint some/model --prompt-data {rows} --label-key label --rm-type last_number --num-rollout 4"
     normalized = ESTIMATORS.readers("normalize_advantages")
     chosen = [f"--advantage-estimator {name}{' --normalize-advantages' * (name in normalized)}" for name in ESTIMATORS]
     sizes = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8"

@@ -165,7 +165,7 @@ def step_sizes(settings: Settings) -> Any:
 def trained_model(settings: Settings) -> Any:
     """The rows of logits that a trainer rank computes at once, and the weights of its new adapter."""
     model = tiny_llama(0)
-    given = MagicMock(return_value=SimpleNamespace(language_model=model))
+    given = MagicMock(return_value=SimpleNamespace(language_model=model, tower=None))
     backend = object.__new__(FsdpBackend)
     backend.settings, backend.compute_dtype, backend.mesh = settings, torch.float32, MagicMock()
     with pytest.MonkeyPatch.context() as patch:

@@ -39,4 +39,4 @@ def test_a_reward_that_compares_needs_the_column_of_the_answers(tmp_path, flags,
         assert found == []
     else:
         [message] = found
-        assert f": {needs} compares answers with a reference answer, and no flag says" in message
+        assert f": {needs} compares answers with a reference answer, and no flag states" in message

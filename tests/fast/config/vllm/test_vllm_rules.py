@@ -59,7 +59,7 @@ def fake_vllm(tmp_path, monkeypatch):
             "--rollout-engine torch --vllm-max-num-seqs 4",
             "--vllm-max-num-seqs: would be ignored by",
         ),
-        (f"{VLLM} --use-rollout-routing-replay", "--use-rollout-routing-replay: --rollout-engine vllm does not say"),
+        (f"{VLLM} --use-rollout-routing-replay", "--use-rollout-routing-replay: --rollout-engine vllm does not report"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_name(validated, flags, message):

@@ -84,9 +84,9 @@ def test_refused(flags, message):
         validate(parse(f"{COMMAND} {flags}".split()))
 
 
-@pytest.mark.parametrize("alongside", ["", "--advantage-estimator gspo", "--advantage-estimator ppo", "--use-tis"])
-def test_explained(beside):
-    validated = validate(parse(f"{COMMAND} --ratio-max 4 {beside}".split()))
+@pytest.mark.parametrize("more", ["", "--advantage-estimator gspo", "--advantage-estimator ppo", "--use-tis"])
+def test_explained(more):
+    validated = validate(parse(f"{COMMAND} --ratio-max 4 {more}".split()))
     text = explain(validated)
     assert "-sg(min(ρ, 4)) A log p" in text and "miles/objective/policy_losses/cispo.py" in text
     assert any("--ratio-max" in line for line in without_effect(validated.settings))

@@ -159,7 +159,9 @@ def test_the_reference_in_a_checkpoint_is_a_frozen_model(tmp_path):
 
 
 def train(root, *flags):
-    words = ["--hf-checkpoint", "m", "--prompt-data", "hf:p", "--rm-type", "math", "--num-rollout", "1"]
+    prompts = root.parent / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1 = ", "label": "2"}\n')
+    words = ["--hf-checkpoint", "m", "--prompt-data", str(prompts), "--rm-type", "math", "--num-rollout", "1"]
     words += ["--device", "cpu"]
     words += [
         "--label-key",

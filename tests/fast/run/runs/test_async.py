@@ -58,7 +58,7 @@ def test_stale_samples_have_the_log_probs_of_their_weights(resumed):
 def test_the_resumed_run_is_complete(resumed):
     rows = resumed.rows()
     assert sorted(rows) == list(range(1 + ROLLOUTS * STEPS))
-    assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 4, 8, 10]
+    assert [step for step, row in rows.items() if "eval/held/reward" in row] == [0, 4, 8, 10]
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
     assert "the rollout worker died" in resumed.err
     assert "restarting from its last checkpoint (0 restarts left)" in resumed.err

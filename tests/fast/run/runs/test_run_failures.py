@@ -12,5 +12,5 @@ def test_malformed_row_is_reported_in_one_sentence(launch, workplace):
     run = launch("malformed", "--debug-rollout-only", "--prompt-data", str(malformed))
     assert run.wait() == 2, run.err
     (error,) = run.said()
-    assert error.startswith(f"train.py: error: {malformed}:7: not JSON")
+    assert error.startswith(f"train.py: error: --prompt-data {malformed}:7: not JSON")
     assert run.none_left()

@@ -30,7 +30,7 @@ def test_without_a_trainer_answers_are_generated_evaluated_and_saved(launch, wor
     rows = measured(run)
     assert sorted(rows) == [0, 1, 2]
     assert not any(name.startswith("train/") for row in rows.values() for name in row)
-    assert rows[0]["eval/held/accuracy"] == rows[1]["eval/held/accuracy"] == rows[2]["eval/held/accuracy"]
+    assert rows[0]["eval/held/reward"] == rows[1]["eval/held/reward"] == rows[2]["eval/held/reward"]
     assert len((workplace / "only_1.jsonl").read_text().splitlines()) == 4
     assert not (workplace / "never").exists()
 

@@ -83,7 +83,7 @@ def test_every_step_is_logged(whole):
     assert sorted(rows) == list(range(1 + 6 * STEPS))  # step 0 is the evaluation before training
     assert all(rows[step].keys() >= IN_EVERY_STEP for step in range(1, 13))
     assert all(rows[step].keys() >= IN_LAST_STEP for step in range(STEPS, 13, STEPS))
-    assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 3 * STEPS, 6 * STEPS]
+    assert [step for step, row in rows.items() if "eval/held/reward" in row] == [0, 3 * STEPS, 6 * STEPS]
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
     assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 13))
 

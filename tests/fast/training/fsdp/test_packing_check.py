@@ -182,7 +182,7 @@ def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
 def test_ranks_do_not_share_sequences_that_layers_need_whole(tmp_path, kind):
     config_of(kind).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^--ref-load .* need whole sequences; drop --context-parallel-size, "):
+    with pytest.raises(ValueError, match=r"^--ref-load .* needs? whole sequences; drop --context-parallel-size, "):
         check_layout("--ref-load", str(tmp_path), replace(PACKED, context_parallel_size=2))
 
 

@@ -138,7 +138,7 @@ ALSO_REFUSED = (
         "--expert-tensor-parallel-size 1",
         "experts",
     ),
-    ("--train-backend megatron --moe-router-load-balancing-type global_aux_loss", "experts"),
+    ("--train-backend megatron --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", "experts"),
     ("--train-backend megatron --moe-token-dispatcher-type allgather", "experts"),
     (
         "--train-backend megatron --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 "
