@@ -158,10 +158,10 @@ def test_the_reference_in_a_checkpoint_is_a_frozen_model(tmp_path):
         check_frozen_models(ModelArguments(ref_load=str(reference)))
 
 
-def train(root, *flags):
+def train(root, model, *flags):
     prompts = root.parent / "prompts.jsonl"
     prompts.write_text('{"input": "1 + 1 = ", "label": "2"}\n')
-    words = ["--hf-checkpoint", "m", "--prompt-data", str(prompts), "--rm-type", "math", "--num-rollout", "1"]
+    words = ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rm-type", "math", "--num-rollout", "1"]
     words += ["--device", "cpu"]
     words += [
         "--label-key",
@@ -181,9 +181,9 @@ def train(root, *flags):
     )
 
 
-def test_the_command_ends_with_one_sentence_before_anything_starts(root):
+def test_the_command_ends_with_one_sentence_before_anything_starts(root, tiny_model):
     damage(root / "iter_0000006", "random_state_rank0.pt")
-    run = train(root, "--no-load-fallback")
+    run = train(root, tiny_model, "--no-load-fallback")
     assert run.returncode == 1
     (line,) = run.stderr.splitlines()
     fault = "the newest checkpoint iter_0000006 is damaged: random_state_rank0.pt is truncated"
