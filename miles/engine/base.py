@@ -1,4 +1,4 @@
-"""The protocol of a generation engine. The rollout side knows engines by this protocol only."""
+"""The protocol of a generation engine. The rollout code knows engines by this protocol only."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParams
-    images: PromptImages | None = None  # what takes the place of the placeholders in ``prompt_ids``
+    images: PromptImages | None = None  # replace the placeholders in ``prompt_ids``
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Generation:
         finish_reason: ``stop`` (a stop token), ``length`` (``max_new_tokens``) or ``abort``.
         weight_version: The version of the weights that generated the last token.
         earlier_versions: If the weights changed during the response: a (version, tokens) pair for each run of tokens
-            before those of ``weight_version``, oldest first.
+            before the tokens of ``weight_version``, oldest first.
         support: The set that each token was drawn from, if ``returns_support`` asked for it.
         experts: The experts of each layer for the tokens of prompt and response but the last, [positions, layers, k],
             if ``returns_experts`` asked for them (``miles/types/replay.py``).
@@ -134,7 +134,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self) -> None:
-        """End every request in flight now. Each returns what it has, with finish_reason ``abort``."""
+        """End every request in flight now. Each returns its tokens so far, with finish_reason ``abort``."""
         ...
 
     async def health(self) -> bool:
@@ -182,7 +182,7 @@ class RequestSender(Protocol):
         ...
 
     def show(self, state: Any) -> None:
-        """Take in what the engine reports about the servers. Requests wait for the first time."""
+        """Take in the engine's report on the servers. Requests wait for the first time."""
         ...
 
     async def aborted(self) -> None:
@@ -268,13 +268,13 @@ async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     """Build and start the engine that ``--rollout-engine`` names.
 
     Raises:
-        ValueError: If no engine has this name, and for what the engine refuses.
+        ValueError: If no engine has this name, or the engine refuses the settings.
     """
     engine: Engine = await build(engine_spec(settings.rollout.rollout_engine), settings, host)
     return engine
 
 
-# The protocol by which a run offers devices, and places for server processes, to its engine.
+# The protocol of the run towards its engine: it offers devices, and starts server processes.
 #
 # The cluster implements ``EngineHost``; engines never see Ray. ``LocalHost`` implements it in one process, without
 # Ray.
@@ -344,7 +344,7 @@ class EngineHost(Protocol):
     def place_server(
         self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
     ) -> ServerPart:
-        """Place the part of server ``number`` that is on its node ``node``, on devices of its own.
+        """Place the part of server ``number`` that is on its node ``node``, on separate devices.
 
         Args:
             number: Which server of the run, from 0.
@@ -355,7 +355,7 @@ class EngineHost(Protocol):
         ...
 
     def broadcast_device(self) -> torch.device:
-        """Return the device from which weights are broadcast to servers: a GPU that no server uses, or the CPU."""
+        """Return the device that broadcasts weights to servers: a GPU that no server uses, or the CPU."""
         ...
 
 
@@ -410,7 +410,7 @@ class LocalHost:
 
 
 class EngineWrapper:
-    """Implements ``miles.engine.base.Engine`` by the calls of another engine. A subclass overrides what it changes."""
+    """Implements ``miles.engine.base.Engine`` by the calls of another engine. A subclass overrides some of them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -432,7 +432,7 @@ class EngineWrapper:
         await self._engine.resume()
 
     async def abort(self) -> None:
-        """Abort what is in flight."""
+        """Abort the requests in flight."""
         await self._engine.abort()
 
     async def health(self) -> bool:
@@ -450,7 +450,7 @@ class EngineWrapper:
 class EngineLoad:
     """Adds up the time with requests, from the first request on, and from each reading on.
 
-    A response is in flight from its request to its answer, also while it waits for a place in the engine.
+    A response is in flight from its request to its answer, also while it waits for a slot in the engine.
 
     Args:
         clock: Returns seconds.
@@ -458,7 +458,7 @@ class EngineLoad:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._began: float | None = None  # of what is added up; None before the first request
+        self._began: float | None = None  # the start of the sum; None before the first request
         self._counted = 0.0  # the time up to which seconds are added up
         self._in_flight = 0
         self._busy = 0.0  # seconds with a response in flight
@@ -537,7 +537,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
-    """Return the places at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
+    """Return the code lines at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
 
     May be called from another thread. Frames of libraries are left out, apart from the innermost one.
     """

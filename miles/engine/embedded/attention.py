@@ -49,15 +49,15 @@ class KVCache:
     Values may be narrower than keys, as with latent attention, whose keys and values are stored as attention reads
     them.
 
-    Rows ``0 .. n - 1`` are in use (running_batch.py says by which sequences); the tokens of a row start at position 0.
-    Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place, in
-    the model's dtype. Their width grows by doubling, up to the longest sequence that is expected.
+    Rows ``0 .. n - 1`` are in use (running_batch.py knows the sequence of each); the tokens of a row start at position
+    0. Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place,
+    in the model's dtype. Their width grows by doubling, up to the longest sequence that is expected.
     """
 
     def __init__(self, states: LayerStates | None = None) -> None:
         """``states`` are what some layers keep alongside keys and values, of the same rows."""
         self.states = states
-        # By the number of a layer. ``_of_indexer`` gives that of a layer's indexer, which has no values.
+        # By the number of a layer. ``_of_indexer`` gives the number for a layer's indexer, which has no values.
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows = 0
         self._width = 0
@@ -73,7 +73,7 @@ class KVCache:
         self._longest = max(self._longest, longest)
 
     def reserve(self, rows: int, width: int) -> None:
-        """Make room for ``rows`` sequences of ``width`` tokens, and keep what is stored."""
+        """Make room for ``rows`` sequences of ``width`` tokens, and keep the stored tokens."""
         if rows <= self._rows and width <= self._width:
             return
         if rows > self._rows:
@@ -202,7 +202,7 @@ class PrefillStep:
 
 
 def _after(prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return each prompt's keys or values [P, kv_heads, T, D] after those of the prefix [1, kv_heads, prefix, D]."""
+    """Return each prompt's keys or values [P, kv_heads, T, D] after the prefix's [1, kv_heads, prefix, D]."""
     return torch.cat((prefix.expand(len(own), -1, -1, -1), own), 2)
 
 
@@ -241,7 +241,7 @@ class DecodeStep:
         return out.reshape(len(query), query.shape[1], 1, -1)
 
     def keep_indexed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """Store the keys [B, 1, D] of an indexer, and return those of each row, [B, width, D]."""
+        """Store the keys [B, 1, D] of an indexer, and return the keys of each row, [B, width, D]."""
         keys = keys[:, None]
         number, width = _of_indexer(layer), self.mask.shape[-1]
         return self.cache.append(number, keys, keys[..., :0], self.rows, self.positions, width)[0][:, 0]
@@ -356,8 +356,7 @@ AttentionInterface.register(NAME, slot_attention)
 # What layers keep of the running sequences alongside keys and values: recurrent states, and the keys of an indexer.
 #
 # Transformers' layers ask their cache for both, so this is one of its caches. Keys and values, and an indexer's keys,
-# are
-# stored in ``KVCache`` as for every model (attention.py); ``update`` therefore returns what it is given.
+# are stored in ``KVCache`` as for every model (attention.py); ``update`` therefore returns its arguments.
 
 
 def bound_time_steps(model: torch.nn.Module) -> None:
@@ -400,7 +399,7 @@ class LayerStates(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of this pass: attention stores them, and reads those of earlier passes."""
+        """Return the keys and values of this pass: attention stores them, and reads the earlier ones."""
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -435,7 +434,7 @@ class LayerStates(DynamicCache):
                 states[number] = states[number][:rows]
 
     def move(self, source: int, target: int) -> None:
-        """Copy the states of row ``source`` over those of row ``target``."""
+        """Copy the states of row ``source`` over the states of row ``target``."""
         for layer in self.layers:
             for states, number in _states_of(layer):
                 states[number][target] = states[number][source]

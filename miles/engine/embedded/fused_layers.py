@@ -31,7 +31,7 @@ def can_fuse(model: Any) -> bool:
 
 
 class FusedLayers:
-    """Compute what the body of a model of ``_PLAIN_LAYERS`` computes: hidden states after the last norm."""
+    """Compute the output of the body of a model of ``_PLAIN_LAYERS``: hidden states after the last norm."""
 
     def __init__(self, model: Any) -> None:
         """Take the weights out of ``model``, which must pass ``can_fuse``; its parameters keep their shapes."""

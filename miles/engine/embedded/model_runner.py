@@ -47,8 +47,9 @@ SAVED_BY_PREFIX = 64
 class ModelRunner:
     """Run a decoder-only transformers model, and keep what its layers need of the tokens of each row.
 
-    Plain attention is the fastest. A layer with a sliding window reads the whole row and hides what is outside,
-    attention that chooses its keys scores all of them, and recurrent layers prefill prompts of one length at once.
+    Plain attention is the fastest. A layer with a sliding window reads the whole row and hides tokens outside the
+    window, attention that chooses its keys scores all of them, and recurrent layers prefill prompts of one length at
+    once.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:
@@ -281,7 +282,7 @@ class ModelRunner:
 
 
 def _offset(images: PromptImages | None) -> int:
-    """Return how far rotary positions behind a prompt are from the places of its tokens."""
+    """Return how far rotary positions behind a prompt are from the indices of its tokens."""
     if images is None:
         return 0
     from miles.models.images import tensors_of

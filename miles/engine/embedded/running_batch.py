@@ -31,7 +31,7 @@ MASK_STEP = 16  # attended widths are multiples of this, which suits the fused k
 
 @dataclass(eq=False)
 class Sequence:
-    """A response in progress. ``weight_version`` is that of its last token; before the first token, the engine's."""
+    """A response in progress. ``weight_version`` belongs to its last token; before the first token, to the engine."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def prompt(self) -> ReadPrompt:
-        """What is prefilled; sequences with the same prompt share it."""
+        """The input of the prefill; sequences with the same prompt share it."""
         return self.prompt_ids, self.images
 
     @property
@@ -111,7 +111,7 @@ class Sequence:
 
 
 class RunningBatch:
-    """Assign rows of the KV cache to sequences: row i is that of ``_rows[i]``, which have equal tokens."""
+    """Assign rows of the KV cache to sequences: row i belongs to ``_rows[i]``, which have equal tokens."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

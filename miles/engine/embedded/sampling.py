@@ -187,7 +187,8 @@ def _keep(weights: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch
     """Keep each row's ``top_k`` heaviest tokens, of these the fewest that hold ``top_p`` of the mass, then ``min_p``.
 
     Returns:
-        Weights, heaviest first and 0 for what is not kept, and the tokens that they belong to; both [rows, candidates].
+        Weights, heaviest first and 0 for tokens that are not kept, and the tokens that they belong to; both [rows,
+        candidates].
     """
     vocab = weights.shape[-1]
     total = weights.sum(-1, dtype=torch.float64)

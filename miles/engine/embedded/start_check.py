@@ -21,7 +21,7 @@ _FAULTS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, Ass
 
 
 def check_untested_model(runner: ModelRunner, model_path: str) -> None:
-    """Compare the model, unless a test of ours compares its type, and print how long it took.
+    """Compare the model, unless a test of miles compares its type, and print how long it took.
 
     Raises:
         ValueError: As ``compare_with_transformers``.

@@ -64,8 +64,8 @@ class TorchEngine:
         if max_batch_size < 1:
             raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
         self._max_batch_size = max_batch_size
-        # Everything that touches tensors runs on this one thread, loading included. Each thread that calls torch has an
-        # OpenMP pool of its own; with more pools than cores, their workers sleep between operations, which halves the
+        # Everything that touches tensors runs on this one thread, loading included. Each thread that calls torch has a
+        # separate OpenMP pool; with more pools than cores, their workers sleep between operations, which halves the
         # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
         self._runner = self._thread.submit(_load, model_path, dtype, device, fp32_head).result()

@@ -1,1 +1,1 @@
-"""Generation servers: what an engine of them does, whatever program they run."""
+"""Generation servers: the parts of their engine that do not depend on the program that they run."""

@@ -20,7 +20,7 @@ from miles.types.replay import TokenSets
 
 # Read and write the JSON of requests and answers, by orjson if it is installed (SGLang needs it), else by ``json``.
 #
-# This is much of what a request costs: an answer of 256 tokens with log-probs takes 26 µs instead of 126 to decode, a
+# This is much of the cost of a request: an answer of 256 tokens with log-probs takes 26 µs instead of 126 to decode, a
 # prompt of 256 tokens 1 µs instead of 18 to encode.
 
 
@@ -42,7 +42,7 @@ def _as_list(content: Any) -> Any:
 
 
 def decode(content: bytes) -> Any:
-    """Return what the JSON states. Raises ``ValueError`` if it is none."""
+    """Return the value of the JSON. Raises ``ValueError`` for other content."""
     if orjson is not None:
         with suppress(ValueError):  # NaN, which Python reads
             return orjson.loads(content)
@@ -108,7 +108,7 @@ class ServerClient(ABC):
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
 
-        ``experts_shape`` is that of a token's experts, layers and k, if they are asked for.
+        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def pause(self, mode: str) -> None:
-        """Stop at the next token. ``mode`` is that of ``--pause-generation-mode``."""
+        """Stop at the next token. ``mode`` is the value of ``--pause-generation-mode``."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -137,7 +137,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def take_memory(self, for_weights: bool) -> None:
-        """Take released memory back: first that of the weights, then the rest."""
+        """Take released memory back: first the memory of the weights, then the rest."""
 
     @abstractmethod
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def checked_generation(generation: Generation, vocab: int, answer: object) -> Ge
     """Return ``generation`` if its tokens are of the vocabulary, its log-probs are some, and its versions fit.
 
     Raises:
-        EngineUnavailable: It is none; ``answer`` is what the server has said.
+        EngineUnavailable: It is none; ``answer`` is the server's answer.
     """
     token_ids, log_probs = generation.token_ids, generation.log_probs
     sound = (
@@ -233,7 +233,7 @@ def checked_support(
     """Return the log-probs of the tokens over the sets that they were drawn from, and these sets.
 
     Raises:
-        EngineUnavailable: They do not fit the tokens; ``answer`` is what the server has said.
+        EngineUnavailable: They do not fit the tokens; ``answer`` is the server's answer.
     """
     try:
         made = TokenSets.of(vocab, [[int(token) for token in kept] for kept in sets])
@@ -248,6 +248,6 @@ def checked_support(
 
 
 def read_version(value: Any) -> int:
-    """Return the version of the weights; -1 for weights that no update of ours has sent."""
+    """Return the version of the weights; -1 for weights that no update of miles has sent."""
     text = str(value)
     return int(text) if text.isdecimal() else -1

@@ -137,7 +137,7 @@ class ServersEngine:
 
         Raises:
             ValueError: For an empty prompt, a token id outside the vocabulary and sampling values outside their range,
-                before anything is sent (one such id ends a server); and for what a server refuses.
+                before anything is sent (one such id ends a server); and for a request that a server refuses.
             RuntimeError: If a request failed too often, no server is left, or a server that is not restarted has been
                 unresponsive for too long.
         """
@@ -146,8 +146,8 @@ class ServersEngine:
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Replace the weights of all servers. Requests in flight wait, and continue with the new weights.
 
-        Under ``--pause-generation-mode retract`` they are prefilled again; under ``in_place`` what the old weights have
-        computed stays. A server that fails is restarted with ``--use-fault-tolerance``.
+        Under ``--pause-generation-mode retract`` they are prefilled again; under ``in_place`` the cache of the old
+        weights stays. A server that fails is restarted with ``--use-fault-tolerance``.
 
         Raises:
             RuntimeError: If a server fails and is not restarted.
@@ -175,7 +175,7 @@ class ServersEngine:
         await self._weights.resume()
 
     async def abort(self) -> None:
-        """End every request in flight. Each returns what it has; those that wait for a slot return nothing.
+        """End every request in flight. Each returns its tokens so far; those that wait for a slot return nothing.
 
         For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
         """
@@ -224,10 +224,10 @@ async def start_servers(
 
     Args:
         engine_type: What talks to them.
-        settings: Those of the run.
-        host: Says from where weights are sent.
+        settings: The settings of the run.
+        host: Gives the device that sends weights.
         keys: The keys that servers and router want.
-        processes: Places the servers, given what makes the log file of a name.
+        processes: Starts the servers, given a function that makes the log file of a name.
         router: Starts the router of two or more servers, given its log file and the requests at once.
     """
     model = settings.model.hf_checkpoint

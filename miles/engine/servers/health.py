@@ -54,7 +54,8 @@ class Health:
             sglang: Their flags.
             vocab_size: The size of the model's vocabulary; answers to probes are checked against it.
             router: The router in front of the servers; None if there is one server.
-            put_into_use: Gives a started server what the others have, and takes it into use after the body.
+            put_into_use: Gives a started server the weights and the pause of the others, and takes it into use after
+                the body.
             unresponsive_seconds: How long an unresponsive server is waited for without ``--use-fault-tolerance``.
         """
         self._servers = servers
@@ -174,7 +175,7 @@ class Health:
     async def _probe(self, server: ManagedServer) -> None:
         """Generate one token, and check that the answer is sound. A server that is only busy passes.
 
-        This finds what the server's own health check does not: answers that are no generations.
+        This finds a fault that the server's own health check does not: answers that are no generations.
         """
         if server.state is not ServerState.SERVING:
             return

@@ -28,13 +28,13 @@ class Keys:
 
     @property
     def server_words(self) -> list[str]:
-        """The flags by which a server gets its keys."""
+        """The flags that give a server its keys."""
         pairs = ((SERVER_KEY, self.server), (ADMIN_KEY, self.admin))
         return [word for flag, key in pairs if key is not None for word in (flag, key)]
 
     @property
     def router_words(self) -> list[str]:
-        """The flags by which the router gets its key."""
+        """The flags that give the router its key."""
         return [] if self.router is None else [SERVER_KEY, self.router]
 
 

@@ -57,7 +57,7 @@ class ServerProgram(Protocol):
         ...
 
     def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with what a server needs in addition. ``folder`` is its temporary folder."""
+        """Return the environment ``given`` with a server's additional variables. ``folder`` is its temporary folder."""
         ...
 
     def is_ready(self, url: str) -> bool:
@@ -154,7 +154,7 @@ class ServerOnHost:
 
 
 def _temporary() -> Path:
-    """Return the folder of what a server writes on its host."""
+    """Return the folder of the files that a server writes on its host."""
     return Path(os.environ.get(RUN_FOLDER) or gettempdir())
 
 

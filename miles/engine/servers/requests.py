@@ -73,7 +73,7 @@ class Requests:
             most: Requests at once; further ones wait here.
             vocab_size: The size of the model's vocabulary.
             eos_ids: The model's own stop tokens.
-            keeps_cache: Whether an update of the weights leaves what the old ones have computed.
+            keeps_cache: Whether the cache of the old weights outlasts an update of the weights.
             router: The client of the router; None without one.
             after_failure: Called after each failed try: finds the servers that do not work, has them restarted, and
                 waits for an update of the weights in progress, which finds failed servers itself.
@@ -145,7 +145,7 @@ class Requests:
         sglang-router 0.3.2 drops the fields of a request that it does not know. Requests with such a field go to the
         server that has the fewest of them.
         """
-        # Unless the cache is flushed with each update, what the old weights have computed must not be found again.
+        # Unless the cache is flushed with each update, the results of the old weights must not be found again.
         key = str(self._version) if self._keeps_cache else None
         sampling = request.sampling
         unknown = sampling.returns_support or sampling.returns_experts or sampling.stop_texts
@@ -154,7 +154,7 @@ class Requests:
         else:
             server = min(self._servers.in_use, key=lambda server: len(server.requests))
             client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
-        # Of the model's own, a server knows those of its configuration only.
+        # Of the model's own stop tokens, a server knows only the ones in its configuration.
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))))
         work = client.generate(request.prompt_ids, sampling, seed, self._vocab_size, key, self._experts_shape)
         task = asyncio.create_task(work)
@@ -293,7 +293,7 @@ class SharedServers:
         self._changed = asyncio.Event()
 
     async def until_one_in_use(self) -> None:
-        """Wait until a server is used. Raises what the engine has said if no server can come back."""
+        """Wait until a server is used. Raises the engine's error if no server can come back."""
         while not self._by_seen:
             if self._end is not None:
                 raise self._end
@@ -340,14 +340,14 @@ class ServersSender:
 
 @dataclass(frozen=True)
 class ServersSenderConfig:
-    """What a process needs to send requests; ``miles.engine.base.SenderConfig``.
+    """The data that a process needs to send requests; ``miles.engine.base.SenderConfig``.
 
     Attributes:
         client: Talks to a server in its words.
         requests: At once, of all processes together.
         vocab_size: The size of the model's vocabulary.
         eos_ids: The model's own stop tokens.
-        keeps_cache: Whether an update of the weights leaves what the old ones have computed.
+        keeps_cache: Whether the cache of the old weights outlasts an update of the weights.
         restarts: Whether failed servers are started again.
         router: The address that requests go to; None if there is one server.
         keys: The keys of router and servers.

@@ -17,7 +17,7 @@ from tempfile import gettempdir
 
 from miles.engine.servers.leftovers import note_segments
 
-SHORTEST_PAUSE = 0.2  # seconds; a server that is killed within one leaves what it has opened since the last note
+SHORTEST_PAUSE = 0.2  # seconds; a server that is killed within one leaves the segments opened since the last note
 PAUSE_SHARE = 0.01  # of the time since the start: servers open segments while they start, large ones for minutes
 
 

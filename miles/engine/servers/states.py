@@ -1,7 +1,7 @@
 """The servers of an engine: the state of each, and what all of them should hold.
 
-``ServerState`` is the only record of what a server may be asked. The three parts of the engine share it: requests
-(requests.py), weight updates (weight_updates.py), health and replacement (health.py).
+``ServerState`` is the only record of the requests that a server may get. The three parts of the engine share it:
+requests (requests.py), weight updates (weight_updates.py), health and replacement (health.py).
 """
 
 from __future__ import annotations

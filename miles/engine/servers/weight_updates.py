@@ -86,7 +86,7 @@ class WeightUpdates:
     async def put_into_use(self, server: ManagedServer) -> AsyncIterator[None]:
         """Give a starting server the weights and the pause that the others have; after the body it is in use.
 
-        No update begins before the body, where the server is registered with the router, has ended.
+        The body registers the server with the router; no update begins before it has ended.
         """
         servers = self._servers
         async with servers.updating:

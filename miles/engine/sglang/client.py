@@ -47,7 +47,7 @@ class SglangClient(ServerClient):
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
 
-        ``experts_shape`` is that of a token's experts, layers and k, if they are asked for.
+        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for.
 
         SGLang honours the seed only under deterministic inference on GPUs.
         """
@@ -109,7 +109,7 @@ class SglangClient(ServerClient):
         return answer
 
     async def pause(self, mode: str) -> None:
-        """Stop at the next token. ``mode`` is that of ``--pause-generation-mode``."""
+        """Stop at the next token. ``mode`` is the value of ``--pause-generation-mode``."""
         await self.control("/pause_generation", {"mode": mode}, self._seconds)
 
     async def resume(self) -> None:
@@ -132,7 +132,7 @@ class SglangClient(ServerClient):
         await self.control("/release_memory_occupation", {}, self._seconds)
 
     async def take_memory(self, for_weights: bool) -> None:
-        """Take the memory of the weights back, or that of cache and CUDA graphs."""
+        """Take back the memory of the weights, or the memory of cache and CUDA graphs."""
         tags = ["weights"] if for_weights else ["kv_cache", "cuda_graph"]
         await self.control("/resume_memory_occupation", {"tags": tags}, self._seconds)
 

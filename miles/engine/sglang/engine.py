@@ -27,7 +27,7 @@ class SglangEngine(ServersEngine):
 
 
 async def start(settings: Settings, host: EngineHost) -> SglangEngine:
-    """Start the engine of a run: servers that ``host`` places, and those at the given addresses."""
+    """Start the engine of a run: servers that ``host`` starts, and those at the given addresses."""
     keys = keys_of(settings.server_flags, settings.sglang.rollout_external)
 
     def processes(log: Callable[[str], LogFile]) -> Sequence[Server]:

@@ -136,7 +136,7 @@ class ServerSpec:
         return [*secret, *self.keys.server_words]  # the keys last: they are the user's, or replace nothing
 
     def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with what a server needs in addition.
+        """Return the environment ``given`` with the variables that a server needs in addition.
 
         Its ranks meet at a file in ``folder``. Otherwise they would meet at an address, for which torch listens on
         all interfaces and takes reads and writes from everybody. Ranks on several nodes have no other way.

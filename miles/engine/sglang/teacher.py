@@ -26,7 +26,7 @@ class SglangTeacher:
     ) -> None:
         """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at once each.
 
-        ``key`` is that of the metadata.
+        ``key`` is the key of the metadata.
         """
         self._key = key
         self._waits = waits
@@ -89,7 +89,7 @@ def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int],
 
     Raises:
         EngineUnavailable: The answer has no such log-probs.
-        ValueError: They are those of other tokens.
+        ValueError: They belong to other tokens.
     """
     try:
         entries = answer["meta_info"]["input_token_logprobs"][-len(response_ids) :]

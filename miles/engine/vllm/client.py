@@ -88,7 +88,7 @@ class VllmClient(ServerClient):
         await self.control("/resume", {}, self._seconds)
 
     async def abort_all(self) -> None:
-        """End every request that the server has; each is answered with what it has."""
+        """End every request that the server has; each is answered with its tokens so far."""
         await self.control("/abort_requests", {}, self._seconds)
 
     async def release_memory(self) -> None:
@@ -96,7 +96,7 @@ class VllmClient(ServerClient):
         await self.control("/sleep?level=2", {}, self._seconds)
 
     async def take_memory(self, for_weights: bool) -> None:
-        """Take the memory of the weights back, or that of the cache."""
+        """Take back the memory of the weights, or the memory of the cache."""
         await self.control(f"/wake_up?tags={'weights' if for_weights else 'kv_cache'}", {}, self._seconds)
 
 
@@ -112,7 +112,7 @@ def sampling_params(sampling: SamplingParams, seed: int, vocab: int) -> dict[str
         "seed": seed,
         "logprobs": wanted,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,  # in the text that is searched for those of --rollout-stop
+        "skip_special_tokens": False,  # in the text that is searched for the texts of --rollout-stop
         **({"stop": list(sampling.stop_texts), "include_stop_str_in_output": True} if sampling.stop_texts else {}),
     }
 
@@ -173,5 +173,5 @@ def read_support(
 
 
 def version_of(value: Any) -> int:
-    """Return the version of the weights: 0 for those of the start, -1 for some that no update of ours has sent."""
+    """Return the version of the weights: 0 for the first weights, -1 for weights that no update of miles has sent."""
     return 0 if value == FIRST_WEIGHTS else read_version(value)

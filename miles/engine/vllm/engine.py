@@ -26,7 +26,7 @@ class VllmEngine(ServersEngine):
 
 
 async def start(settings: Settings, host: EngineHost) -> VllmEngine:
-    """Start the engine of a run: servers that ``host`` places. Each request goes to the one that has the fewest."""
+    """Start the engine of a run: servers that ``host`` starts. Each request goes to the one that has the fewest."""
     keys = keys_of(ServerFlags(), external=False)
 
     def processes(log: Callable[[str], LogFile]) -> Sequence[Server]:

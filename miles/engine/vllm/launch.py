@@ -38,7 +38,7 @@ class VllmProgram:
         seed: Its random seed.
         keys: The keys that it wants.
         flags: The user's ``--vllm-*`` words, without the prefix.
-        raw_log_probs: Whether log-probs are those of the logits, and not of the distribution that is sampled from.
+        raw_log_probs: Whether log-probs come from the logits, and not from the distribution that is sampled from.
         reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
         releases_memory: Whether it can release its GPU memory and take it back.
         cache_gib: On CPU: the memory of the cache.
@@ -100,7 +100,7 @@ class VllmProgram:
         return [*words, *split_secret_words(self.flags)[0]]
 
     def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with what a server needs in addition.
+        """Return the environment ``given`` with the variables that a server needs in addition.
 
         The import path has this package, by a link in ``folder``, and nothing else of the run's environment.
         """

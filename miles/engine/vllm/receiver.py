@@ -16,7 +16,7 @@ class VllmReceiver:
     """Receive weights as a vLLM server; ``miles.engine.weight_sync.transport.WeightReceiver``.
 
     With ``flush``, an update empties the prefix cache, and requests in flight are prefilled again by the new weights.
-    Without, they keep what the old weights have computed, and later requests must use another cache key.
+    Without, they keep the cache of the old weights, and later requests must use another cache key.
     """
 
     def __init__(self, client: VllmClient, num_ranks: int, flush: bool, process: Server) -> None:

@@ -22,7 +22,7 @@ from miles.base.threads import in_thread
 from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
-# Serve a torch TCP store, by which the ranks of a process group find each other, at one address only.
+# Serve a torch TCP store at one address only: the ranks of a process group find each other by it.
 
 
 def serve_store(host: str, timeout: timedelta) -> TCPStore:
@@ -52,7 +52,7 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "nccl"}  # the library, by the device of t
 
 @dataclass(frozen=True)
 class _Group:
-    """The sender's side of one engine's group: its rank 0."""
+    """The sender's end of one engine's group: its rank 0."""
 
     name: str
     store: TCPStore  # lives as long as the group
@@ -131,8 +131,8 @@ async def _form_group(receiver: WeightReceiver, device: torch.device) -> _Group:
     store = serve_store(host, JOIN_TIMEOUT)
 
     def connect() -> Any:
-        # The prefixes under which torch.distributed looks for its peers on the engine's side: the engine's own, the one
-        # of a named group, and the one of the device (distributed_c10d._new_process_group_helper).
+        # The prefixes under which the engine's torch.distributed looks for its peers: the engine's own, the one of a
+        # named group, and the one of the device (distributed_c10d._new_process_group_helper).
         scope = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         return _rank_zero(scope, 1 + receiver.num_ranks, device, host)
 

@@ -1,7 +1,7 @@
 """Encode which elements of a tensor have changed, and what they are now: the form of a weight delta.
 
-After an optimizer step with a small learning rate most bf16 weights are what they were, because the step is less than
-half of their last place. Elements are compared and copied as bits, so NaNs, negative zeros and every dtype are exact.
+After an optimizer step with a small learning rate most bf16 weights are unchanged, because the step is less than half a
+unit in their last place. Elements are compared and copied as bits, so NaNs, negative zeros and every dtype are exact.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _changes_in(file: str, data: bytes) -> Iterator[tuple[str, TensorChange]]:
             yield name, TensorChange(form, places, arrays[f"{_VALUES}/{name}"])
 
 
-# The sending side of weight deltas: keep the weights that were sent last, and write what has changed since.
+# The sender of weight deltas: keep the weights that were sent last, and write what has changed since.
 
 
 Entry = tuple[str, tuple[int, ...], np.ndarray]  # dtype name, shape, bytes; as in ``PackedChunk``
@@ -455,7 +455,7 @@ def _in_buckets(kept: dict[str, Entry]) -> Iterator[dict[str, Entry]]:
         yield bucket
 
 
-# The receiving side of weight deltas: a host's own copy of all weights, as safetensors files.
+# The receiver of weight deltas: a host's own copy of all weights, as safetensors files.
 
 
 _CONTENTS = "contents.json"  # is there while the files are whole; holds the fields of ``_Contents``
@@ -492,8 +492,8 @@ class CopySource:
         sent: Names this sending of the weights, so that the engines of a host copy them once.
         folder: All weights, as safetensors files; unless there is an ``offer``.
         offer: The changes.
-        copies: The folder of copies on the host; None for that of temporary files.
-        root: Names the run's copy among those of other runs.
+        copies: The folder of copies on the host; None for the folder of temporary files.
+        root: Distinguishes the run's copy from the copies of other runs.
         result: The identity of the weights in ``folder``; None if it is not known.
     """
 
@@ -523,7 +523,7 @@ def copy_folder(copies: str | None, root: str) -> Path:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a copy holds.
+    """The contents of a copy.
 
     Attributes:
         sent: Which sending of weights it is of.
@@ -539,7 +539,7 @@ class _Contents:
 class LocalCopy:
     """All weights in a folder that only this user may enter. Processes of one host may share it: they take turns.
 
-    The copy states what it holds while it is whole, and nothing while it changes. So a process that dies halfway leaves
+    The copy records its contents while it is whole, and nothing while it changes. So a process that dies halfway leaves
     a copy that follows no delta and must be made again.
     """
 
@@ -569,7 +569,7 @@ class LocalCopy:
             self._note(contents)
 
     def _patch(self, tensors: dict[str, np.ndarray], contents: _Contents, offer: DeltaOffer) -> _Contents:
-        """Apply a delta to ``tensors``; return what the copy should hold then. Raises ``DeltaRefused``."""
+        """Apply a delta to ``tensors``; return the contents that the copy should have then. Raises ``DeltaRefused``."""
         delta = read_delta(offer)
         if _forms(contents.tensors) != _forms(delta.records):
             raise DeltaRefused("the delta is of tensors with other names, dtypes or shapes")
@@ -588,7 +588,7 @@ class LocalCopy:
         """Replace the copy by ``chunks``, unless it has them already: ``sent`` names them.
 
         Raises:
-            OtherWeights: They are not those of the identity ``result``, if it is given. The copy is lost.
+            OtherWeights: They do not have the identity ``result``, if it is given. The copy is lost.
             WriteFailed: This host's disk is full.
         """
         from safetensors.torch import save_file  # not at the top: actors of servers import this module

@@ -77,7 +77,7 @@ class DiskDeltaTransport:
     """Have the hosts follow the delta of weights that offer one; write all weights for those that do not."""
 
     def __init__(self, root: Path, copies: str | None) -> None:
-        """Use the shared folder ``root``, and the folder ``copies`` of each host (None: that of temporary files)."""
+        """Use the shared folder ``root``, and the folder ``copies`` of each host (None: the temporary folder)."""
         self._root = root.absolute()
         self._copies = copies
         self._files = DiskTransport(self._root / "whole")

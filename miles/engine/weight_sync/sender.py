@@ -51,7 +51,7 @@ class WeightSender:
         return delivery.failures
 
     def forget_all_but(self, urls: Collection[str]) -> None:
-        """Drop what is kept for engines at other addresses than ``urls``: these engines are gone, or have restarted."""
+        """Drop the state of engines at other addresses than ``urls``: these engines are gone, or have restarted."""
         self._transport.forget_all_but(urls)
 
     async def _send_checked(

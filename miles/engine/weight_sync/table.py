@@ -21,7 +21,7 @@ class SendingSide:
     Attributes:
         folder: Where weights on disk are written.
         broadcast_from: The device that broadcasts start from.
-        copies: The folder of the copies that engines' hosts keep; None for that of temporary files.
+        copies: The folder of the copies that engines' hosts keep; None for the folder of temporary files.
     """
 
     folder: Path

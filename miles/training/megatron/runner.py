@@ -33,9 +33,9 @@ from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 
 # Return a micro-batch's share of the loss to Megatron's schedule, so that gradients are plain sums.
 #
-# The loss functions return shares whose sum over micro-batches and ranks is the step's loss (docs/loss-
-# aggregation.md). Megatron averages on the way, in one of two ways, and only this file cancels it. versions.py has the
-# lines of the framework that are cancelled.
+# The loss functions return shares whose sum over micro-batches and ranks is the step's loss
+# (docs/loss-aggregation.md). Megatron averages on the way, in one of two ways, and only this file cancels it.
+# versions.py has the lines of the framework that are cancelled.
 
 
 Metrics = dict[str, torch.Tensor]

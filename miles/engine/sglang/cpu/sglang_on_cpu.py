@@ -1,9 +1,9 @@
 """Run ``sglang.launch_server`` faster on CPU: ``python -m sglang_on_cpu ARGUMENTS…``.
 
-SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork. Each then imports again what the
-server has imported, which takes 16 of the 25 s of CPU time that a start takes. Here they are forked instead. That is
-safe because the server has started no thread by then, and each of them publishes its own configuration. In
-addition, the sequences of a batch are decoded at once (``batched_decode``).
+SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork. Each then repeats the server's
+imports, which takes 16 of the 25 s of CPU time that a start takes. Here they are forked instead. That is safe because
+the server has started no thread by then, and each of them publishes its own configuration. In addition, the sequences
+of a batch are decoded at once (``batched_decode``).
 """
 
 import multiprocessing
