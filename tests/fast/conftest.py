@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Names of models in tests are made up, so the hub need not be asked about them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Verdicts about rows are remembered there, and those of an earlier session of tests must decide nothing.
+# Verdicts about rows are remembered there, and verdicts of an earlier session of tests must decide nothing.
 USER_CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
 os.environ["XDG_CACHE_HOME"] = USER_CACHE.name
 
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 
 
 # Files that take longest, in the order in which they start; all others follow. A long file that starts last would run
-# alongside an idle worker. Those that compute in many processes alternate with those that mostly wait.
+# alongside an idle worker. Files that compute in many processes alternate with files that mostly wait.
 LONGEST = (
     "training/megatron/test_megatron_layouts.py",
     "run/runs/test_train_and_resume.py",
@@ -71,7 +71,7 @@ class FileScheduling(LoadFileScheduling):
     """Keep files that share a server or ranks on one worker of pytest-xdist, and each other file; longest first."""
 
     def schedule(self):
-        """Hand out files in the order of collection, which is that of ``LONGEST``."""
+        """Hand out files in the order of collection, which follows ``LONGEST``."""
         self.config.option.loadscopereorder = False
         super().schedule()
 
@@ -122,7 +122,7 @@ def sglang_address(tiny_model, tmp_path_factory):
     """Start the suite's one SGLang server and return HOST:PORT. It keeps the weights of the last test that used it.
 
     Starting takes 10 s on two idle cores and minutes on busy ones, so tests that use it need a longer timeout. This
-    server reads text (--rollout-stop); those of runs in other tests do not.
+    server reads text (--rollout-stop); the servers of runs in other tests do not.
     """
     from tests.fast.engine.sglang_servers import server_of
 

@@ -104,7 +104,7 @@ REMAINING = {
     ("miles.observe.health", "tasks"),
 }
 
-# (module, what it must not import, exceptions)
+# (module, forbidden imports, exceptions)
 FORBIDDEN = [
     ("miles.base.host", "torch", ()),
     ("miles.base.secrets", "torch", ()),

@@ -22,7 +22,8 @@ class Figures:
     pcie: float
 
 
-# From NVIDIA's data sheets, which add up both directions of NVLink and PCIe. A GPU with several forms has those of SXM.
+# From NVIDIA's data sheets, which add up both directions of NVLink and PCIe. A GPU with several forms has SXM's
+# figures.
 DEVICES = {
     "B200": Figures(2250e12, 7700, 900, 63.0),
     "H200": Figures(989e12, 4800, 450, 63.0),

@@ -22,8 +22,8 @@ from tests.gpu.tiny_families import sent_weights, write_family
 PROMPT_LENGTHS = (1, 9, 70, 200)
 NEW_TOKENS, SAMPLES = 16, 4
 
-# Distance of log-probs in bf16 from those of the same weights in fp32: 0.01 to 0.04 for transformers in bf16 on CPU.
-# One tensor that keeps its old values makes it larger than the bound, apart from a few small ones. It is a median,
+# Distance of log-probs in bf16 from log-probs of the same weights in fp32: 0.01 to 0.04 for transformers in bf16 on
+# CPU. One tensor that keeps its old values makes it larger than the bound, apart from a few small ones. It is a median,
 # because a router in bf16 now and then chooses another expert, which moves a token's log-prob by up to 1.
 BOUND = 0.1
 # Log-probs of other weights are so far away at least, or the comparison states nothing.
@@ -67,7 +67,7 @@ def distance(model: PreTrainedModel, responses: Sequence[tuple[tuple[int, ...], 
 async def follow_an_update(
     engine: Engine, first: Path, other: Path, lengths: Sequence[int] = PROMPT_LENGTHS
 ) -> dict[str, float]:
-    """Generate with the weights of ``first``, then with those of ``other``, sent as a trainer sends them.
+    """Generate with the weights of ``first``, then with ``other``'s, sent as a trainer sends them.
 
     Returns the distances ``before`` and ``after``, and those from the model that the engine does not have then. A test
     passes them to ``assert_follows``.

@@ -1,7 +1,7 @@
 """Write a random model and prompts for the measurements: ``python make_model.py FOLDER [--shape 4b] [--small]``.
 
-``FOLDER/qwen3`` has the shape of Qwen3-0.6B, ``FOLDER/qwen3-4b`` that of Qwen3-4B; with ``--small`` both are thousands
-of times smaller, to try the measurements without a GPU. The byte-level tokenizer is that of the tests.
+``FOLDER/qwen3`` has the shape of Qwen3-0.6B, ``FOLDER/qwen3-4b`` the shape of Qwen3-4B; with ``--small`` both are
+thousands of times smaller, to try the measurements without a GPU. The byte-level tokenizer is the tests' one.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def tests(folder: Path) -> Iterator[str]:
 
 
 def figures(recorded: str) -> str:
-    """Return what a test recorded as a few words."""
+    """Return the figures that a test recorded, as a few words."""
     found: dict[str, Any] = json.loads(recorded) if recorded else {}
     return ", ".join(
         f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
@@ -114,7 +114,7 @@ def gradients(folder: Path) -> Iterator[str]:
 
 
 def measured(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return what a part has written; None if it has not run to its end."""
+    """Return the result of a part; None if it has not run to its end."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() and path.stat().st_size else None
 
@@ -227,7 +227,7 @@ def sync_row(what: str, mode: str, over: str, size: float, seconds: float, gpu: 
 
 
 def weights(folder: Path) -> Iterator[str]:
-    """Return the share of their link that weight updates reach: one server's by each way, and those of runs."""
+    """Return the share of their link that weight updates reach: one server's by each way, and the updates of runs."""
     yield "\n## Weight updates: share of the link's bandwidth by the data sheet"
     gpu = figures_of((measured(folder, "environment") or {}).get("GPU", "").replace(",", " "))
     found = measured(folder, "server-speed") or {}
@@ -280,7 +280,7 @@ def runs(folder: Path) -> Iterator[str]:
 
 
 def launcher_share(row: dict[str, Any]) -> float:
-    """Return what an iteration spends outside its phases, and in the phase ``train`` outside the trainer."""
+    """Return the share of an iteration outside its phases, and of the phase ``train`` outside the trainer."""
     work = sum(row.get(f"time/{name}", 0.0) for name in ("generate", "sync_weights", "eval"))
     work += sum(row.get(f"time/{name}", 0.0) for name in ("log_probs", "forward_backward", "optimizer"))
     return 1.0 - work / row["time/step"]

@@ -20,7 +20,7 @@ KILLED_ROLLOUTS = 6  # of two steps each
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of a run by step, without those of time."""
+    """Return the metrics of a run by step, without the metrics of time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: {n: v for n, v in row.items() if not n.startswith(OF_TIME)} for row in rows}
 

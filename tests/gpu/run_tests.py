@@ -16,7 +16,7 @@ SKIPPED = 77  # as run.sh reads it
 
 @dataclass(frozen=True)
 class Result:
-    """A test: ``result`` is ok, skipped or FAILED, ``reason`` one line, ``figures`` what it recorded, as JSON."""
+    """A test: ``result`` is ok, skipped or FAILED, ``reason`` one line, ``figures`` its recorded figures, as JSON."""
 
     name: str
     result: str

@@ -106,7 +106,7 @@ def taken() -> int:
 
 
 async def released(engine: Any, chunks: Sequence[WeightChunk], version: int, device: str) -> dict[str, Any]:
-    """Have the server release its memory, then take it back; return what it holds meanwhile, or why it cannot."""
+    """Have the server release its memory, then take it back; return its memory meanwhile, or why it cannot."""
     if device != "cuda":
         return {"not measured": "there is no GPU"}
     if find_spec(SAVER) is None:
@@ -119,7 +119,7 @@ async def released(engine: Any, chunks: Sequence[WeightChunk], version: int, dev
 
 
 async def measure(model: Path, output: Path, device: str, new_tokens: int, found: dict[str, Any]) -> None:
-    """Start a server and add to ``found`` what is measured, then another one without graphs."""
+    """Start a server and add its measurements to ``found``, then another one without graphs."""
     vocab_size = read_config(str(model)).get_text_config().vocab_size
     settings = settings_of(model, output / "graphs", device)
     engine: Any = await start_engine(settings, LocalHost(device))

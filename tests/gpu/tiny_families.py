@@ -1,7 +1,7 @@
 """Random models of the families that SGLang serves: tiny, with heads of the sizes that its GPU kernels are made for.
 
-A model has one layer of each kind that its family has. Everything but sizes is that of the published models, as far as
-transformers' default configuration of the family is.
+A model has one layer of each kind that its family has. Everything but the sizes equals the published models, as far as
+transformers' default configuration of the family does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure a training step of one backend on one device: ``python train_step.py MODEL RESULT.json --backend fsdp``.
 
-The step is what a run does with an iteration: log-probs if they are needed, forward and backward over the
+The step is a run's work on an iteration: log-probs if they are needed, forward and backward over the
 micro-batches, and the optimizer. Writes one JSON object:
 
 - ``seconds``: the median of the timed steps, with the device synchronized around each;
@@ -46,7 +46,7 @@ from tests.gpu.devices import figures_of
 from tests.gpu.run_tests import SKIPPED
 
 PROMPT_TOKENS = 64
-SPARE_GIB = 6  # of a GPU's memory: CUDA itself, and what the allocator cannot use
+SPARE_GIB = 6  # of a GPU's memory: CUDA itself, and blocks that the allocator cannot use
 
 
 def options_given() -> argparse.Namespace:
@@ -152,7 +152,7 @@ class Device:
         return time.perf_counter() - started
 
     def idle_share(self, work: Callable[[], Any], table: Path) -> float | None:
-        """Profile ``work`` and write the table. Return the share of its time where no kernel ran; None on CPU."""
+        """Profile ``work`` and write the table. Return the share of its time without a running kernel; None on CPU."""
         kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.is_gpu else [ProfilerActivity.CPU]
         with profile(activities=kinds) as profiled:
             seconds = self.timed(work)

@@ -87,7 +87,7 @@ class AnnouncedRun(Launch):
         logs.mkdir(parents=True)
         super().__init__(output, flags, ANNOUNCED=str(logs / "announced"), **environment)
 
-    def start(self, command, environment):  # type: ignore[no-untyped-def]  # as that of Launch
+    def start(self, command, environment):  # type: ignore[no-untyped-def]  # as in Launch
         with (self.logs / "stdout").open("w") as out, (self.logs / "stderr").open("w") as err:
             super().start(command, environment, out, err)
 
@@ -98,7 +98,7 @@ class AnnouncedRun(Launch):
         return self.process.poll() is not None
 
     def count(self, phase: str) -> int:
-        """Return how often a phase has begun."""
+        """Return how often a phase has started."""
         announced = self.logs / "announced"
         return announced.read_text().splitlines().count(phase) if announced.exists() else 0
 
@@ -119,7 +119,7 @@ class AnnouncedRun(Launch):
             self.files.update(Path(line[line.index(SHARED) :]) for line in lines if SHARED in line)
 
     def end_problems(self) -> list[str]:
-        """Return what an ended run has left behind."""
+        """Return the processes and files that an ended run has left behind, in words."""
         problems = []
         if not self.none_left(LEFT_SECONDS):
             lines = [" ".join(words)[:60] for _, words in self.command_lines()]
@@ -224,7 +224,7 @@ class Series:
         self.campaign, self.rng, self.output = campaign, rng, output
         self.setup, self.restarts = campaign.plan.setup(rng), rng.random() < 0.3
         self.results: list[tuple[Trial, Outcome]] = []
-        self.unguarded: AnnouncedRun | None = None  # killed with its guard: the next run removes what is left of it
+        self.unguarded: AnnouncedRun | None = None  # killed with its guard: the next run removes its remains
 
     @property
     def problems(self) -> list[str]:
@@ -264,7 +264,7 @@ class Series:
         return len(self.results) < SERIES and time.monotonic() < self.campaign.ends_at
 
     def _check_unguarded(self) -> None:
-        """Note what the start of a run has left of the one that was killed with its guard, as the last trial."""
+        """Note the remains of the last trial's run, which was killed with its guard, after the start of another run."""
         if self.unguarded is not None:
             self.problems.extend(self.unguarded.end_problems())
             self.unguarded.kill()
@@ -375,7 +375,7 @@ def send(trial: Trial, run: Launch) -> psutil.Process | None:
 
 
 def sentence_problems(trial: Trial, status: int, last: str) -> list[str]:
-    """Return what is wrong with the exit status and the last line, for what was killed."""
+    """Return the faults in the exit status and the last line, given the killed target."""
     if trial.is_to_launcher:
         number = SIGNALS[trial.signal]
         wanted = {"KILL": -number, "STOP": 0}.get(trial.signal, 128 + number)
@@ -412,7 +412,7 @@ def tables(results: list[dict[str, Any]]) -> str:
 def table(results: list[dict[str, Any]], keys: Sequence[str]) -> str:
     """Return the results as a Markdown table with a row for each value of the fields ``keys`` of a trial.
 
-    The longest time is that of a trial without a problem, in seconds.
+    The longest time is of a trial without a problem, in seconds.
     """
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for each in results:

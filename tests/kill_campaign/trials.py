@@ -1,4 +1,4 @@
-"""What the campaign tries: set-ups, targets, signals, moments, and which of them comes next."""
+"""The trials of the campaign: set-ups, targets, signals, moments, and which of them comes next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETUPS: dict[str, list[str]] = {
     "fsdp, two sglang, sync": TWO_SGLANG,
 }
 
-# By target: the kind of its process (``launches.kind_of``), and the pattern of what the last line blames.
+# By target: the kind of its process (``launches.kind_of``), and the pattern of the cause in the last line.
 TARGETS: dict[str, tuple[str, str]] = {
     "launcher": ("train.py", "stopped by"),
     "launcher and guard": ("train.py", "stopped by"),
@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def kind(self) -> Kind:
-        """The trial without what is drawn at random."""
+        """The trial without its random draws."""
         return self.setup, self.target, self.signal, self.moment
 
     @property

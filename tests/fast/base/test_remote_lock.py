@@ -1,4 +1,4 @@
-"""One launcher writes a remote folder: the lock of a live one is respected, that of a dead one is taken over."""
+"""One launcher writes a remote folder: a live launcher's lock is respected, a dead launcher's lock is taken over."""
 
 import json
 import os

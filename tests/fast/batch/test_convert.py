@@ -233,7 +233,7 @@ def test_the_statistics_of_a_group_are_those_of_the_trajectories_left():
 @pytest.mark.parametrize("mode", MODES)
 @given(shapes=group_shapes(), size=st.integers(1, 6))
 def test_without_groups_of_equal_rewards_a_step_is_the_mean_over_the_others(mode, shapes, size):
-    """Its advantages and its place are those of all groups; a step that has no others keeps them."""
+    """All groups determine its advantages and its position; a step without other groups keeps these."""
     loss = loss_for(mode, drop_zero_std_groups=True)
     size = sum(map(len, shapes)) if mode == "prompt_mean" else size
     whole = convert(build(shapes), loss=loss_for(mode), global_batch_size=size)

@@ -36,7 +36,7 @@ def test_on_one_rank(batch, layout):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_ranks_that_share_the_samples(batch, size):
-    """What the ranks would gather is put together here."""
+    """The test concatenates the parts that the ranks would gather."""
     parts = [collate(batch, range(4), CPU, ContextGroup(size, rank)) for rank in range(size)]
     gathered = torch.cat([part.input_ids for part in parts])
     for part in parts:

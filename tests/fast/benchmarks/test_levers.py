@@ -1,4 +1,4 @@
-"""benchmarks/levers.py: each lever changes what is computed, and not the result."""
+"""benchmarks/levers.py: each lever changes the computation, and not its result."""
 
 import copy
 import json

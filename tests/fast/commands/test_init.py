@@ -1,4 +1,4 @@
-"""``miles init``: what it writes is tested, explained and trained unchanged, by the commands that it prints."""
+"""``miles init``: its files are tested, explained and trained unchanged, by the commands that it prints."""
 
 import json
 import os

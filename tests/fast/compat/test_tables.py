@@ -15,7 +15,7 @@ from tests.fast.config.test_needs import QWEN3
 
 REFUSED = [row for row in FOREIGN_FLAGS.values() if row.heading is None]
 VALUES = {"switch": [], "value": ["7"], "list": ["7", "8"]}
-# A run where no condition holds that makes a refused flag idle, apart from two that exclude each other.
+# No condition that makes a refused flag idle holds in this run, apart from two that exclude each other.
 NOTHING_HOLDS = (
     "--train-backend megatron --actor-num-gpus-per-node 2 --load empty --weight-decay 0.1 --async-steps 1 "
     "--rollout-engine sglang --pause-generation-mode in_place --opd-log-prob-top-k 4"

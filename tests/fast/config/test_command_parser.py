@@ -1,4 +1,4 @@
-"""What a small command is given is refused in one short sentence if nothing can be called so or be so large."""
+"""A small command refuses an impossible name or number in one short sentence."""
 
 import pytest
 

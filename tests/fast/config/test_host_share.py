@@ -1,4 +1,4 @@
-"""What a run on CPU takes of a host: threads, sequences at once and memory, on hosts of several sizes."""
+"""A run on CPU takes its share of a host: threads, sequences at once and memory, on hosts of several sizes."""
 
 import json
 

@@ -31,7 +31,7 @@ def test_these_go_together(validated, flags):
     validated(flags)
 
 
-# flags given, flags left out of the smallest command, what the only error says
+# flags given, flags left out of the smallest command, words of the only error
 SAMPLING = [
     ("", "--rollout-batch-size", "--rollout-batch-size is required"),
     ("", "--rollout-max-response-len", "--rollout-max-response-len is required"),

@@ -9,7 +9,7 @@ from miles.config.validate import validate
 LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 EVAL = "--eval-prompt-data held_out reasoning_gym:products --eval-interval 5"
 
-# flags given, flags left out of the smallest command, what the only error says
+# flags given, flags left out of the smallest command, words of the only error
 MODEL_AND_DATA = [
     ("", "--hf-checkpoint", "--hf-checkpoint is required"),
     ("--hf-checkpoint ./nowhere", "", "--hf-checkpoint ./nowhere: no such folder"),

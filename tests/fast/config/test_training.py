@@ -34,7 +34,7 @@ def test_refused_with_one_error(refused, flags, sentence):
     steps=st.none() | st.integers(1, 20),
 )
 def test_step_arithmetic(prompts, samples, size, steps):
-    """An iteration is exactly its steps, and what the user gave is kept; otherwise the command is refused."""
+    """An iteration is exactly its steps, and the user's values are kept; otherwise the command is refused."""
     flags = {
         "--hf-checkpoint": "m",
         "--prompt-data": "reasoning_gym:products",

@@ -126,7 +126,7 @@ class Case:
     watch: bool = False  # the loss-mass canary may stop the run
     notes_canary: bool = False  # its message is in the result, and the run continues
     records_tokens: bool = False  # for the report
-    scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
+    scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's index in the spec
 
 
 @dataclass(frozen=True)

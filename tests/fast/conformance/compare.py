@@ -22,7 +22,7 @@ _MOST_KNOWN = 64  # of a model; the layouts of one test have the same batches
 
 
 def _once(model: Any, what: Any, compute: Callable[[], Any]) -> Any:
-    """Return ``compute()``, or what it returned for the same data ``what`` and the same weights before."""
+    """Return ``compute()``, or its earlier result for the same data ``what`` and the same weights."""
     known = _KNOWN.setdefault(model, OrderedDict())
     key = (tuple(parameter._version for parameter in model.parameters()), pickle.dumps(what))
     if key not in known:

@@ -243,7 +243,7 @@ def _policy_losses(loss: LossArguments, samples, log_probs, old):
 
 
 def _losses_by_covariance(loss: LossArguments, samples, log_probs, old, ppo_losses, ppo_clipped):
-    """Return the losses of clip_cov, which must draw all tokens in its range, or kl_cov, and what is clipped."""
+    """Return the losses of clip_cov, which must draw all tokens in its range, or kl_cov, and the clipped tokens."""
     flat = [
         (i, t, float(p), float(o), float(torch.as_tensor(s.advantage).expand(len(row))[t]))
         for i, (s, row, before) in enumerate(zip(samples, log_probs, old, strict=True))
@@ -272,7 +272,7 @@ def _losses_by_covariance(loss: LossArguments, samples, log_probs, old, ppo_loss
 
 
 def _weights(loss: LossArguments, samples, old, engine):
-    """Return the weight of every token loss, the metrics of the weights by token, and those of the step."""
+    """Return the weight of every token loss, the metrics of the weights by token, and the metrics of the step."""
     weights, columns = [], {}
     mean, means = 1.0, {}
     if loss.tis_batch_normalize:

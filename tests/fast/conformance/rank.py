@@ -104,7 +104,7 @@ def _whole(of_ranks: list[Parts]) -> Parts:
 
 @contextmanager
 def noted_canary() -> Iterator[list[str]]:
-    """Yield a list for what the canary reports in the block, which it does not end."""
+    """Yield a list for the canary's messages in the block, which continues after them."""
     said: list[str] = []
 
     def note(*given: Any) -> None:

@@ -258,7 +258,7 @@ LATENT = SIGMOID | dict(
 
 @pytest.fixture(scope="module", params=[("glm4_moe", SIGMOID), ("deepseek_v3", LATENT)], ids=lambda kind: kind[0])
 def sigmoid_model(request, ranks) -> tuple[str, torch.nn.Module]:
-    """Return the name of a model with sigmoid routing among those of the ranks, and its oracle."""
+    """Return the name of a model with sigmoid routing in the ranks' folder, and its oracle."""
     kind, given = request.param
     torch.manual_seed(7)
     config = AutoConfig.for_model(kind, **(SHAPE | {"vocab_size": VOCABULARY} | dict(initializer_range=0.15) | given))
@@ -289,7 +289,7 @@ ROUTED = {
 
 @pytest.fixture(scope="module", params=ROUTED)
 def routed_model(request, ranks) -> tuple[str, torch.nn.Module]:
-    """Return the name of a model with experts among those of the ranks, and its oracle."""
+    """Return the name of a model with experts in the ranks' folder, and its oracle."""
     kind, given = ROUTED[request.param]
     torch.manual_seed(8)
     shape = SHAPE | {"vocab_size": VOCABULARY, "initializer_range": 0.15}

@@ -11,7 +11,7 @@ from mutations import MUTATIONS
 
 @pytest.fixture(scope="module")
 def conforming(ranks, oracle):
-    """Return a function that runs a mutation's case without the fault, and returns the case and what is expected."""
+    """Return a function that runs a mutation's case without the fault, and returns the case and the expected result."""
     known = []
 
     def case_of(mutation):

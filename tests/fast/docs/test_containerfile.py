@@ -1,4 +1,4 @@
-"""The container's steps are those of the tested script: its RUN is executed here, up to what pip would download."""
+"""The container takes the steps of the tested script: its RUN is executed here, without pip's downloads."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[3]
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "ENTRYPOINT", "CMD"}
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-# python3 -m venv FOLDER makes an interpreter that writes down what it is called with.
+# python3 -m venv FOLDER makes an interpreter that writes down the arguments of its calls.
 PYTHON3 = """#!/bin/sh
 mkdir -p "$3/bin" && printf '#!/bin/sh\\necho "$PIP_EXTRA_INDEX_URL" "$@" >>"%s"\\n' "$CALLS" >"$3/bin/python"
 chmod +x "$3/bin/python"
@@ -28,7 +28,7 @@ def instructions(path=REPO / "Containerfile"):
 
 
 def installing():
-    """Return the place of the RUN that makes the environment, and its commands."""
+    """Return the index of the RUN that makes the environment, and its commands."""
     found = [(at, rest) for at, (word, rest) in enumerate(instructions()) if word == "RUN" and "venv.sh" in rest]
     assert len(found) == 1
     return found[0]

@@ -141,7 +141,7 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
 
 
 def calls(folder, outputs, *arguments, **environment):
-    """Return how run.sh ended, and what it has run with the interpreter; the data of the tasks are there."""
+    """Return how run.sh ended, and its calls of the interpreter; the data of the tasks are there."""
     for tasks in ("tasks", "shop_task"):
         (outputs / tasks / "model").mkdir(parents=True, exist_ok=True)
     (outputs / "calls").write_text(CALLS)

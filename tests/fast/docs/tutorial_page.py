@@ -30,7 +30,7 @@ exec "$TUTORIAL_PYTHON" -m miles "$@"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its place, its language, the file that it is to be written to, its text."""
+    """A fenced block: its page and line, its language, the file that it is to be written to, its text."""
 
     place: str
     language: str

@@ -1,4 +1,4 @@
-"""A server on the test's event loop that answers as SGLang does, holds answers back, and states what it was asked."""
+"""A server on the test's event loop that answers as SGLang does, holds answers back, and lists its requests."""
 
 from __future__ import annotations
 

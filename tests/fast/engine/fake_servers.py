@@ -62,7 +62,7 @@ class FakeServer:
             await http.post(f"{self.url}/misbehave", json={"fault": fault})
 
     async def seen(self):
-        """Return what the current process was asked: the counts ``served`` and ``checked``, and its control calls."""
+        """Return the requests to the current process: the counts ``served`` and ``checked``, and its control calls."""
         async with httpx.AsyncClient() as http:
             return (await http.get(f"{self.url}/seen")).json()
 

@@ -57,7 +57,7 @@ async def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, nu
 
 @pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["direct", "routed"])
 async def test_kills_at_random_moments(tmp_path, num_servers):
-    """Run many iterations of many prompts; the answers equal those of a run without failures."""
+    """Run many iterations of many prompts; the answers equal the answers of a run without failures."""
     rng = random.Random(0)
     killed_after = set(rng.sample(range(240), 8))  # numbers of answers
     flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
@@ -213,7 +213,7 @@ async def test_requests_are_spread_over_the_servers(tmp_path):
 
 
 async def test_requests_with_fields_that_the_router_drops_go_past_it(tmp_path):
-    """They are spread over the servers, and the engine gets what it asks for."""
+    """They are spread over the servers, and the engine gets the data that it asks for."""
     sampling = SamplingParams(max_new_tokens=8, returns_support=True, returns_experts=True, stop_texts=("1.",))
     async with started_engine(tmp_path, 2) as (engine, servers):
         before = [(await server.seen())["served"] for server in servers]

@@ -113,7 +113,7 @@ def test_rows_are_independent():
 
 
 def test_a_large_top_k_does_not_depend_on_the_other_rows():
-    """``top_p`` is a share of what a row's own top-k keeps, also alongside a row without one."""
+    """``top_p`` is a share of the tokens that a row's own top-k keeps, also alongside a row without one."""
     logits = 0.05 * torch.randn(1700, generator=torch.Generator().manual_seed(0))
     large = SamplingParams(1, 1.0, 0.5, 1200, returns_support=True)
     uniforms = torch.full((2,), 0.9999, dtype=torch.float64)

@@ -15,7 +15,7 @@ from tests.fast.engine.sglang_servers import KEYS, server_of
 # The first test of the suite that needs the server starts it.
 pytestmark = pytest.mark.timeout(900)
 
-# What a server may be asked with the admin key only. Every call by which miles controls a server is among them.
+# Calls that need the admin key. They include every call that miles controls a server with.
 CONTROL = [
     "abort_request",
     "continue_generation",

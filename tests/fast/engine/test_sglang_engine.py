@@ -21,7 +21,7 @@ def assert_log_probs(generation, expected):
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.0, 20, 0.9)])
 def test_log_probs_are_the_models(running, engine, temperature, top_k, top_p):
-    """They are those of the whole vocabulary, whatever top-k and top-p cut off."""
+    """They are relative to the whole vocabulary, whatever top-k and top-p cut off."""
     given = {"max_new_tokens": 12, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     generations = running.generate(engine, PROMPTS, seeds=4, **given)
     for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):
@@ -80,7 +80,7 @@ def test_a_request_that_a_server_refuses_stops_with_its_reason(running, engine):
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
 def test_all_weights_arrive(running, mode, check):
-    """Send other weights, then the first again; responses and log-probs are those of the weights sent."""
+    """Send other weights, then the first again; responses and log-probs come from the weights sent."""
     with running.engine(update_weight_transfer_mode=mode, check_weight_update_equal=check) as engine:
         for model in (running.other, running.model):
             version = running.update(engine, model)

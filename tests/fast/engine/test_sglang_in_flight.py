@@ -23,9 +23,9 @@ BOTH = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 @asynccontextmanager
 async def in_flight(engine, address):
-    """Send all prompts and wait until they generate. A token takes 0.2 s, until the block calls what it is given last.
+    """Send all prompts and wait until they generate. A token takes 0.2 s, until the block calls the yielded function.
 
-    So the requests are in flight for 20 s, however slow the machine is in what the block does to them.
+    So the requests are in flight for 20 s, however slowly the machine runs the block.
     """
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
 

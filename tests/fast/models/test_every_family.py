@@ -28,7 +28,7 @@ from miles.training.fsdp.models import load_policy, shard_model
 from miles.training.fsdp.packing_check import check_layout, check_untested_model, layout_log_probs, own_log_probs
 
 ERROR = 1e-4  # of a log-prob, and of a gradient by its norm
-# Those of which no tiny model runs: refused with the flags, or compared at the start of a run as all are.
+# Families without a tiny model that runs: refused with the flags, or compared at the start of a run as all are.
 UNBUILT = {
     "blt": "four models in one",
     "cohere_compass_text": "no default for its rotary positions",

@@ -1,4 +1,4 @@
-"""What is read from transformers' source is what its classes say."""
+"""Facts that are read from transformers' source agree with its classes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: its flags, and what it makes of advantages. tests/fast/training/fsdp has the gradient."""
+"""On-policy distillation: its flags, and its effect on advantages. tests/fast/training/fsdp has the gradient."""
 
 import numpy as np
 import pytest

@@ -63,7 +63,7 @@ def test_the_ratio_makes_value_and_gradient_right_off_policy(estimator):
 
 
 def test_the_ratio_makes_k2_its_own_mean():
-    """With ``--use-unbiased-kl`` k2 is not the KL: its gradient is that of the mean of d² / 2."""
+    """With ``--use-unbiased-kl`` k2 is not the KL: it has the gradient of the mean of d² / 2."""
     logits, old, reference = distributions()
     log_p = logits.log_softmax(0)
     estimate = gradient((old.exp() * (log_p - old).exp() * approximate_kl(log_p - reference, "k2")).sum(), logits)

@@ -230,7 +230,7 @@ def test_sft_is_the_mean_negative_log_likelihood(micro):
 
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_estimates_by_token_give_every_sample_a_gradient(estimator):
-    """What a reward of 0 comes to is not known before the critic, the KL and the whitening."""
+    """The advantage of a reward of 0 is not known before the critic, the KL and the whitening."""
     assert samples_with_gradient(LossArguments(advantage_estimator=estimator), [0.0, 1.0]) == [True, True]
     assert samples_with_gradient(LossArguments(normalize_advantages=True), [0.0, 1.0]) == [True, True]
     assert samples_with_gradient(LossArguments(loss_type="value_loss"), [0.0]) == [True]

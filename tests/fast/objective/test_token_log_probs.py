@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_naive_computation(rows, chunk, te
     uses=st.sampled_from([(True, True), (True, False), (False, True)]),
 )
 def test_over_a_support_other_logits_have_no_part(seed, rows, chunk, uses):
-    """Values and gradients are those of a softmax over the set's own logits."""
+    """Values and gradients equal a softmax over the set's own logits."""
     tensors, targets = inputs(rows, torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(rows, 11, generator=generator) < torch.rand(rows, 1, generator=generator)

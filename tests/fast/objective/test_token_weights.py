@@ -37,7 +37,7 @@ def test_rejection_alone_keeps_weights_of_one(make_micro):
 
 
 def test_rejection_and_truncation_compose(make_micro):
-    """What is not rejected keeps its truncated ratio."""
+    """A token that is not rejected keeps its truncated ratio."""
     loss = LossArguments(use_tis=True, tis_clip=2.0, use_rs=True, rs_lower_bound=0.5, rs_upper_bound=3.0)
     assert weights(make_micro, loss, [0.25, 1.5, 2.5, 4.0]) == pytest.approx([0.0, 1.5, 2.0, 0.0])
 
@@ -64,7 +64,7 @@ def test_the_ratio_is_that_of_a_token_or_its_sequence(make_micro, loss, expected
 
 
 def test_normalized_weights_are_divided_by_the_mean_of_the_step(make_micro):
-    """The mean comes with the micro-batch, and is not that of its own weights, which are 0.5 and 2."""
+    """The mean comes with the micro-batch, and is not the mean of its own weights, which are 0.5 and 2."""
     micro = make_micro([[1, 1]], tis_mean=0.8)
     loss = LossArguments(use_tis=True, tis_clip=2.0, tis_batch_normalize=True)
     found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(2), torch.tensor([0.5, 4.0]).log()))

@@ -1,4 +1,4 @@
-"""A part sees the flags of its own dataclass: mypy knows their names."""
+"""A part sees its own dataclass's flags: mypy knows their names."""
 
 import re
 import subprocess

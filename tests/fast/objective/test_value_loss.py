@@ -1,4 +1,4 @@
-"""The critic's loss: clipping, and what it is averaged over."""
+"""The critic's loss: clipping, and its denominator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored of an iteration agrees with its train batches, and stays within its bytes."""
+"""The stored samples of an iteration agree with its train batches, and stay within their bytes."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
     taken, dropped, state = asyncio.run(scenario())
     assert len(set(taken)) == len(taken)
     assert not set(taken) & set(state["unfinished"])
-    # what a kill interrupts may be dropped for its age before or after it, never both
+    # an interrupted group may be dropped for its age before or after the kill, never both
     assert len(taken) + len(state["unfinished"]) + dropped == state["next_group_index"]
 
 
@@ -282,7 +282,7 @@ async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, see
 
 
 async def test_a_resumed_run_trains_the_last_groups_when_every_prompt_is_mastered(tokenizer):
-    """The groups of three iterations are drawn at once, and the checkpoint lists those of two."""
+    """The groups of three iterations are drawn at once, and the checkpoint lists the groups of two."""
     for resumes in (False, True):
         engine, stream = SlowEngine(random.Random(1)), stream_of(7)
         collector = make(engine, tokenizer, stream, **MODES["fully async"])

@@ -1,4 +1,4 @@
-"""Reasoning that takes too long is ended, and only what the model wrote is trained on."""
+"""Reasoning that takes too long is ended, and only the model's tokens are trained on."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a user's generate function can do, and how its mistakes are reported."""
+"""The abilities of a user's generate function, and the reports of its mistakes."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``--async-save``: a checkpoint appears when its files are written, and errors are those of a save that waits."""
+"""``--async-save``: a checkpoint appears when its files are written, with the same errors as a save that waits."""
 
 import errno
 import os

@@ -133,7 +133,7 @@ async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of four simulated GPUs, engines of two: each sees those of two consecutive ranks, on one node."""
+    """Two nodes of four simulated GPUs, engines of two: each sees the GPUs of two consecutive ranks, on one node."""
     with two_nodes(monkeypatch) as address:
         given = ClusterArguments(
             ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True

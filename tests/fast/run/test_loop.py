@@ -98,7 +98,7 @@ def loop_of(
     branch=None,
     **checkpoint,
 ):
-    """Run a loop; return what it has called."""
+    """Run a loop; return its calls."""
     sides = Recorder(resume_from)
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(

@@ -1,4 +1,4 @@
-"""What a launcher reports and how it ends when its Ray is gone. Starts no Ray."""
+"""The report and the end of a launcher whose Ray is gone. Starts no Ray."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ GONE = "Ray's GCS at 127.0.0.1:7 has not answered for 3 s (Connection refused)"
 
 
 class Files:
-    """Record what is kept of a failure; ``fault`` is raised instead."""
+    """Record the reports that are kept of a failure; ``fault`` is raised instead."""
 
     def __init__(self, fault=None):
         self.fault = fault

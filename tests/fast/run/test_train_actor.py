@@ -21,7 +21,7 @@ LOSS = LossArguments(use_kl_loss=True, kl_loss_coef=0.1, kl_target=0.2, entropy_
 
 
 class Backend:
-    """Keeps what it is given, as JSON does."""
+    """Keeps the states that it is given, as JSON does."""
 
     def __init__(self, saved=None):
         self.saved = saved

@@ -23,7 +23,7 @@ from gloo_device import WORKERS, share_gloo_device
 
 DEADLINE = timedelta(seconds=400)  # of all checks of a group, on a busy machine; they take about 30 s on an idle one
 WAIT = timedelta(seconds=120)  # of one rank for the others
-Check = Callable[[Any], "str | None"]  # called with what describes its rank; raises, or returns what is wrong
+Check = Callable[[Any], "str | None"]  # called with the description of its rank; raises, or returns a fault
 
 
 def run_on_ranks(
@@ -40,7 +40,7 @@ def run_on_ranks(
 
     Args:
         folder: For files of the group ``name``, which may have run before.
-        together: Combines what the ranks said of a check.
+        together: Combines the ranks' answers to a check.
         at_the_end: Called in each process after all checks.
         deadline: Of all checks.
         workers: Threads for the collective operations of each process group.

@@ -26,7 +26,7 @@ def cpu_environment() -> dict[str, str]:
 
 
 def run_checks(script: Path, folder: Path, *words: str, seconds: float) -> Any:
-    """Run ``script FOLDER WORDS…``, and return what it wrote to FOLDER/results.json."""
+    """Run ``script FOLDER WORDS…``, and return the content of FOLDER/results.json."""
     command = [sys.executable, str(script), str(folder), *words]
     done = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -36,11 +36,11 @@ def answers(port: int) -> bool:
 
 @contextmanager
 def ray_head(log: Path, is_up: Callable[[], bool], *words: str) -> Iterator[None]:
-    """Run ``ray start --head`` in the foreground from when it is up; end only what it started.
+    """Run ``ray start --head`` in the foreground from when it is up; end only the processes that it started.
 
     Args:
         log: The file of its output.
-        is_up: Whether it has started what the test needs.
+        is_up: Whether it has started the processes that the test needs.
         words: Further words of the command, with the ports.
     """
     command = [*RAY, "start", "--head", "--block", "--disable-usage-stats", "--dashboard-agent-listen-port=0", *words]

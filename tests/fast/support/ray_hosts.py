@@ -22,7 +22,7 @@ FEW_PROCESSES = {
 
 
 class Host:
-    """The processes of one host of a cluster: those of Ray, and the workers that it has started."""
+    """The processes of one host of a cluster: Ray's own, and the workers that it has started."""
 
     def __init__(self, log: Path, words: list[str], environment: dict[str, str]) -> None:
         fixed = ["--disable-usage-stats", "--dashboard-agent-listen-port=0", "--object-store-memory=100000000"]
@@ -59,7 +59,7 @@ class Host:
         return found
 
     def end(self) -> None:
-        """End what is left of it."""
+        """End its remaining processes."""
         self._ray.end()
 
 
@@ -115,6 +115,6 @@ class Hosts:
         return self._hosts[-1]
 
     def end(self) -> None:
-        """End what is left of all."""
+        """End the remaining processes of all hosts."""
         for host in reversed(self._hosts):
             host.end()

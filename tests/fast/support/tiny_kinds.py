@@ -120,7 +120,7 @@ STATES = dict(
     mamba_d_ssm=64,
 )
 INDEXER = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4)
-# What a type needs that the sizes below do not give.
+# Settings of a type that the sizes below lack.
 OWN: dict[str, dict[str, Any]] = {
     **CONFIGS,
     **UNTESTED,

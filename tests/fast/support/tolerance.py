@@ -148,7 +148,7 @@ def adam_error(lr: float, steps: int, gradient_error: float = 100 * RELATIVE_ERR
 
 
 def roundings(config: Any, tokens: int) -> int:
-    """Return the length of the chain of sums behind a logit: the residual stream runs through those of all layers.
+    """Return the length of the chain of sums behind a logit: the residual stream runs through the sums of all layers.
 
     Args:
         config: The transformers configuration of a decoder with full attention.

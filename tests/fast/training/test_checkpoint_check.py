@@ -94,7 +94,7 @@ def test_damage_to_any_file_names_the_file_and_the_fault(saved, name, damage):
 
 
 def test_every_file_of_a_manifest_is_verified_whole(saved):
-    """Also those of other ranks, critic, reference and adapter, and those that no other check reads."""
+    """Also files of other ranks, critic, reference and adapter, and files that no other check reads."""
     for part in ("critic", "reference"):
         shutil.copytree(saved, saved.parent / part, ignore=shutil.ignore_patterns(MANIFEST, "critic"))
         (saved.parent / part).rename(saved / part)
@@ -175,7 +175,7 @@ def with_reference(tmp_path):
 
 
 def test_a_reference_is_checked_against_the_manifest_around_it(with_reference, tmp_path):
-    """It has no manifest, random state or state of its own run, and can be given as ``--ref-load``."""
+    """It has no manifest, random state or run state, and can be given as ``--ref-load``."""
     reference = with_reference / "reference"
     assert at(reference) == reference
     cost = check_weights(reference)

@@ -35,12 +35,12 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path):
         (staged / "config.json").write_text("half")
         raise OSError("full")
     assert content(folder) == {"config.json": "old"}
-    export(folder, config__json="new")  # what is half-written does not get in the way
+    export(folder, config__json="new")  # the half-written folder does not get in the way
     assert content(folder) == {"config.json": "new"}
 
 
 class Killed(BaseException):
-    """Ends a call where a kill would."""
+    """Ends a call as a kill would."""
 
 
 OLD = {"config__json": "old", "model-00001-of-00002__safetensors": "old", "model-00002-of-00002__safetensors": "old"}

@@ -139,7 +139,7 @@ def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12))
 def test_a_token_that_samples_share_is_a_query_once(sequences):
-    """Its keys are those of its whole prefix, in whichever row it is."""
+    """It attends to its whole prefix, in whichever row it is."""
     prefixes = sorted({tuple(tokens[:end]) for tokens in sequences for end in range(1, len(tokens) + 1)})
     number = {prefix: place for place, prefix in enumerate(prefixes)}
     index = [number[tuple(tokens[:end])] for tokens in sequences for end in range(1, len(tokens) + 1)]

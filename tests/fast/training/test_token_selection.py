@@ -15,7 +15,7 @@ PROMPTS, ANSWERS, VOCABULARY = 2, 6, 5
 
 
 def chosen(flags, scores, tokens, noise, size, monkeypatch):
-    """The chosen tokens of answers whose scores are those of their context, off by ``noise`` of each micro-batch."""
+    """The chosen tokens of answers whose scores depend on their context, off by ``noise`` of each micro-batch."""
     prompt = 3
     lengths = [len(row) - prompt for row in tokens]
     batch = SimpleNamespace(

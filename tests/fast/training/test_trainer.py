@@ -1,4 +1,4 @@
-"""What a trainer times, and what it scores."""
+"""A trainer's timed phases, and its scores."""
 
 from types import SimpleNamespace
 

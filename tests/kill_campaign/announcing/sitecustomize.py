@@ -1,7 +1,7 @@
 """Write a line to the file $ANNOUNCED whenever a phase of a launcher's loop begins. Every Python process imports this.
 
 A line is the name of the phase: load, generate, train, sync_weights, eval or save. Launchers are the children of the
-process $HOLDER, also after a restart, where the launcher becomes another program.
+process $HOLDER, also after a restart, when the launcher becomes another program.
 """
 
 import os

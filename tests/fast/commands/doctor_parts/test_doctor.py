@@ -1,4 +1,4 @@
-"""``miles doctor`` finds what is missing, states what that disables, and leaves live runs alone."""
+"""``miles doctor`` finds missing parts, states what their lack disables, and leaves live runs alone."""
 
 import fcntl
 import json

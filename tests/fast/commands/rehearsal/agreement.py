@@ -49,8 +49,8 @@ class Figure:
 def figures(name: str, folder: Path) -> list[Figure]:
     """Return every figure of a layout whose measurements are in ``folder``.
 
-    ``held`` are bytes between steps, ``peak …`` the bytes beyond these, ``memory …`` their sum, ``FLOP …`` those of a
-    micro-batch, and ``sent …`` the bytes of a kind of collective in all parts of a step of as many micro-batches. The
+    ``held`` are bytes between steps, ``peak …`` the bytes beyond these, ``memory …`` their sum, ``FLOP …`` the FLOP of
+    a micro-batch, and ``sent …`` the bytes of a kind of collective in all parts of a step of as many micro-batches. The
     peak of the optimizer's part is not compared alone: a norm that is clipped takes a copy of a gradient, and the
     gradients that are measured are smaller.
     """

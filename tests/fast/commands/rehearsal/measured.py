@@ -39,7 +39,7 @@ from miles.training.trainer import Role, critic_role, policy_role
 
 SCORE, PASSES, OPTIMIZER = "score", "passes", "optimizer"
 DEADLINE = timedelta(minutes=30)  # of one layout; bf16 products are slow on a processor without instructions for them
-COLLECTIVES = {  # methods of a process group, and what the rehearsal calls them
+COLLECTIVES = {  # methods of a process group, and the rehearsal's names for them
     "allreduce": "allreduce",
     "allreduce_coalesced": "allreduce",
     "allgather": "allgather",
@@ -84,7 +84,7 @@ class Measured:
 def count_every_allocation() -> None:
     """Let torch's CPU allocator count what any thread allocates and releases, from now on.
 
-    The profiler notes the changes of its own threads, and with each of them the bytes that are allocated then. Without
+    The profiler notes the changes in its threads, and with each of them the bytes that are allocated then. Without
     this, these bytes leave out what another thread releases: gloo's threads hold the tensors of a collective a little
     longer than the rank that waits for it, and often are the last to do so. torch has no function that sets this flag.
     """
@@ -131,9 +131,9 @@ def tensor_bytes() -> int:
 
 
 def wait_for_gloo() -> None:
-    """Wait until gloo's threads have dropped the tensors of all collectives, which they do after ranks may go on.
+    """Wait until gloo's threads have dropped the tensors of all collectives, which can be after the ranks continue.
 
-    Each group has one thread, which drops those of one collective before it takes the next.
+    Each group has one thread, which drops the tensors of one collective before it takes the next.
     """
     for group in dist.distributed_c10d._world.pg_map:
         dist.barrier(group)
@@ -283,7 +283,7 @@ class Run:
         for role in self.roles:
             with part(PASSES):
                 role.model.forward_backward(shard, role.loss_function)
-            gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
+            gc.collect()  # objects in a reference cycle are otherwise freed at an arbitrary time
             wait_for_gloo()
             with part(OPTIMIZER):
                 role.optimizer.step()

@@ -1,4 +1,4 @@
-"""The loss contract in the JSON of a rehearsal is that of a run."""
+"""The loss contract in the JSON of a rehearsal equals a run's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the meter reports of memory is what torch's allocator does on this host."""
+"""The meter reports the same memory as torch's allocator on this host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPERATIONS: dict[str, Callable[..., object]] = {
 def test_a_host_copies_operands_of_another_dtype(operation):
     operands = _operands()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations, record_function(PASSES):
-        torch.empty(1)  # the first allocation, from which peaks count, is inside
+        torch.empty(1)  # peaks count from the first allocation, so it is inside
         operation(*operands)
     # A number such as 2.0 becomes a tensor of a few bytes, without an operation.
     assert _foreseen(operation, on_gpu=False) == pytest.approx(peaks(allocations)[PASSES], abs=64)

@@ -1,4 +1,4 @@
-"""A rehearsal's figures are those of a run: sizes by counting, FLOP by torch's counter, allocations by its profiler."""
+"""A rehearsal's figures equal a run's: sizes by counting, FLOP by torch's counter, allocations by its profiler."""
 
 from __future__ import annotations
 

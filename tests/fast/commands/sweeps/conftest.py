@@ -11,7 +11,7 @@ PROGRAM = [sys.executable, "-m", "miles", "sweep"]
 
 
 class SweepLaunch(Launch):
-    """A sweep in its own session; its runs inherit the mark by which its processes are found."""
+    """A sweep in its own session; its runs inherit the mark that identifies its processes."""
 
     def __init__(self, file, words, **environment):
         self.start([*PROGRAM, file, *words], environment)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# A sweep's process: it starts forks of its own, which end with it.
+# A sweep's process: it starts forks, which end with it.
 PROGRAM = """
 import json, os, sys, threading
 from pathlib import Path

@@ -25,7 +25,7 @@ def judged(run: PlannedRun, resumed: bool = False):
 
 
 def test_the_words_of_a_child_mean_what_was_validated(tmp_path: Path) -> None:
-    """Wherever it is: a file, words, common flags or a variant, and flags of lists, objects, SGLang and Megatron."""
+    """Settings come from a file, words, common flags or a variant: lists, objects, SGLang's and Megatron's."""
     base = planned(tmp_path / "base", {"lr": "3e-5"})[1][0].settings
     (tmp_path / "base.yaml").write_text(run_config(base))
     flags = {

@@ -1,4 +1,4 @@
-"""What a sweep prints: how many runs are done, what failed and why, and how long the rest takes."""
+"""A sweep prints how many runs are done, which failed and why, and how long the rest takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_runs_of_one_speed_end_when_foreseen(
 
 
 class Watch:
-    """A sweep of three runs, its clock, and what it has printed."""
+    """A sweep of three runs, its clock, and the lines that it has printed."""
 
     def __init__(self, folder: Path, terminal: bool = False) -> None:
         _, runs = planned(folder, {"save": "x", "save_interval": "1"}, seeds="3")

@@ -87,7 +87,7 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
 def test_percentiles_are_of_the_ratios_of_all_tokens_of_an_iteration() -> None:
     scored = [answer(1.0, 100, 0.5, log_probs=[-1.0 + math.log(1 + i) for i in range(100)]), answer(0.0, 1, 0.5)]
     found = {percent: results.OF_ANSWERS[f"ratio_{percent}"](scored) for percent in results.PERCENTILES}
-    # Ratios of 1 to 100; between two of them the percentile is that of their logarithms.
+    # Ratios of 1 to 100; between two of them the percentile is interpolated by their logarithms.
     assert found == {percent: pytest.approx(1 + 0.99 * percent, rel=0.01) for percent in results.PERCENTILES}
     assert results.OF_ANSWERS["far"](scored) == 0.98, "all but 1 and 2"
 

@@ -78,7 +78,7 @@ class Command:
 
 
 class Heard:
-    """A listener that keeps what it hears, and sends a signal to this process when all of some files are there."""
+    """A listener that keeps its events, and sends a signal to this process when all of some files are there."""
 
     def __init__(self, number: int | None = None, when: list[Path] | None = None, times: int = 1) -> None:
         self.events: list[tuple[str, ...]] = []

@@ -69,7 +69,7 @@ def test_a_joined_cluster_runs_one_at_a_time_unless_asked(settings: Settings) ->
 
 
 def test_runs_with_the_same_engines_are_one_at_a_time(settings: Settings) -> None:
-    """Each would write its weights to the servers from which the others generate."""
+    """Each would write its weights to the servers that the others generate with."""
     external = replace(settings, sglang=replace(settings.sglang, rollout_external=True))
     machine = Machine(tuple(range(8)), 8, ())
     assert len(slots(None, [external] * 4, machine)) == len(slots(1, [external] * 4, machine)) == 1

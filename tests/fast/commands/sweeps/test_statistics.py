@@ -35,7 +35,7 @@ def test_a_paired_difference_is_antisymmetric(a: dict[int, float], b: dict[int, 
 
 @given(BY_SEED, VALUES)
 def test_a_shift_of_every_pair_is_found_exactly(a: dict[int, float], shift: float) -> None:
-    """Pairing removes what the seeds have in common: the interval has no width, however far apart the seeds are."""
+    """Pairing removes the effect of the seeds: the interval has no width, however far apart the seeds are."""
     found = paired_difference({seed: value + shift for seed, value in a.items()}, a)
     scale = size(a) + abs(shift)
     assert close(found.mean, shift, scale) and close(found.high - found.low, 0.0, scale)
@@ -65,7 +65,7 @@ def test_too_few_seeds_have_no_interval() -> None:
 
 @pytest.mark.parametrize(("seeds", "coverage"), [(4, 0.80), (8, 0.90), (30, 0.94)])
 def test_the_interval_covers_as_often_as_the_docs_say(seeds: int, coverage: float) -> None:
-    """Also that of an A/A pair: the difference of two draws from one distribution."""
+    """Also the interval of an A/A pair: the difference of two draws from one distribution."""
     random, repeats = np.random.default_rng(0), 300
     covered = {"mean": 0, "pair": 0}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""What a sweep finds in the folder of a run: finished, to be resumed, to be started again, or not to be touched."""
+"""A sweep reads the state of a run from its folder: finished, to be resumed or restarted, or not to be touched."""
 
 from __future__ import annotations
 

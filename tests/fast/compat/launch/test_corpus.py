@@ -1,4 +1,4 @@
-"""Command lines in the manner of public launch scripts start, or report exactly what is missing."""
+"""Command lines in the manner of public launch scripts start, or report exactly the parts that are missing."""
 
 import re
 from pathlib import Path

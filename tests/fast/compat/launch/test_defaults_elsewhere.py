@@ -1,4 +1,4 @@
-"""A command that relies on a default or a meaning of other launchers gets a note on what it means here."""
+"""A command that relies on a default or a meaning of other launchers gets a note on its meaning here."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_no_note_on_a_reference_that_means_the_same_elsewhere(accepted, tmp_path
         f"{KL} --ref-load some/model_torch_dist",
         f"{KL} --ref-load other/model --train-backend fsdp",
         f"{KL} --ref-load other/model --load {tmp_path}",
-        "--ref-load other/model",  # no KL: noted as idle, with where the policy starts
+        "--ref-load other/model",  # no KL: noted as idle, with the folder that the policy starts from
     ):
         assert notes(accepted, flags, "--ref-load") == [], flags
 

@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).parents[4]
 FOLDER = REPO / "examples" / "from_scripts"
 
-# script, and what its explanation says
+# script, and words of its explanation
 SCRIPTS = {
     "dense_grpo": [
         "8 ranks = TP 2 x CP 1 x DP 4 x PP 1",

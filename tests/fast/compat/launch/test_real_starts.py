@@ -79,7 +79,7 @@ STARTS = [
 
 
 def words_of(start: Start, folder: Path) -> list[str]:
-    """Return the line, without the sizes of its own model, and without W&B, whose package is an extra."""
+    """Return the line, without its model's sizes, and without W&B, whose package is an extra."""
     changed = dict(QWEN3_4B="", QWEN3_30B=TINY_MOE, WANDB="")
     [line] = [line for line in read_lines(**changed) if line.name == start.line]
     tokenizer = character_tokenizer()

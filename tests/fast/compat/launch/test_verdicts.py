@@ -1,7 +1,7 @@
 """Every verdict of the page of launch scripts on a flag of the ecosystem is the one that the command line gives.
 
-``ecosystem_flags.txt`` has a flag per line with a value that scripts give it, and after ``|`` what the flag needs to
-have an effect. ``{NAME}`` is the folder of a model of launch_lines.yaml, or one of the files that are written here.
+``ecosystem_flags.txt`` has a flag per line with a value that scripts give it, and after ``|`` the flags that it needs
+to have an effect. ``{NAME}`` is the folder of a model of launch_lines.yaml, or one of the files that are written here.
 """
 
 import json
@@ -68,12 +68,12 @@ def verdict(words: list[str], needs: list[str], folder: Path) -> str:
 def test_the_verdict_is_the_one_that_is_given(line, folder):
     words, _, needs = line.partition(" | ")
     words = words.split()
-    listed = VERDICTS.get(words[0], "obeyed")  # flags of ours, and those that SGLang has by the same name
+    listed = VERDICTS.get(words[0], "obeyed")  # miles' flags, and SGLang's flags of the same name
     assert verdict(words, shlex.split(needs), folder) in listed.split(" or ")
 
 
 def neutral_values(flag: str) -> list[str]:
-    """Return the values with which the table states that a flag is noted; none if it states something else."""
+    """Return the values that the table lists as noted for a flag; none if it states something else."""
     row = re.search(rf"^\| `{flag}` \| noted or refused \| .*Noted with ((?:`[^`]+`(?: or )?)+) \|$", PAGE, re.M)
     return re.findall("`([^`]+)`", row[1]) if row else []
 

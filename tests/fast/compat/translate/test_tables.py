@@ -34,7 +34,7 @@ def other_value(row: Row) -> object:
 
 
 def answer(name: str, settings: dict[str, object]) -> tuple[list[str], list[str], list[str]] | str:
-    """Return the command, the notes and what is not read; or the refusal."""
+    """Return the command, the notes and the keys that are not read; or the refusal."""
     try:
         found = translated(name, settings)
     except ValueError as error:
@@ -43,7 +43,7 @@ def answer(name: str, settings: dict[str, object]) -> tuple[list[str], list[str]
     return found.words, notes, [setting.key for setting in found.unread]
 
 
-# The settings with which another one has an effect: without them it has none there either.
+# The settings that give another one an effect: without them it has none there either.
 BESIDE = json.loads(Path(__file__).with_name("alongside.json").read_text())
 
 

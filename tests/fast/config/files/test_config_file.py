@@ -198,7 +198,7 @@ def test_the_file_of_a_run_repeats_its_settings(command, tmp_path, flags):
 
 
 def test_a_value_that_follows_from_others_is_not_pinned(command, tmp_path):
-    """One override is enough: what validation has filled in follows it, and what the user gave stays."""
+    """One override is enough: values that validation has filled in follow it, and the user's values stay."""
     path = tmp_path / "run.yaml"
     flags = "--eval-prompt-data test reasoning_gym:products --eval-interval 2 --advantage-estimator gspo"
     path.write_text(run_config(settings_of(*command(flags))))

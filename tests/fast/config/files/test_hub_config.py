@@ -28,7 +28,7 @@ COMMIT = "0" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers what huggingface_hub asks: is there such a model, and what is in its config.json."""
+    """Answers huggingface_hub's questions: whether there is such a model, and the text of its config.json."""
 
     asked = 0
 

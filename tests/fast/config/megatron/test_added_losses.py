@@ -1,4 +1,4 @@
-"""What the layers of a Megatron model add to the objective is in the formula and the words of --explain."""
+"""The losses that layers of a Megatron model add to the objective are in the formula and the words of --explain."""
 
 import pytest
 

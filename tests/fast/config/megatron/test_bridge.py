@@ -1,4 +1,4 @@
-"""When ``--megatron-to-hf-mode bridge`` is taken: by what is installed, and by the model's config."""
+"""Installed packages and the model's config decide whether ``--megatron-to-hf-mode bridge`` is taken."""
 
 import json
 from importlib.metadata import PackageNotFoundError, version

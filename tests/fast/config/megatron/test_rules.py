@@ -1,4 +1,4 @@
-"""Flags of --train-backend megatron: its own dataclasses' fields, the model's shape, and what is refused."""
+"""Flags of --train-backend megatron: its own dataclasses' fields, the model's shape, and refused values."""
 
 import json
 

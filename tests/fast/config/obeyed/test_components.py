@@ -1,4 +1,4 @@
-"""Flags that no other test sets: for each, what the component that reads it does with and without it."""
+"""Flags that no other test sets: for each, the behavior of the component that reads it, with and without it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def reward_process(settings: Settings) -> Any:
 
 
 def recorder(settings: Settings) -> Any:
-    """What the rollout process gives to its recorder of samples."""
+    """The arguments that the rollout process gives to its recorder of samples."""
     given = MagicMock()
 
     async def build(*ignored: Any) -> Any:
@@ -188,7 +188,7 @@ def embedded_engine(settings: Settings) -> Any:
 
 
 class Placed(Exception):
-    """Ends the start of an engine when what a test sees of it is there."""
+    """Ends the start of an engine when the parts of it that a test sees are there."""
 
 
 def servers(settings: Settings) -> Any:
@@ -252,7 +252,7 @@ def adapted(settings: Settings) -> Any:
 
 
 def turns(settings: Settings) -> Any:
-    """What the loop's sides do with the memory of GPUs that they share."""
+    """The calls of trainer and engine on the memory of GPUs that they share."""
     called = Recorder()
     sides = Sides(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
     sides.sync_weights(version=0)
@@ -277,7 +277,7 @@ def passes(settings: Settings) -> Any:
 
 
 def loaded(settings: Settings) -> Any:
-    """What a trainer rank asks its backend to read of a checkpoint."""
+    """The parts of a checkpoint that a trainer rank asks its backend to read."""
     actor = object.__new__(TrainActor)
     actor.settings, actor.backend, actor.trainer = settings, MagicMock(), MagicMock()
     actor.load(Path("iter_1"))
@@ -295,7 +295,7 @@ def table_rows(settings: Settings) -> Any:
 
 
 def service(name: str, sink: Any) -> Callable[[Settings], Any]:
-    """What a tracking service receives when a run starts."""
+    """The calls that a tracking service receives when a run starts."""
 
     def received(settings: Settings) -> Any:
         client = MagicMock()
@@ -317,7 +317,7 @@ EVAL = f"--eval-prompt-data held_out {ROWS} --eval-interval 1"
 
 @dataclass(frozen=True)
 class Change:
-    """A flag with its value, what is seen of it, and the words that it needs; ``less`` are minimal flags left out."""
+    """A flag with its value, its visible effect, and the words that it needs; ``less`` are minimal flags left out."""
 
     words: str
     seen: Callable[[Settings], Any]

@@ -52,7 +52,7 @@ def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
     taken = {flag: [__file__] if flag in FILES else values(server_flags()[flag]) for flag in flags}
     taken["--load-format"] = [
         "flash_rl"
-    ]  # which quantizes what the trainer sends: with others --quantization is refused
+    ]  # which quantizes the trainer's weights: with others --quantization is refused
     words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", *taken[flag])]
     settings = judge(read_command([*command(SGLANG), *words])).settings
     server = server_spec(settings, "cuda", 0, Keys())

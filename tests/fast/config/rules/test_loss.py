@@ -6,7 +6,7 @@ import pytest
 
 LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 
-# flags given, flags left out of the smallest command, what an error says
+# flags given, flags left out of the smallest command, words of an error
 REFUSED = [
     ("--eps-clip 0", "", r"must be in \(0, 1\]"),
     ("--eps-clip 1.5", "", r"must be in \(0, 1\]"),

@@ -1,4 +1,4 @@
-"""A start is refused at once if this host lacks what it needs; a plan for another host names it in a note."""
+"""A start is refused at once if this host lacks a requirement; a plan for another host names it in a note."""
 
 import pytest
 

@@ -93,7 +93,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model_may_have_a_scorer_of_the_mo
 
 
 def test_equal_files_of_tokens_are_not_parsed(folder, validated, monkeypatch):
-    """To parse those of large vocabularies takes validation longer than all the rest."""
+    """Validation spends more time on parsing the files of large vocabularies than on all the rest."""
     own, other = folder("own", {"a": 0, "b": 1}), folder("other", {"a": 0, "b": 1})
     monkeypatch.setattr(files.json, "loads", refusing_tokens)
     flags = f"--hf-checkpoint {own} {SCORERS['--ref-load']} {own} {SCORERS['--opd-teacher-load']} {other}"

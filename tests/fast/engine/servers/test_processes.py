@@ -155,7 +155,7 @@ def test_the_soft_limit_is_raised_and_the_hard_one_reported():
 
 
 def test_the_router_may_open_two_sockets_per_request(tmp_path):
-    """A process inherits its parent's limit, and that of a shell is usually 1024."""
+    """A process inherits its parent's limit, and a shell's limit is usually 1024."""
     with lowest_soft_limit(room=1200) as hard:
         with pytest.raises(ValueError, match=f"--sglang-server-concurrency for {hard} requests .* allows {hard}"):
             Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=hard)

@@ -42,7 +42,7 @@ def test_secrets_and_bytes_that_are_no_text(tmp_path):
 
 
 def test_a_full_disk_does_not_stop_the_server(tmp_path, caplog):
-    """/dev/full refuses every write. The output is read to its end all the same, and one warning reports it."""
+    """/dev/full refuses every write. The output is still read to its end, and one warning reports the failure."""
     full = tmp_path / "log"
     full.symlink_to("/dev/full")
     log = copied(LogFile(full), [b"%d\n" % number for number in range(1000)])

@@ -1,4 +1,4 @@
-"""Changes of a tensor: applied to what was there, they give what is there now, bit for bit."""
+"""Changes of a tensor: applied to its old values, they give its new values, bit for bit."""
 
 import numpy as np
 import pytest

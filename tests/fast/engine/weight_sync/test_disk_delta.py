@@ -1,4 +1,4 @@
-"""Weights sent as a delta are those of a full update, bit for bit, whatever has happened to files and hosts."""
+"""Weights sent as a delta equal a full update, bit for bit, whatever has happened to files and hosts."""
 
 import asyncio
 import json

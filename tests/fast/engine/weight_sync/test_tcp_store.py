@@ -1,4 +1,4 @@
-"""The store by which ranks find each other listens at one address only."""
+"""The store that ranks find each other with listens at one address only."""
 
 import socket
 from datetime import timedelta

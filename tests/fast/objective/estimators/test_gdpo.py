@@ -80,7 +80,7 @@ def test_rewards_reach_it_through_the_conversion():
 @pytest.mark.parametrize("weights", [{}, {"correct": 1.0}, {"correct": 1.0, "length": -0.1}])
 @pytest.mark.parametrize("parts", [{"correct": 1.0, "format": 0.0}, {}])
 def test_rewards_that_have_other_weights_or_none_are_refused(weights, parts):
-    """As those of saved samples may."""
+    """Saved samples may have such rewards."""
     samples = SampleRewards([1.0, 0.0], [4, 4], [8, 9], parts=[parts, parts], part_weights=weights)
     if not parts and len(weights) <= 1:  # one reward, which has no parts
         of_group = 0.5 / (0.5**0.5 + 1e-6)

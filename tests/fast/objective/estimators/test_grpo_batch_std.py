@@ -31,7 +31,7 @@ def test_groups_keep_their_proportions(advantages_of):
     narrow, wide = advantages_of(BATCH_STD, [[0.1, 0.0], [1.0, 0.0]])
     assert wide == pytest.approx([10 * a for a in narrow])
     narrow, wide = advantages_of(LossArguments(), [[0.1, 0.0], [1.0, 0.0]])
-    assert wide == pytest.approx(narrow, rel=1e-6 / 0.07)  # what is added to the deviations, over the smaller one
+    assert wide == pytest.approx(narrow, rel=1e-6 / 0.07)  # the addend of the deviations, over the smaller one
 
 
 def test_refused_for_a_group_of_one(command):

@@ -52,7 +52,7 @@ def test_a_lower_bound_raises_the_weight_of_rare_tokens(micro):
 
 
 def test_on_policy_it_is_the_policy_gradient(make_micro):
-    """One step per iteration: every ratio is 1, and the gradient that of PPO."""
+    """One step per iteration: every ratio is 1, and the gradient equals PPO's."""
     micro = make_micro([[1, 1], [1]], advantages=torch.tensor([0.5, 0.5, -1.0]))
     gradients = []
     for name in ("cispo", "ppo"):

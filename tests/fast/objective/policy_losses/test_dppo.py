@@ -101,7 +101,7 @@ def test_nothing_is_clipped_without_an_advantage(make_micro, gradient_of, name):
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_token_that_became_all_but_impossible_is_dropped(make_micro, gradient_of, name):
-    """Its log ratio is beyond what is exponentiated, so the old probability must not be derived from it."""
+    """Its log ratio is beyond the bound of exponents, so the old probability must not be derived from it."""
     micro = make_micro([[1]], old_log_probs=torch.tensor([-0.5]), advantages=torch.tensor([-1.0]))
     _, gradient, metrics = gradient_of(LossArguments(policy_loss=name), micro, [-500.0])
     assert gradient.item() == 0.0 and metrics["pg_clipfrac"].item() == 1.0

@@ -1,4 +1,4 @@
-"""The merged trace obeys the Trace Event Format, and Perfetto keeps every slice: those of a row nest."""
+"""The merged trace obeys the Trace Event Format, and Perfetto keeps every slice: the slices of a row nest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written(traces: list[ProcessTrace], path: Path) -> list[dict[str, Any]]:
 
 
 def check(events: list[dict[str, Any]], number_of_processes: int) -> None:
-    """Check what the format asks for, with times as Perfetto reads them: microseconds cut off to nanoseconds."""
+    """Check the rules of the format, with times as Perfetto reads them: microseconds cut off to nanoseconds."""
     names, rows, open_waits = {}, defaultdict(list), Counter()
     for event in events:
         assert event["ph"] in {"M", "X", "b", "e"} and isinstance(event["name"], str), event

@@ -1,4 +1,4 @@
-"""The server answers small pieces of a run, to this machine only, and states what is wrong."""
+"""The server answers small pieces of a run, to this machine only, and explains its refusals."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_answers_of_a_group_are_its_different_ones_counted(tmp_path: Path) -> None:
-    """Eight answers of group 0: five times "a", twice "b", once "c"; the trainer's values are those of one "a"."""
+    """Eight answers of group 0: five times "a", twice "b", once "c"; the trainer's values belong to one "a"."""
     write_header(tmp_path)
     write_rows(tmp_path, [(1, {"rollout/reward": 0.5})])
     texts = {"a": (5, 0.0), "b": (2, 1.0), "c": (1, 0.5)}

@@ -1,4 +1,4 @@
-"""run.json states with what a run started, and run.yaml repeats it."""
+"""run.json states the settings, code and data that a run started with, and run.yaml repeats the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any iteration of samples.jsonl is found without reading the file, and search finds what a scan finds."""
+"""Any iteration of samples.jsonl is found without reading the file, and search finds the same as a scan."""
 
 from __future__ import annotations
 

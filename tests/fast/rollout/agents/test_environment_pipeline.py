@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 class Twice(Environment):
-    """Asks a second time, and pays what the row states."""
+    """Asks a second time, and pays the row's reward."""
 
     max_tokens = 4
 

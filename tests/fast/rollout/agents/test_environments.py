@@ -251,7 +251,7 @@ async def test_one_function_runs_the_tools_of_a_list(price_tools, random_engine,
     ],
 )
 async def test_the_model_reads_whatever_a_tool_raises(price_tools, random_engine, chat_tokenizer, name, said):
-    """The tools may be those of the row."""
+    """The tools may come from the row."""
     prompt = Prompt("a pear", (1, 2), "7", {}, input="a pear", tools=[{"name": "price"}])
     made = generator(f"tool_calls:call=price_tools:{name}")
     [sample] = (await played(made, random_engine(texts=[CALL, "7"]), chat_tokenizer, prompt)).samples

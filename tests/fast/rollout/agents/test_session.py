@@ -1,4 +1,4 @@
-"""What is recorded of a program's calls: the tokens that were sampled, each once, behind what the model has read."""
+"""The record of a program's calls has the sampled tokens, each once, behind the tokens that the model has read."""
 
 import asyncio
 import json
@@ -25,8 +25,9 @@ def session_of(trajectory, takes_stop_texts=True):
     return Session(trajectory, ChatFormat(trajectory.tokenizer), takes_stop_texts=takes_stop_texts)
 
 
-# What a program does next. It picks one of the conversations that it has had (by a number, modulo how many there are):
-# extend it, ask it again, change what came before the last answer, or begin with a summary that may quote an answer.
+# The next action of a program. It picks one of the conversations that it has had (by a number, modulo how many there
+# are): extend it, ask it again, change what came before the last answer, or begin with a summary that may quote an
+# answer.
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["extend", "extend", "branch", "repeat", "compact", "rewrite"]),

@@ -1,4 +1,4 @@
-"""What makes trajectories and scores them in generation workers: the samples are those of one process. Without Ray."""
+"""Generation workers make and score the same trajectories as one process. Without Ray."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ print(row["input"])
 
 
 class Twice(Environment):
-    """Asks a second time, and pays what the row states."""
+    """Asks a second time, and pays the row's reward."""
 
     max_tokens = 4
 

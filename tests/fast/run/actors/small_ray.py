@@ -15,7 +15,7 @@ def small_ray(num_cpus=1, **environment):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (RAY_DEFAULTS | LOCAL_RAY | environment).items():
             patch.setenv(name, value)
-        patch.setattr(Node, "start_log_monitor", lambda node: None)  # nobody reads what the actors print
+        patch.setattr(Node, "start_log_monitor", lambda node: None)  # nobody reads the actors' output
         with without_extras():
             ray.init(
                 "local",

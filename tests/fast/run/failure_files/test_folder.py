@@ -1,4 +1,4 @@
-"""What is kept of a failure: its bounds, its permissions, and no secret in it."""
+"""The files that are kept of a failure: their bounds, their permissions, and no secret in them."""
 
 import os
 import signal

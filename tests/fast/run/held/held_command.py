@@ -78,7 +78,7 @@ class HeldCommand(subprocess.Popen):  # type: ignore[type-arg]
         return not alive and not self._holder.is_running()
 
     def end(self) -> None:
-        """End what is left of it."""
+        """End its remaining processes."""
         while not self.none_left(0.1):
             for process in self.processes():
                 with suppress(psutil.NoSuchProcess):

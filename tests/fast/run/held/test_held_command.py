@@ -1,4 +1,4 @@
-"""What the tests of runs find, whatever a process does to hide. Starts no Ray."""
+"""The tests of runs find every process of a run, whatever it does to hide. Starts no Ray."""
 
 import time
 

@@ -20,7 +20,7 @@ from tests.fast.support.ray_hosts import Hosts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 END_SECONDS = 60  # from the loss to the end of the launcher
-KILLED_SECONDS = 5  # from the end of the launcher to that of its workers
+KILLED_SECONDS = 5  # from the end of the launcher to the end of its workers
 ITERATIONS = 4
 SERVERS = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 DIED = r"(the rollout worker|trainer rank 0) died \(with its node {}: .*"

@@ -1,4 +1,4 @@
-"""What an attempt of a run does at the same time."""
+"""The operations that an attempt of a run does at the same time."""
 
 from types import SimpleNamespace
 

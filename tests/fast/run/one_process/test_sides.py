@@ -1,4 +1,4 @@
-"""Both sides of a run in one process."""
+"""Trainer and rollout of a run in one process."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

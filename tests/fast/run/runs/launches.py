@@ -235,5 +235,5 @@ def small_run(workplace, model, reward="spread", ranks=1):
 
 
 def importing_from(workplace):
-    """Return the value of PYTHONPATH with which a run finds the reward functions."""
+    """Return the value of PYTHONPATH that lets a run find the reward functions."""
     return os.pathsep.join(filter(None, [str(workplace), os.environ.get("PYTHONPATH")]))

@@ -48,7 +48,7 @@ sys.exit(run.returncode)
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch):
-    """Keep the folders of runs apart from those of other tests at the same time. Short, as sockets are in it."""
+    """Keep the folders of runs apart from other tests' folders at the same time. Short, as sockets are in it."""
     with tempfile.TemporaryDirectory(prefix="m", dir="/tmp", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield

@@ -34,7 +34,7 @@ def test_without_a_trainer_answers_are_generated_evaluated_and_saved(launch, wor
     assert len((workplace / "only_1.jsonl").read_text().splitlines()) == 4
     assert not (workplace / "never").exists()
 
-    # The weights are those with which an ordinary run begins, so its first iteration is the same.
+    # An ordinary run begins with the same weights, so its first iteration is the same.
     ordinary = launch("rollout_and_training", *SMALL)
     assert ordinary.wait() == 0, ordinary.err
     first = measured(ordinary)[1]

@@ -1,4 +1,4 @@
-"""The check of all rows, what is remembered of it, and prompts that are made when they are drawn."""
+"""The check of all rows, its remembered verdict, and prompts that are made when they are drawn."""
 
 import json
 import os

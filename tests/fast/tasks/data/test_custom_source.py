@@ -14,7 +14,7 @@ from miles.types.sample import Prompt
 
 
 class Drawn:
-    """Keeps what it has drawn in its state, and the state in its own hands."""
+    """Keeps its drawn rows in its state, and returns that state without a copy."""
 
     def __init__(self, args):
         self.rows = []

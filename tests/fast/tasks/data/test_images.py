@@ -1,4 +1,4 @@
-"""Images of rows: every form, the tokens of the model's processor, and what is refused."""
+"""Images of rows: every form, the tokens of the model's processor, and refused rows."""
 
 import base64
 import json
@@ -56,7 +56,7 @@ def test_tokens_and_tensors_are_those_of_the_processor(
             {"type": "text", "text": " and\n"},
         )
     ]
-    # The template writes neighboring texts as one, so where they are cut does not matter.
+    # The template writes neighboring texts as one, so the cut between them does not matter.
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "how many?"}]}]
     made = load_processor(each_model).apply_chat_template(
         messages, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="np"

@@ -81,7 +81,7 @@ def test_shuffling_differs_by_epoch_and_seed():
     ],
 )
 def test_the_order_of_a_seed_is_that_of_earlier_versions(size, seed, epoch, first, hashed):
-    """Positions in checkpoints rely on it. The values are those of the version that kept all prompts in memory."""
+    """Positions in checkpoints rely on it. The values come from the version that kept all prompts in memory."""
     stream = PromptStream([Prompt(str(n), (n,)) for n in range(size)], shuffle=True, seed=seed)
     stream.restore(stream.state() | {"epoch": epoch})
     order = [int(group.prompt.text) for group in stream.draw(size)]

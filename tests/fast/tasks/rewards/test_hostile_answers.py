@@ -46,7 +46,7 @@ ANSWERS = {
 }
 
 
-PROMPTS = {  # what a row holds, if not the label 42
+PROMPTS = {  # the label and data of a row, if not the label 42
     "gpqa": {"label": "A"},
     "ifeval": {
         "metadata": {

@@ -39,7 +39,7 @@ def isolated():
 
 @pytest.fixture
 def short_folder():
-    """A folder where the address of a Unix socket is short enough."""
+    """A folder that keeps the address of a Unix socket short enough."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 
@@ -175,7 +175,7 @@ HOSTILE = {
     "writes to a FIFO": "import os\nos.open({victim!r} + '.fifo', os.O_WRONLY | os.O_NONBLOCK)",
     "makes namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "takes memory in two processes": "import os, time\nos.fork()\nkept = bytearray(150 << 20)\ntime.sleep(60)",
-    "takes page tables": (  # in each a page, that of zeros
+    "takes page tables": (  # in each a page, the page of zeros
         "import ctypes, time\nread = ctypes.c_char.from_address\nmmap = ctypes.CDLL(None).mmap\n"
         "mmap.restype = ctypes.c_void_p\n"
         "mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]\n"

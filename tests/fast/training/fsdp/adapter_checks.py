@@ -174,7 +174,7 @@ def export_is_the_sum_and_peft_reads_the_adapter(stage: Stage) -> None:
 
 
 def save_adapter_checkpoint(stage: Stage) -> None:
-    """Save on two ranks, with dropout, and what the steps after it lead to."""
+    """Save on two ranks, with dropout, and save the result of the steps after it."""
     backend = _backend(stage, replace(LORA, lora_dropout=0.3))
     _step(stage, backend)
     folder = stage.folder / "adapter_checkpoint"

@@ -46,7 +46,7 @@ def critic_learns_alone(stage: Stage) -> None:
 
 
 def critic_of_a_checkpoint_is_the_one_that_was_saved(stage: Stage) -> None:
-    """Both models and optimizers are restored: later steps equal those of the run that saved, bit for bit."""
+    """Both models and optimizers are restored: later steps equal the steps of the run that saved, bit for bit."""
     backend = make_backend(stage, loss=PPO, **RATES)
     _train(stage, backend, seed=1, trains_policy=False)
     _train(stage, backend, seed=2)

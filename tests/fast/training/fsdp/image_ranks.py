@@ -30,7 +30,7 @@ PARTS = {  # the micro-batches of each rank
 
 @dataclass(frozen=True)
 class Place:
-    """A rank, and what it is compared with."""
+    """A rank, and the gradients that it is compared with."""
 
     model: str
     rank: int

@@ -172,7 +172,7 @@ def the_weight_of_the_kl_in_the_reward_adapts_once_per_step(stage: Stage) -> Non
 
 
 def logits_are_fp32_under_a_bf16_body(stage: Stage) -> None:
-    """Log-probs and the head's gradient are those of float64, from the body's own bf16 hidden states and weights."""
+    """Log-probs and the head's gradient agree with float64, from the body's own bf16 hidden states and weights."""
     seen: list[torch.Tensor] = []
     found = {}
     for fp32 in (False, True):

@@ -384,7 +384,7 @@ def windows_and_sinks_are_trained_on_padded_rows(stage: Stage) -> None:
 
 
 def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
-    """Log-probs are those of transformers before and after a step; if packed, its result is saved and read."""
+    """Log-probs agree with transformers before and after a step; if packed, its result is saved and read."""
     backend = make_backend(stage, name, parallel=parallel, lr=1e-2)
     shard = shard_of(stage, make_batch(PLAIN), FIXED, parallel=parallel)
     own = AutoModelForCausalLM.from_pretrained(stage.model(name))

@@ -1,6 +1,6 @@
 """The FSDP backend in real processes over gloo; the checks are in the files that FILES names.
 
-tests/fast/conformance checks what a step computes. Each check is one test per number of ranks, with the check's name.
+tests/fast/conformance checks a step's computation. Each check is one test per number of ranks, with the check's name.
 All checks run once, in one process tree (launch.py).
 """
 

@@ -8,7 +8,7 @@ from miles.training.fsdp.runner import ShardedOptimizer
 
 
 def test_biases_of_experts_are_not_decayed():
-    """gpt_oss has those of a layer in one tensor of two dimensions."""
+    """gpt_oss has the biases of a layer in one tensor of two dimensions."""
     model = AutoModelForCausalLM.from_config(config_of("gpt_oss"))
     groups = ShardedOptimizer(model, OptimizerArguments(weight_decay=0.1), total_steps=1).adam.param_groups
     rates = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}

@@ -1,6 +1,6 @@
 """Compare the losses inside the model with their oracle, under both of Megatron's contracts, on one layout.
 
-Each case runs twice: with the policy loss, and without any advantage. Without advantages the gradient is that of the
+Each case runs twice: with the policy loss, and without any advantage. Without advantages the gradient comes from the
 auxiliary loss alone, so a larger gradient cannot hide an error in it.
 """
 
@@ -164,7 +164,7 @@ class Oracle:
             whole = self._model(name, has_heads)
             with recorded_routers(whole) as routers:
                 if has_heads:
-                    mtp_loss = whole.loss(samples, HEADS)  # its routers are those of the heads too
+                    mtp_loss = whole.loss(samples, HEADS)  # its routers include the heads' routers
                 else:
                     scores = scores_of(whole, samples, TEMPERATURE)
             if has_heads:

@@ -109,7 +109,7 @@ class Heads(torch.nn.Module):
 
 
 Groups = Sequence[Sequence[int]]  # which samples' load is balanced together
-Routers = list[tuple[Any, list[torch.Tensor]]]  # every router with what it was given, sample by sample
+Routers = list[tuple[Any, list[torch.Tensor]]]  # every router with its inputs, sample by sample
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def saves(process: RankProcess) -> None:
         for _ in range(2):
             _train(backend, batch_of(CASE))
         for _, bias in expert_biases(backend.policy.stage):
-            bias.add_(0.125)  # no longer that of the model's folder
+            bias.add_(0.125)  # no longer the bias in the model's folder
         root = change.root(process.folder)
         _save(process, backend, root, 2, in_background=number % 2 == 0)
         dist.barrier()
@@ -189,7 +189,7 @@ def _of(process: RankProcess) -> Iterator[tuple[Change, Path, dict[str, Any]]]:
 
 
 def next_step_is_the_same(process: RankProcess) -> None:
-    """Weights are equal bit for bit, and the next step is that of a run that was never stopped.
+    """Weights are equal bit for bit, and the next step equals the step of a run that was never stopped.
 
     Pipeline stages and ranks with experts have different parameters, so they need different numbers of buckets.
     """
@@ -425,7 +425,7 @@ def saving(whole: bool) -> dict[str, tuple[Callable[[RankProcess], None], ...]]:
 
 
 def resuming(whole: bool) -> dict[str, tuple[Callable[[RankProcess], None], ...]]:
-    """Return the checks by layout, after those of ``saving``."""
+    """Return the checks by layout, after the checks of ``saving``."""
     further = (FURTHER if whole else FURTHER_BY_TURNS) | IN_PARTS
     names = dict.fromkeys(name for change in changes(whole) for name in change.after)
     return {name: (next_step_is_the_same, *further.get(name, ())) for name in names}

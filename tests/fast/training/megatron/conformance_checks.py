@@ -51,7 +51,7 @@ class Contracts:
         return names if self.whole else (names[self._chosen[what] % len(names)],)
 
     def cases(self, model: str, layout: str, drafts: list[Draft], contract: str) -> list[Draft]:
-        """Return what the next comparison of ``model`` is made on: every mode, and half of the other cases.
+        """Return the cases of the next comparison of ``model``: every mode, and half of the other cases.
 
         The other contract has the other half. Each layout divides them in another way. By turns it is half of these.
         """

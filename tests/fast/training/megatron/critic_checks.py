@@ -127,7 +127,7 @@ def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
 
 
 def critic_comes_back(process: RankProcess) -> None:
-    """Policy, critic and optimizers are restored: the steps after loading equal those of the run that saved."""
+    """Policy, critic and optimizers are restored: the steps after loading equal the steps of the run that saved."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(process, "tied", loss, lr=1e-2, weight_decay=0.1)
     _learn(backend, loss, seed=1, trains_policy=False)

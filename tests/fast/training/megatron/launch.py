@@ -46,7 +46,7 @@ def checks_of(
     auxiliary: auxiliary_checks.Oracle,
     contracts: conformance_checks.Contracts,
 ) -> dict[str, Check]:
-    """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
+    """Return every check of the layout ``name``. A check raises, or returns a fault in words."""
     found: dict[str, Check] = {}
     for module in (state_checks, offload_checks, host_memory_checks, reference_checks):
         of_layout = module.OF_LAYOUT if contracts.whole else module.BY_TURNS

@@ -12,7 +12,7 @@ from layouts import save_models
 
 
 def run(folder: Path, whole: bool) -> dict[str, dict[str, str]]:
-    """Return the failures by layout, with what it did, and check."""
+    """Return the failures by layout, with its part of the test, and check."""
     save_models(folder, checkpoint_checks.OWN_MODELS)
     results: dict[str, dict[str, str]] = {}
 

@@ -23,7 +23,7 @@ from layouts import save_models as save_plain_models
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.training import TrainingArguments
 
-# What the columns train, by the names of auxiliary_checks.py.
+# The losses that the columns train, by the names of auxiliary_checks.py.
 TRAINED = {"dense": "policy", "dense, MTP": "mtp"}
 
 

@@ -60,7 +60,7 @@ def _key(tokens: Sequence[int], response: int) -> tuple[int, ...]:
 
 
 def compute_once(folder: Path, layouts: Iterable[str], whole: bool) -> None:
-    """Compute what the ranks of several layouts compare with, in the process that they are forked from."""
+    """Compute the expected values for the ranks of several layouts, in the process that they are forked from."""
     checked = [name for name in layouts if name in (OF_LAYOUT if whole else BY_TURNS)]
     for model in sorted({model for name in checked for model in models_of(RankProcess(folder, name, 0, whole))}):
         _expected_log_probs(folder, model)
@@ -244,7 +244,7 @@ def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
 
 
 def canary_is_found_among_small_parameters(process: RankProcess) -> None:
-    """An adapter of rank 1 has parameters whose places in the gradient buffer are padded."""
+    """An adapter of rank 1 has parameters whose ranges in the gradient buffer are padded."""
     plain = make_backend(process, "untied", PLAIN)
     backend = MegatronBackend(replace(plain.settings, lora=LoraArguments(lora_rank=1)), CPU, 10)
     _train(backend, batch_of(CASE))

@@ -83,7 +83,7 @@ class Results:
     measured: dict[str, dict[str, dict[str, float]]]
 
     def failures(self, *groups: str) -> str:
-        """Return those of the checks of ``groups``, in words."""
+        """Return the failures of the checks of ``groups``, in words."""
         assert groups and all(self.said[group] for group in groups)
         checks = [(group, check, self.said[group][check]) for group in groups for check in self.said[group]]
         return "\n\n".join(f"{group}: {check}\n{failure}" for group, check, failure in checks if failure)

@@ -111,7 +111,7 @@ def new_adapter_changes_no_log_prob(process: RankProcess) -> None:
 
 
 def gradient_is_that_of_peft(process: RankProcess) -> str:
-    """After B has moved away from 0: gradients under both contracts, and all metrics, equal those of the oracle."""
+    """After B has moved away from 0: gradients under both contracts, and all metrics, equal the oracle's."""
     found = []
     for model, lora in _models(process):
         for name, contract in CONTRACTS.items():

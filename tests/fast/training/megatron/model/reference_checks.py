@@ -93,7 +93,7 @@ def resumed_reference_is_exact(process: RankProcess) -> None:
 
 
 def logits_are_fp32_under_a_bf16_body(process: RankProcess) -> None:
-    """Log-probs are those of float64, from the body's own bf16 hidden states and every rank's rows of the head."""
+    """Log-probs agree with float64, from the body's own bf16 hidden states and every rank's rows of the head."""
     plain = make_backend(process, process.layout.models[0], PLAIN, **ADAM).settings
     worst = {}
     for fp32 in (False, True):

@@ -1,4 +1,4 @@
-"""The next tokens for multi-token prediction are aligned with those of the micro-batch, even an empty one."""
+"""The next tokens for multi-token prediction are aligned with the micro-batch's tokens, even in an empty one."""
 
 from __future__ import annotations
 

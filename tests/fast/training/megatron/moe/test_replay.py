@@ -1,4 +1,4 @@
-"""Given experts, through Megatron's own routing: their weights are those of the router's logits."""
+"""Given experts, through Megatron's own routing: their weights follow from the router's logits."""
 
 from __future__ import annotations
 
