@@ -124,7 +124,9 @@ REPRODUCTIONS = {
             Figure("length_wrong", "length of wrong answers, tokens", is_claim=True),
             Figure("length_right", "length of right answers, tokens"),
             ACCURACY,
-            Figure("long_weight", f"share of wrong answers' weight that is on those of {LONG} tokens or more", OVERALL),
+            Figure(
+                "long_weight", f"share of wrong answers' weight that is on answers of {LONG} tokens or more", OVERALL
+            ),
         ),
     ),
     "cliphigher": Reproduction(

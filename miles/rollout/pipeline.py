@@ -279,8 +279,7 @@ async def build_pipeline(
     """
     rollout, reward, data = settings.rollout, settings.reward, settings.data
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    reward_function = _reward_function(reward)
-    eval_sets = load_held_out(settings, tokenizer)
+    reward_function, eval_sets = _reward_function(reward), load_held_out(settings, tokenizer)
     supply, agents = build_supply(settings, tokenizer), session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
