@@ -34,7 +34,7 @@ def response_lengths() -> np.ndarray:
 
 
 def token_weights(mode: Aggregation, lengths: np.ndarray) -> np.ndarray:
-    """The weight of one token of each sample in pg_loss, times T: 1 is what it would be if all weighed the same."""
+    """The weight of one token of each sample in pg_loss, times T: 1 is its weight if all weighed the same."""
     counts = [int(n) for n in lengths.flatten()]
     denominators = step_denominators(
         mode,

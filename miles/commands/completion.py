@@ -71,7 +71,7 @@ def _choices() -> Iterator[str]:
 
 
 def _flags(name: str) -> list[str]:
-    """Return the flags of a command: those of training, and those that its ``--help`` names."""
+    """Return the flags of a command: the training flags, and the flags that its ``--help`` names."""
     found = {"--help"}
     if name in OF_TRAIN:
         found |= {flag for flag in build_parser()._option_string_actions if flag.startswith("--")}

@@ -22,7 +22,7 @@ from miles.compat.translate.launchers.base import all_launchers
 from miles.compat.translate.translation import Document, Setting, Translation
 from miles.config.command_parser import CommandParser
 
-PACKAGES = {  # pinned; what is not listed comes from this environment
+PACKAGES = {  # pinned; other packages come from this environment
     "trl": ("trl==1.16.0",),
     "verl": (
         *("verl==0.9.1", "tensordict==0.14.1", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
@@ -50,7 +50,7 @@ class Row:
         ratio: Their loss over ours.
         ours: The distance of our gradient from theirs, over the length of theirs.
         paper: The distance of the papers' gradient from theirs.
-        why: What the translation prints about the objective.
+        why: The translation's report on the objective.
     """
 
     name: str
@@ -103,7 +103,7 @@ def installed(name: str, cache: Path) -> Path:
 
 
 def compared(name: str, folder: Path) -> list[Row]:
-    """Compute all objectives of a trainer on all sides.
+    """Compute all objectives of a trainer: its own code, ours and the papers' formula.
 
     Raises:
         InputError: The trainer's process failed; the message has its last line.

@@ -465,7 +465,7 @@ def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
     """Yield a finding on Python, miles and each package.
 
     Args:
-        quick: Whether to only look at what is installed.
+        quick: Whether to only look at installed packages.
         seconds: The longest time of one import.
     """
     version = sys.version.split()[0]
@@ -486,7 +486,7 @@ def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
 
 
 def check_vllm(python: str) -> MachineFinding:
-    """Return the finding on vLLM, which is in another environment: that of ``python``."""
+    """Return the finding on vLLM, which is in another environment: the environment of ``python``."""
     if missing_vllm(python) is None:
         return MachineFinding("vllm", State.OK, f"installed for {python}")
     lost = "disables --rollout-engine vllm (torch works without it)"

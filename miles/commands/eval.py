@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of a run on held-out sets: accuracy and pass@k with 95 % intervals.
 
-The sets, the sampling and the reward are those of the run, unless flags say otherwise.
+The sets, the sampling and the reward are the run's, unless flags change them.
 """
 
 from __future__ import annotations

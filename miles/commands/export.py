@@ -13,7 +13,7 @@ from miles.commands.saved_runs.run import SavedRun, on_this_machine, run_folder
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
 
-# --to: what writes the folder, and what is in it
+# --to: the function that writes the folder, and its contents
 WRITERS = {
     "hf": (export, "weights, configuration and tokenizer of"),
     "peft": (export_adapter, "the adapter of"),

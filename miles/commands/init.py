@@ -1,7 +1,7 @@
 """Write a folder to start from: settings, a reward with its test, and three rows of data.
 
-What it writes trains unchanged. Replace the rows, change the reward, and run the three commands that it prints. Without
---model it is the model of the quickstart, which is fetched if it is not on this machine.
+The files that it writes train unchanged. Replace the rows, change the reward, and run the three commands that it
+prints. Without --model it is the model of the quickstart, which is fetched if it is not on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALL = '<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}<
 
 @dataclass(frozen=True)
 class Task:
-    """What a task writes.
+    """The files of a task.
 
     Attributes:
         rows: Rows of data.jsonl.

@@ -1,7 +1,7 @@
 """Train a small model on one-digit products, on two CPU cores, in about five minutes.
 
 Get SmolLM2-135M-Instruct, write the prompts, train, and print the accuracy on held-out prompts before and after.
-Further flags are those of miles train, and win over the settings of the quickstart.
+Further flags are flags of miles train, and win over the settings of the quickstart.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _command(out: Path, source: str | Path, seed: int, flags: Sequence[str]) -> list[str]:
-    """Return the words of the run: the file of settings, what the quickstart adds as ``key=value``, and the flags."""
+    """Return the words of the run: the file of settings, the quickstart's ``key=value`` additions, and the flags."""
     settings = [
         f"hf_checkpoint={source}",
         f"prompt_data={out / 'data' / 'train.jsonl'}",

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _described(shown: str, folder: Path) -> dict[str, Any]:
-    """Return what the files of a run in ``folder`` say, or what is wrong with them."""
+    """Return the contents of the files of a run in ``folder``, or their fault."""
     try:
         run = SavedRun(folder)
         newest, best = run.newest_complete(), run.best()

@@ -188,7 +188,7 @@ async def _awaited(results: Awaitable[Any], key: str | None) -> Any:
 
 
 def _spread(results: Any, key: str | None) -> Any:
-    """Return the numbers, changed if they are all the same; what are no numbers stays, for the caller to report."""
+    """Return the numbers, changed if all are equal; values that are no numbers stay, for the caller to report."""
     values = results if key is None else [result[key] for result in results]
     if not isinstance(values, list | tuple) or not all(isinstance(value, Real) for value in values):
         return values
@@ -425,7 +425,7 @@ def _loss(loss: LossArguments) -> LossArguments:
 
 
 def _notes(given: Settings, small: Settings) -> Iterator[str]:
-    """Yield in words what a smaller run does not check."""
+    """Yield in words the features that a smaller run does not check."""
     ranks = (given.cluster.world_size, small.cluster.world_size)
     if ranks[0] != ranks[1] or given.dims != small.dims:
         yield f"{ranks[0]} trainer ranks become {ranks[1]}, on CPU, with {_shown(small)}"
@@ -564,7 +564,7 @@ def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the run if it has not ended: with SIGTERM, by which it ends its processes, and after a while with SIGKILL."""
+    """End the run if it has not ended: with SIGTERM, so that it ends its processes, and after a while with SIGKILL."""
     if child.poll() is not None:
         return
     child.terminate()
@@ -576,7 +576,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _check(folder: Path, expectations: Sequence[Expectation]) -> list[CheckResult]:
-    """Return what the metrics of the run say about each expectation."""
+    """Return the verdict of the run's metrics on each expectation."""
     metrics: dict[str, list[float]] = {}
     for row in RunFiles(folder / RUN).read_metrics():
         for name, value in row.items():

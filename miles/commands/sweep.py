@@ -1,6 +1,6 @@
 """Run variants times seeds as independent training runs, and compare them.
 
-FILE states what is run (docs/report.md). Each run is a miles train in a process and a separate folder. The same command
+FILE describes the runs (docs/report.md). Each run is a miles train in a process and a separate folder. The same command
 continues after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
 status 0: all runs are finished; 1: some failed twice, or a file could not be written; 2: wrong flags, and nothing was
 started; 128 + N: stopped by signal N.

@@ -1,4 +1,4 @@
-"""The border: a command of any launcher becomes one of ours, which ``config`` then parses and judges.
+"""The border: a command of any launcher becomes a command of miles, which ``config`` then parses and judges.
 
 ::
 
@@ -74,7 +74,7 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
     """Read the words of other launchers as ours.
 
     Args:
-        words: The words of a command, where no ``@file`` and no ``--config`` is left.
+        words: The words of a command, without any ``@file`` or ``--config``.
         errors: Collects what cannot be obeyed, whatever the settings of the run are.
     """
     line = Line(list(words), errors)
@@ -121,7 +121,7 @@ def _take_foreign(line: Line) -> None:
         line.foreign |= {flag: value for flag, value in values.items() if value is not None}
 
 
-# In this order: a reader sees what the readers before it have left.
+# In this order: a reader sees the words that the readers before it have left.
 _READERS = (
     read_estimator,
     read_values,

@@ -79,7 +79,7 @@ def read_mismatch_config(line: Line, values: Mapping[str, Any]) -> dict[str, Any
         values: The settings of ``--custom-config-path``.
 
     Returns:
-        The settings with our names, for those of the file.
+        The settings with our names, for the settings of the file.
     """
     path = line.value(MISMATCH_FLAG)
     if path is None or path.replace(":", ".").rpartition(".")[2] not in MISMATCH_FUNCTIONS:

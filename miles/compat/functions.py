@@ -17,7 +17,7 @@ from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
 ZERO_REWARD = "miles.tasks.rewards.built_in.zero:zero"
 
 _TABLE = table("functions")["function"]
-# (flag, function elsewhere without the name of its package) -> ours; None is what the run does without the flag.
+# (flag, function elsewhere without the name of its package) -> ours; None is the run's behaviour without the flag.
 KNOWN: dict[tuple[str, str], str | None] = {
     (row["flag"], there): row.get("here") for row in _TABLE if "flags" not in row for there in row["there"]
 }

@@ -12,7 +12,7 @@ from miles.config.spelling import group_words, without_flags
 
 @dataclass
 class Line:
-    """Hold the words of a command between the readers of foreign spellings, each of which may change them.
+    """Hold the words of a command between the readers of foreign spellings. Each reader may change them.
 
     Attributes:
         words: The words; each flag is a word, with its value after it or after ``=``.
@@ -39,7 +39,7 @@ class Line:
         self.words = without_flags(self.words, flags)
 
     def read_as(self, flag: str, why: str, *words: str) -> None:
-        """Replace a flag by ``words``, and note what it was read as."""
+        """Replace a flag by ``words``, and note its reading."""
         self.note(READ_AS, flag, why)
         self.drop(flag)
         self.words += words

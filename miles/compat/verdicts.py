@@ -89,7 +89,7 @@ def _has_llama3_rope(settings: Settings, given: Given) -> bool:
 
 
 def _trains_any_layer(settings: Settings, given: Given) -> bool:
-    """Return whether layers are those of transformers, or of Megatron-Bridge, and not those that flags describe."""
+    """Return whether layers come from transformers or Megatron-Bridge, and not from the flags that describe them."""
     return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
 
 
@@ -114,7 +114,7 @@ def _is_weight_decay(flag: str) -> Callable[[Settings, Given], bool]:
     return is_equal
 
 
-# What ``unless`` names in the tables: in which runs a refused flag changes nothing.
+# Values of ``unless`` in the tables: they name runs in which a refused flag changes nothing.
 CONDITIONS: dict[str, Callable[[Settings, Given], bool]] = {
     "has_tool_calls": lambda s, given: (s.rollout.environment or "").startswith(f"{ENVIRONMENT.name}:"),
     "keeps_tokens": _keeps_tokens,

@@ -1,4 +1,4 @@
-"""Draw the batch that all sides get, and compute our loss and the papers' from it."""
+"""Draw the batch that all implementations get, and compute our loss and the papers' from it."""
 
 from __future__ import annotations
 

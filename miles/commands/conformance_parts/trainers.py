@@ -2,8 +2,8 @@
 
 A case has the trainer's own settings and a batch (``batch.py``). The trainer's code builds its configuration object and
 its loss from the settings, and computes the loss of every micro-batch from given log-probs. Only the model is left out:
-its log-probs are the leaf whose gradient is compared. What a framework does to gradients around the loss (averages over
-ranks, DeepSpeed's division by the number of micro-batches) is done here, once, as its documentation states.
+its log-probs are the leaf whose gradient is compared. A framework also changes gradients around the loss (averages over
+ranks, DeepSpeed's division by the number of micro-batches); this is done here, once, as its documentation states.
 """
 
 from __future__ import annotations

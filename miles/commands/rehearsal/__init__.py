@@ -1,1 +1,1 @@
-"""Foresee what a run needs: trace the real model in the real layout, without weights and without GPUs."""
+"""Predict the needs of a run: trace the real model in the real layout, without weights and without GPUs."""

@@ -15,7 +15,7 @@ from miles.config.validate import Validated
 
 
 def rehearse(validated: Validated) -> int:
-    """Print what the run of ``validated`` settings will need, and write the files that were asked for.
+    """Print the predicted needs of the run of ``validated`` settings, and write the files that were asked for.
 
     Returns:
         0; 1 if a file cannot be written, and 2 if the model or a flag cannot be rehearsed, with the reason on stderr.

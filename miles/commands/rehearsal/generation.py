@@ -1,4 +1,4 @@
-"""The generation side by arithmetic: engines run code that is not miles', so nothing of it is traced."""
+"""The needs of generation by arithmetic: engines run code that is not miles', so nothing of it is traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles.config.sglang.flags import value_of
 from miles.models.packing import kv_bytes_per_token
 
 WORKSPACE = 3 << 30  # bytes of an engine's CUDA graphs, activations and libraries
-MEMORY_SHARE = 0.9  # of its own device that an engine takes for weights, KV cache and workspace
+MEMORY_SHARE = 0.9  # of a separate device that an engine takes for weights, KV cache and workspace
 SHARED_SHARE = 0.8  # the same alongside a trainer that is in host memory
 
 # SGLang's flags.
@@ -56,7 +56,7 @@ class GenerationEstimate:
 def foresee_generation(
     settings: Settings, config: dict[str, Any], parameters: int, active: int, device: Device, memory: float
 ) -> GenerationEstimate:
-    """Compute what the engines need.
+    """Compute the needs of the engines.
 
     Args:
         settings: All sections.

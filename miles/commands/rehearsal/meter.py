@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from miles.objective import token_log_probs
 from miles.training import packed_attention
 
-# What a rank's operations did, in order: allocations, work and collectives, and copies of a part of these.
+# The record of a rank's operations, in order: allocations, work and collectives, and copies of a part of these.
 
 
 class MemoryKind(StrEnum):
@@ -288,7 +288,7 @@ _NOTED_APART = ("c10d", "_c10d_functional", "fsdp")
 class _Made(NamedTuple):
     """A tensor that an operation returns: a tensor that it is given, a view of one, or a new one."""
 
-    given: int | None  # place of that tensor
+    given: int | None  # index of that tensor
     is_view: bool
     shape: torch.Size
     stride: tuple[int, ...]
@@ -298,7 +298,7 @@ class _Made(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What an operation does."""
+    """The effects of an operation."""
 
     made: tuple[_Made, ...]
     container: type | None  # of the tensors that it returns; None for one tensor
@@ -307,7 +307,7 @@ class Known(NamedTuple):
 
 
 class KnownOperations:
-    """Operations by what decides their results. Those of all traces of a process are in one place."""
+    """Operations by what decides their results. All traces of a process share them."""
 
     _known: dict[Key, Known | None] = {}
     _repeatable: dict[Any, bool] = {}
@@ -338,7 +338,7 @@ class KnownOperations:
         return found
 
     def find(self, key: Key) -> Known | None:
-        """Return what the operation does, if that is known."""
+        """Return the effects of the operation, if they are known."""
         return self._known.get(key)
 
     def learn(
@@ -381,7 +381,7 @@ class KnownOperations:
             return self._as_fake(like, how.device)
 
     def _as_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Do what the constructor of fake tensors does, in a third of its time."""
+        """Do the work of the constructor of fake tensors, in a third of its time."""
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = self._attributes[device] = vars(FakeTensor(self._fake, tensor, device))
@@ -396,7 +396,7 @@ class KnownOperations:
 def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor], places: dict[int, int]) -> bool:
     """Append what decides a result to ``parts``, and tensors to ``given``. Return whether nothing else decides.
 
-    ``places`` are those of tensors in ``given``: an operation reads a tensor once, however often it is given.
+    ``places`` are the indices of tensors in ``given``: an operation reads a tensor once, however often it is given.
     """
     is_decided = True
     for value in values:
@@ -442,7 +442,7 @@ def _made(tensor: torch.Tensor, places: dict[int, int], storages: dict[int, int]
 aten = torch.ops.aten
 
 
-# What is allocated in a phase, if nothing else states what it is; activations in other phases.
+# The kind of an allocation in a phase, if nothing else states it; activations in other phases.
 _KIND_OF_PHASE = {Phase.BUILD: MemoryKind.WEIGHTS, Phase.OPTIMIZE: MemoryKind.OPTIMIZER}
 
 
@@ -482,8 +482,8 @@ class Meter(TorchDispatchMode):
         Args:
             fake: The mode that runs the operations.
             vocabulary: Tells logits from activations: their last dimension.
-            on_gpu: Whether allocations are those of a GPU, whose allocator rounds sizes up, or of this host, where
-                operations and collectives copy what a GPU reads in place.
+            on_gpu: Whether allocations are made on a GPU, whose allocator rounds sizes up, or on this host, where
+                operations and collectives copy data that a GPU reads in place.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
@@ -543,7 +543,7 @@ class Meter(TorchDispatchMode):
             self._is_paused = before
 
     def label(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
-        """Say what the storages of ``tensors`` hold, from their allocation on."""
+        """Record the kind of contents of the storages of ``tensors``, from their allocation on."""
         for tensor in tensors:
             for local in _locals(tensor):
                 number, _size = self._live.get(local.untyped_storage()._cdata, (None, 0))
@@ -709,7 +709,7 @@ def _locals(tensor: Any) -> list[torch.Tensor]:
 
 
 def _assumed(value: torch.Tensor) -> Any:
-    """Return what a value computed from weights is assumed to be: a norm that is clipped, a check that passes."""
+    """Return the assumed result for a value computed from weights: a norm that is clipped, a check that passes."""
     if value.dtype is torch.bool:
         return True
     if value.is_floating_point():

@@ -52,7 +52,7 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of the command, and what it does."""
+    """A change of the command, and its effect."""
 
     change: Change
     peak: int
@@ -61,7 +61,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run will need.
+    """The predicted needs of a run.
 
     Attributes:
         settings: All sections.
@@ -98,7 +98,7 @@ class Rehearsal:
 
     @property
     def bubble(self) -> float:
-        """The share of the passes where a pipeline stage waits for others."""
+        """The share of the passes in which a pipeline stage waits for others."""
         count = self.worst.trace.micro_batches * self.chunks
         return (self.stages - 1) / (count + self.stages - 1)
 
@@ -131,7 +131,7 @@ class Rehearsal:
 
     @property
     def sync(self) -> Seconds | None:
-        """The time where the engines get new weights; nothing without engines, None if it is not known."""
+        """The time in which the engines get new weights; nothing without engines, None if it is not known."""
         engines = self.generation.engines
         return sync_seconds(self.settings, self.size.parameters, engines, self.device) if engines else NOTHING
 
@@ -186,8 +186,8 @@ class _Tried:
 def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
     """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``.
 
-    First, one stage is traced per change: that of the worst rank if it is one of those to trace. The others are traced
-    only for changes that may still save most.
+    First, one stage is traced per change: the stage of the worst rank if it is to be traced. The others are traced only
+    for changes that may still save most.
     """
     tried: list[_Tried] = []
     for change in changes(rehearsal.settings):

@@ -346,7 +346,7 @@ def _legend() -> str:
 
 
 def _memory_chart(rank: RankForecast, memory: int) -> str:
-    """Draw a bar per phase; the line is what the device has."""
+    """Draw a bar per phase; the line is the device's memory."""
     scale = (WIDTH - LEFT - 70) / max(memory, rank.peak)
     shapes = []
     for row, (phase, usage) in enumerate(rank.phases.items()):
@@ -368,7 +368,7 @@ def _memory_chart(rank: RankForecast, memory: int) -> str:
 
 
 def _timeline(rehearsal: Rehearsal) -> str:
-    """Draw a bar per phase and side; a side that waits has a dashed one."""
+    """Draw a bar per phase and lane; a lane that waits has a dashed one."""
     timeline = timeline_of(rehearsal)
     if timeline is None:
         return "<p>None: the engines have no room to generate.</p>"

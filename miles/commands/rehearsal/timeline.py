@@ -1,8 +1,8 @@
-"""One iteration as a timeline: what each side does when, and who waits for whom.
+"""One iteration as a timeline: when generation and training run, and which waits for the other.
 
-Without ``--async-steps`` the sides take turns. With it, generation runs alongside training, and both wait for the
-slower one before the engines get new weights (rollout/ordering.py); the timeline is that of an iteration in the middle
-of a run. Starts and lengths are drawn at the middle of each range.
+Without ``--async-steps`` the two take turns. With it, generation runs alongside training, and both wait for the slower
+one before the engines get new weights (rollout/ordering.py); the timeline shows an iteration in the middle of a run.
+Starts and lengths are drawn at the middle of each range.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run one rank's iteration under fake tensors and a fake process group, and count it.
 
-The backend, the trainer's roles and the objective are those of a run. Only the largest micro-batches run, and their
+The backend, the trainer's roles and the objective are the ones of a run. Only the largest micro-batches run, and their
 work is multiplied.
 """
 
@@ -110,7 +110,7 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
 
 @lru_cache(maxsize=2)  # most changes that are tried have the same samples
 def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int, given: LossArguments) -> TrainBatch:
-    """Convert samples to what a replica trains on.
+    """Convert samples to the batch that a replica trains on.
 
     The converter gets responses of one token, and its columns are made longer afterwards: numbers that are all alike
     need no lists.
@@ -171,9 +171,11 @@ def _write_digits(number: int, row: np.ndarray) -> None:
 # memory in the same order, and the same work.
 
 
-FIRST = 3  # layers that run; FSDP gathers the weights of the first two backward passes earlier than those of others
+FIRST = (
+    3  # layers that run; FSDP gathers the weights of the first two backward passes earlier than the weights of others
+)
 LAST = 2
-PLACES = frozenset({"layer_idx", "layer_number"})  # attributes that say where a layer is
+PLACES = frozenset({"layer_idx", "layer_number"})  # attributes that hold the index of a layer
 
 
 class UnequalLayers(Exception):
@@ -228,7 +230,7 @@ class _Row:
 
 
 def leave_out_equal(record: Record, layers: Sequence[nn.Module]) -> list[int]:
-    """Return the places between the ends of each row of equal layers, which ``record`` copies from the ends."""
+    """Return the indices between the ends of each row of equal layers, which ``record`` copies from the ends."""
     left_out: list[int] = []
     for row in rows(layers):
         middle = row[FIRST:-LAST]
@@ -239,14 +241,14 @@ def leave_out_equal(record: Record, layers: Sequence[nn.Module]) -> list[int]:
 
 
 def rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
-    """Yield the places of equal layers that are next to each other."""
+    """Yield the indices of equal layers that are next to each other."""
     structures = [_structure(layer) for layer in layers]
     for _, row in groupby(range(len(layers)), key=lambda place: structures[place]):
         yield list(row)
 
 
 def _structure(layer: nn.Module) -> list[Any]:
-    """Return what a layer is made of, apart from its place: modules, their settings, parameters and buffers."""
+    """Return the parts of a layer, apart from its index: modules, their settings, parameters and buffers."""
     found: list[Any] = []
     for name, module in layer.named_modules():
         settings = {
@@ -362,7 +364,7 @@ def trace_rank(
         settings: All sections.
         rank: The trainer rank.
         imbalance: Load of its experts, relative to the average.
-        on_gpu: Whether attention and allocations are those of a GPU, or of this host.
+        on_gpu: Whether attention and allocations are made on a GPU, or on this host.
         every_layer: Whether each of a row of equal layers runs, which takes longer and gives the same.
 
     Raises:
@@ -420,7 +422,7 @@ class _Run:
         if self.backend.critic is not None:
             roles.append(critic_role(self.backend.critic, self.settings.loss))
         self._allocate_states(roles)
-        gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
+        gc.collect()  # objects in a circle of references live on until then, at an arbitrary time
         record.forget(Phase)  # the work of building: it is done once
         steady = record.mark()
         self.backend.expect(self.shard)
@@ -481,7 +483,7 @@ class _Run:
 
 
 def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:
-    """Run the passes where an iteration scores the micro-batches of ``shard`` before its last step."""
+    """Run the passes in which an iteration scores the micro-batches of ``shard`` before its last step."""
     loss = settings.loss
     needs = needs_of(build_objective(loss), settings.steps_per_iteration - 1, loss.type.trains_policy)
     models = []
@@ -602,7 +604,7 @@ def contract_data(settings: Settings) -> dict[str, Any]:
 
 
 def expected_mass(settings: Settings) -> float | None:
-    """Return the loss mass of a step where no token is masked (objective/canary.py); None if it is not known."""
+    """Return the loss mass of a step without a masked token (objective/canary.py); None if it is not known."""
     step = _of_step(settings)
     return None if step is None else step.expected_loss_mass
 

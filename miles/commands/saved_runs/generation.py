@@ -1,7 +1,7 @@
 """Generate with the weights of a saved run, in one process and without Ray: evaluate sets, and answer a prompt.
 
-Prompts, sampling, rewards and the engine are those of the run, so an evaluation repeats what the run itself measured
-after the same step.
+Prompts, sampling, rewards and the engine are the run's, so an evaluation repeats the run's own measurement after the
+same step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def settings_for(settings: Settings, model: Path, logs: Path, engine: str | None
     """Return the run's settings for generating here: one engine that starts with ``model``.
 
     Args:
-        settings: Those of the run.
+        settings: The settings of the run.
         model: A Hugging Face folder.
         logs: Where servers write their logs.
         engine: The engine; None is the run's.
@@ -97,7 +97,7 @@ async def _engine(settings: Settings) -> AsyncIterator[Engine]:
 
 @dataclass(frozen=True)
 class SetResult:
-    """What an evaluation of one set has found.
+    """The results of an evaluation of one set.
 
     Attributes:
         name: The set.
@@ -169,7 +169,7 @@ async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResul
 
 
 def _passes(samples: Sequence[Sample], wanted: int) -> list[bool]:
-    """Return whether each answer to a prompt passes; those of ``wanted`` trajectories that were dropped do not."""
+    """Return whether each answer to a prompt passes; answers of ``wanted`` trajectories that were dropped do not."""
     dropped = wanted - len({sample.trajectory_id for sample in samples})
     return [*map(passes, samples), *[False] * dropped]
 

@@ -44,7 +44,7 @@ Step = int | Literal["best"] | None  # which checkpoint of a run: ``SavedRun.che
 
 
 class RunState(StrEnum):
-    """What the files of a run say about it."""
+    """The state of a run by its files."""
 
     RUNNING = "running"  # a launcher that is alive holds the lock of the folder
     FINISHED = "finished"  # its last step is logged and, with --save, the last checkpoint is complete
@@ -315,12 +315,12 @@ def runs_at(place: str) -> list[tuple[str, Path]]:
 
 
 def _found_at(url: str, header: bytes, folder: Path) -> bytes:
-    """Return run.json with the place at which the run was found, and where its checkpoints are listed here."""
+    """Return run.json with the URL at which the run was found, and where its checkpoints are listed here."""
     try:
         found = json.loads(header)
         found["settings"]["checkpoint"] |= {"save": url, "remote_cache": str(folder / "remote")}
     except (ValueError, KeyError, TypeError):
-        return header  # reading the run states what is wrong with it
+        return header  # reading the run states its fault
     return json.dumps(found).encode()
 
 

@@ -83,7 +83,7 @@ def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iter
 
 
 def _own_export(run: SavedRun, step: Step) -> Path | None:
-    """Return the export of ``--save-hf`` of a run without ``--save``: the only place of its weights."""
+    """Return the export of ``--save-hf`` of a run without ``--save``: the only copy of its weights."""
     save_hf = run.settings.checkpoint.save_hf
     if step is not None or save_hf is None or run.settings.checkpoint.save is not None:
         return None

@@ -45,8 +45,8 @@ class SweepVariant:
     """Settings that are run with every seed.
 
     Attributes:
-        name: Its name, and that of the folder of its runs.
-        flags: The flags where it differs, by field: text, True, False, None, or a list or a dict of these. False and
+        name: Its name, and the name of the folder of its runs.
+        flags: The flags in which it differs, by field: text, True, False, None, or a list or a dict of these. False and
             None take a common flag back.
         seed_offset: A number added to each seed. The same settings under other seeds show the noise of a comparison.
     """
@@ -112,7 +112,7 @@ def read_definition(path: Path) -> Definition:
 
 
 class _Values:
-    """The values of a file, and what is wrong with them."""
+    """The values of a file, and their faults."""
 
     def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
         self.given = given
@@ -358,7 +358,7 @@ class PlannedRun:
 
     Attributes:
         variant: The name of the variant.
-        seed: The seed by which runs of different variants are paired. Its own seeds have the variant's offset.
+        seed: Pairs runs of different variants. Its own seeds have the variant's offset.
         folder: Its ``--output-dir``.
         words: The flags of the command that starts it: no file is left in them.
         resuming: The flags that continue it from its checkpoints; None if it saves none.
@@ -475,8 +475,8 @@ def _own_place(given: str, local: Path, variant: str, seed: int) -> str:
 def _on_one_rank(command: Command) -> Command:
     """Give a command on CPU one trainer rank unless it names a number.
 
-    The default depends on the cores that a process sees. Those of a run depend on ``--jobs``, which must not change its
-    results.
+    The default depends on the cores that a process sees. The cores of a run depend on ``--jobs``, which must not change
+    its results.
     """
     if command.ranks is None or not is_on_cpu(command.settings):
         return command
@@ -500,7 +500,7 @@ def _judged(command: Command, folder: Path, seed: int) -> Settings:
 
 
 def _faults(command: Command, folder: Path, seed: int) -> Iterator[str]:
-    """Yield what runs of a sweep cannot share, and what is no run."""
+    """Yield the settings that runs of a sweep cannot share, and settings that are no run."""
     settings = command.settings
     sections: dict[str, Any] = {}
     for section in (settings.tracking, settings.rollout, settings.sglang):

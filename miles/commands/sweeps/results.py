@@ -24,10 +24,10 @@ from miles.rollout.ordering import CONFIDENCE, bootstrap
 
 # The statistics of a comparison: one figure per run, and means over seeds with intervals.
 #
-# Runs of two variants with one seed begin with the same weights and prompts, so what is compared is their difference,
+# Runs of two variants with one seed begin with the same weights and prompts, so the comparison is of their difference,
 # seed by seed. Intervals are 95 % percentile bootstrap intervals of a mean (Efron 1979), over seeds. Few seeds make
-# them
-# too narrow: of 8 draws from a normal distribution they cover the mean in about 90 % of the cases, of 4 in about 80 %.
+# them too narrow: of 8 draws from a normal distribution they cover the mean in about 90 % of the cases, of 4 in about
+# 80 %.
 
 
 FEWEST = 2  # values that an interval needs
@@ -93,7 +93,7 @@ def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]
 def band(curves: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return mean, lower and upper bound of curves at each step; bounds of NaN where fewer than two have a value.
 
-    The bounds are those of each step alone: a band does not hold whole curves with 95 %.
+    The bounds hold for each step alone: a band does not hold whole curves with 95 %.
 
     Args:
         curves: (seeds, steps); NaN if a run has no value there.

@@ -1,7 +1,7 @@
 """Run commands, some at once: each in a separate process with its share of the machine; a failed one once more.
 
-One thread per place starts and awaits processes; it is bound to the cores of its place, and a process inherits the
-cores of the thread that starts it. The main thread receives what happens, and signals, and reports both.
+One thread per slot starts and awaits processes; it is bound to the cores of its slot, and a process inherits the cores
+of the thread that starts it. The main thread receives what happens, and signals, and reports both.
 
     signal that stops a run, to the sweep    what happens
     once                                     nothing more is started; the running commands get SIGTERM, at which a
@@ -46,7 +46,7 @@ from miles.config.settings import Settings
 from miles.observe.console import in_words
 from miles.run.stop_requests import STOPS
 
-# Places for runs at once: each has its share of the cores, and its own GPUs as far as there are enough.
+# Slots for runs at once: each has its share of the cores, and its own GPUs as far as there are enough.
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -54,7 +54,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one run at once.
+    """A slot for one run at once.
 
     Attributes:
         cores: The cores that its run may use.
@@ -94,7 +94,7 @@ class Machine:
 
 
 def devices_of(settings: Settings) -> int:
-    """Return the devices of a run: those of the trainer and, unless they share, those for generation."""
+    """Return the devices of a run: the trainer's and, unless they share, the devices for generation."""
     trainer = settings.cluster.world_size if settings.trains else 0
     if settings.cluster.colocate:
         return trainer
@@ -102,7 +102,7 @@ def devices_of(settings: Settings) -> int:
 
 
 def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[Slot]:
-    """Return the places for runs at once.
+    """Return the slots for runs at once.
 
     Args:
         jobs: How many, ``--jobs``; by default as many as have devices of their own. On CPU a device is a core. Runs on
@@ -169,7 +169,7 @@ def start_process(words: Sequence[str], log: Path, environment: Mapping[str, str
 
     Args:
         words: The program and its arguments.
-        log: The file to which it appends what it prints.
+        log: The file to which it appends its output.
         environment: All of its variables.
     """
     with log.open("ab") as output:
@@ -190,7 +190,7 @@ class Forks:
         """Start nothing yet.
 
         Args:
-            prefix: The words with which every command begins, and which are not passed on.
+            prefix: The words that every command begins with, and that are not passed on.
             function: Called in each fork with the other words; a function of a module. It raises SystemExit for a
                 status other than 0.
             modules: Imported once. They must not start threads, which a fork would lack.
@@ -240,7 +240,7 @@ class _Fork:
 def _run(
     function: Callable[[list[str]], object], words: list[str], log: str, environment: dict[str, str], cores: set[int]
 ) -> None:
-    """Do what a new process would begin with, and call the function."""
+    """Do the first steps of a new process, and call the function."""
     os.setsid()
     with open(log, "ab") as output:
         for stream in (1, 2):
@@ -320,7 +320,7 @@ class Ended:
 
 
 class RunQueue:
-    """Runs tasks in order, one by one in each of its places."""
+    """Runs tasks in order, one by one in each of its slots."""
 
     def __init__(
         self, tasks: Sequence[Task], slots: Sequence[Slot], listener: QueueListener, start: Starter = start_process
@@ -400,7 +400,7 @@ class RunQueue:
             return len(running)
 
     def _work(self, slot: Slot) -> None:
-        """Do tasks in one place until none is waiting: a thread."""
+        """Do tasks in one slot until none is waiting: a thread."""
         os.sched_setaffinity(0, slot.cores)  # of this thread, and of the processes that it starts
         while (task := self._next()) is not None:
             for is_last in (False, True):
@@ -448,14 +448,14 @@ def last_line(log: Path, begin: int, most: int = 1 << 16) -> str:
 
 
 def importing_miles() -> Mapping[str, str]:
-    """Return the environment where a process finds this miles, also if it is not installed."""
+    """Return the environment in which a process finds this miles, also if it is not installed."""
     package = Path(miles.__file__).resolve().parent.parent
     if str(package).startswith(sys.prefix):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))}
 
 
-# What a sweep prints while it runs: a line for every run that ends, how many are left, and for how long.
+# The output of a sweep while it runs: a line for every run that ends, how many are left, and for how long.
 
 
 class QueueTimeLeft:
@@ -468,7 +468,7 @@ class QueueTimeLeft:
 
     def __init__(self, places: int, runs: Sequence[float]) -> None:
         self._places = places
-        self._left = sum(runs)  # in whole runs, without what is running
+        self._left = sum(runs)  # in whole runs, without the running ones
         self._done = 0.0
         self._seconds = 0.0
 
@@ -540,7 +540,7 @@ class SweepProgress:
         self._refresh()
 
     def ended(self, run: SweptRun, attempt: Attempt, is_finished: bool) -> None:
-        """Print that a run has ended, and what is left."""
+        """Print that a run has ended, and how much is left."""
         self._running.pop(id(run), None)
         self._done += is_finished
         if is_finished:
@@ -561,7 +561,7 @@ class SweepProgress:
         self._print(f"[{self._done}/{self._total}] {run.name}: {shown}")
 
     def stopping(self, number: int, times: int, running: int) -> None:
-        """Print what a signal does."""
+        """Print the effect of a signal."""
         name = signal.Signals(number).name
         runs = count(running, "run")
         if times == 1:

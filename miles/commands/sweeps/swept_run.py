@@ -27,7 +27,7 @@ TRAIN = (sys.executable, "-m", "miles", "train")  # the command of a run, before
 
 
 class RunStart(StrEnum):
-    """What a sweep does with a run when it comes to it."""
+    """The action of a sweep when it comes to a run."""
 
     NEW = "starts"
     FINISHED = "is finished"
@@ -53,7 +53,7 @@ class Attempt:
 
 
 class SweptRun:
-    """A planned run and what is in its folder."""
+    """A planned run and the contents of its folder."""
 
     def __init__(self, planned: PlannedRun) -> None:
         self.planned = planned
@@ -116,7 +116,7 @@ class SweptRun:
 
     @property
     def start(self) -> RunStart:
-        """What is to be done with the run."""
+        """The action that the run needs."""
         if not (self.folder / FILE_NAME).exists():
             return RunStart.NEW
         saved = self._run_on_disk()
@@ -130,7 +130,7 @@ class SweptRun:
         return self.start is RunStart.FINISHED
 
     def in_words(self) -> str:
-        """Say what is to be done with the run, and from where."""
+        """Describe the action that the run needs, and where it starts."""
         start = self.start
         if start is RunStart.RESUMES:
             return f"{start.value} after iteration {self._checkpoint()}"
@@ -145,7 +145,7 @@ class SweptRun:
         return [*TRAIN, *words]
 
     def begin(self) -> None:
-        """Make the folder and note in it what it is for. Attempts that were made are kept."""
+        """Make the folder and note its purpose in it. Attempts that were made are kept."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self._record() or {"attempts": []}
         own = {"variant": self.planned.variant, "seed": self.planned.seed, "words": public_words(self.planned.words)}
@@ -192,7 +192,7 @@ class SweptRun:
     def _run_on_disk(self) -> SavedRun | None:
         """Return the run as far as it has come; None before it has written its settings.
 
-        A repeated attempt replaces the file of settings. Otherwise it is read once, and of the metrics what is new.
+        A repeated attempt replaces the file of settings. Otherwise it is read once, and of the metrics only new lines.
         """
         try:
             status = (self.folder / RUN_HEADER).stat()

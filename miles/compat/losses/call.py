@@ -1,8 +1,8 @@
-"""Give a loss with four arguments what it reads, and keep the loss contract with what it returns.
+"""Give a loss with four arguments its inputs, and keep the loss contract with its result.
 
-Related launchers call ``loss(args, batch, logits, sum_of_sample_mean)`` for a micro-batch, and divide what it returns
-by the step's count: its trajectories N, or per token its tokens T. So does this file. ``sum_of_sample_mean`` is the
-default reducer times that count, so a loss that reduces with it is the same for every split of the step.
+Related launchers call ``loss(args, batch, logits, sum_of_sample_mean)`` for a micro-batch, and divide the result by the
+step's count: its trajectories N, or per token its tokens T. So does this file. ``sum_of_sample_mean`` is the default
+reducer times that count, so a loss that reduces with it is the same for every split of the step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def check_four_argument_loss(path: str, args: Any, loss: LossArguments) -> None:
         loss: The flags of the objective.
 
     Raises:
-        InputError: If it reads what is not here, or if a flag is set that it would ignore.
+        InputError: If it reads data that is not here, or if a flag is set that it would ignore.
         ValueError: If it returns something else than a loss.
     """
     ignored = {

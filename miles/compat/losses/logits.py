@@ -1,6 +1,6 @@
-"""What a loss for related launchers gets for logits: log-probs and entropy of response tokens, and no whole logits.
+"""The stand-in for logits for a loss of related launchers: log-probs and entropy of response tokens.
 
-Whole logits never exist here (token_log_probs.py), so ``ResponseLogits`` holds what the model has made of them already.
+Whole logits never exist here (token_log_probs.py), so ``ResponseLogits`` holds the model's results from them.
 ``get_log_probs_and_entropy`` reads it as its namesake there reads logits; whatever else reads logits is refused.
 """
 
@@ -79,7 +79,7 @@ def get_log_probs_and_entropy(
     The temperature, and the token sets of truncated sampling, are in them already; ``args`` is not read.
 
     Raises:
-        InputError: For log-probs of other tokens than those of the micro-batch, which need whole logits.
+        InputError: For log-probs of other tokens than the micro-batch's, which need whole logits.
     """
     import torch
 

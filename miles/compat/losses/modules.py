@@ -26,7 +26,7 @@ class _RelatedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a module of ours for a name of theirs."""
+        """Return our module for a name of theirs."""
         if fullname in _LOSS or fullname in _PACKAGES:
             return ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
         return None

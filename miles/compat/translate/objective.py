@@ -35,7 +35,7 @@ class Step:
     Attributes:
         name: Its name in the report.
         responses: All of its responses.
-        ranks: For each rank its micro-batches, each with the places of its responses.
+        ranks: For each rank its micro-batches, each with the positions of its responses.
         generation_tokens: Loss tokens of the whole generation batch, divided by its number of steps.
     """
 

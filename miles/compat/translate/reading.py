@@ -277,8 +277,8 @@ def _counts() -> dict[str, float]:
 # Nothing is run. A file alongside the script that it sources is read for its variables and arrays too.
 
 
-# What the words of a training command contain, and how its settings are written. The later ones are no RL, or a script
-# whose flags are TRL's.
+# The contents of the words of a training command, and how its settings are written. The later ones are no RL, or a
+# script whose flags are TRL's.
 COMMANDS = (
     (re.compile(r"main_ppo|main_dapo|main_spin|main_prime"), "overrides"),
     (re.compile(r"^openrlhf\.cli\.|train_ppo_ray"), "flags"),
@@ -413,7 +413,7 @@ def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
 
 
 def _takes(last: Setting, text: str) -> bool:
-    """Return whether an expansion is a value of the flag before it, and not flags of its own."""
+    """Return whether an expansion is a value of the flag before it, and not separate flags."""
     most, is_all_words = most_values(last.key), _ALL_WORDS.fullmatch(text) is not None
     if last.value is not True:
         given = len(last.value) if isinstance(last.value, list) else 1
@@ -461,7 +461,7 @@ READERS = {
 
 
 def read_document(path: str) -> Document:
-    """Read a file of settings, with those of the files that it inherits from.
+    """Read a file of settings, with the settings of the files that it inherits from.
 
     Raises:
         InputError: The file or a parent cannot be read: one sentence with file and line.

@@ -79,7 +79,7 @@ def fail(path: str, line: int | None, fault: str) -> NoReturn:
 
 
 def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
-    """Return the settings by name. The last one of a name counts, and keeps the place of the first."""
+    """Return the settings by name. The last one of a name counts, and keeps the position of the first."""
     return {setting.key: setting for setting in settings}
 
 
@@ -107,7 +107,7 @@ class Row:
         kind: ``value``, ``number``, ``list``, ``file``, whose default is an example, ``prompts`` for a file or a name
             of the Hub, or ``switch``, which becomes a flag without value if it is true.
         neutral: Further values that ask for nothing, here and there. The default of a row without a flag is one.
-        needs: A flag of ours without which this one has no effect: it is written only alongside it.
+        needs: A flag of miles without which this one has no effect: it is written only alongside it.
         other: Whether it belongs to other releases than the one whose defaults the table has.
         now: Its name in the trainer's newer release, whose row has the rest.
     """
@@ -162,7 +162,7 @@ _FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold one line of the report: a setting, the flags that it became, and what a reader must know.
+    """Hold one line of the report: a setting, the flags that it became, and notes for the reader.
 
     Attributes:
         shown: The setting.
@@ -293,7 +293,7 @@ class Translation:
         self.missing.append(self._entry(key, (), why, 1, learning))
 
     def idle(self, keys: Iterable[str], why: str) -> None:
-        """Record that those of ``keys`` that the file sets have no effect there."""
+        """Record that the keys among ``keys`` that the file sets have no effect there."""
         for key in filter(self.has, keys):
             self.miss(key, why, learning=False)
 
@@ -456,7 +456,7 @@ def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
         translation.carry(key, *words)
 
 
-# Write an estimator with what it needs here, and a KL that is subtracted from rewards.
+# Write an estimator with the flags that it needs here, and a KL that is subtracted from rewards.
 
 
 WHITENED = "advantages are whitened over the whole rollout there, over the tokens of a step here"
@@ -473,8 +473,8 @@ def write_estimator(translation: Translation, key: str, *words: object) -> None:
 def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, kind: str) -> bool:
     """Record a KL that is subtracted from rewards there, in the loss if the estimator here does not read it.
 
-    The gradient of a KL in rewards is that of the KL itself. As a term of the loss k1 has none, k3 another one, and k2
-    that one (docs/objectives.md).
+    The gradient of a KL in rewards is the gradient of the KL itself. As a term of the loss k1 has none, k3 another one,
+    and k2 that one (docs/objectives.md).
 
     Returns:
         Whether it became flags: it does not if the loss has a KL already.

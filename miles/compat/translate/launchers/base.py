@@ -50,7 +50,7 @@ def all_launchers() -> dict[str, Launcher]:
 
 
 def refuse_without_rl(document: Document) -> None:
-    """Refuse a file that trains without RL, by the name of what it does.
+    """Refuse a file that trains without RL, by the name of its method.
 
     Raises:
         InputError: It trains on pairs or demonstrations, or a reward model, or generates.
