@@ -171,9 +171,8 @@ def _write_digits(number: int, row: np.ndarray) -> None:
 # memory in the same order, and the same work.
 
 
-FIRST = (
-    3  # layers that run; FSDP gathers the weights of the first two backward passes earlier than the weights of others
-)
+# Layers that run; FSDP gathers the weights of the first two backward passes earlier than the weights of others.
+FIRST = 3
 LAST = 2
 PLACES = frozenset({"layer_idx", "layer_number"})  # attributes that hold the index of a layer
 
