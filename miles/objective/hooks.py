@@ -431,7 +431,7 @@ class CustomAdvantages(Estimator[Any]):
         return self.estimator.needs(flags)
 
     def token_needs(self, flags: LossArguments) -> Needs:
-        """Return the same, less the quantities that a function of phase 2 does not see."""
+        """Return ``needs`` without the quantities that a function of phase 2 does not see."""
         needs = self.needs(flags)
         if needs.sum_squared_probs and ADVANTAGES.phase(self.path) == 2:
             return replace(needs, sum_squared_probs=False)

@@ -1,4 +1,4 @@
-"""ReMax: the reward less the reward of the prompt's greedy response (arXiv 2310.10505)."""
+"""ReMax: the reward minus the reward of the prompt's greedy response (arXiv 2310.10505)."""
 
 from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
