@@ -26,8 +26,10 @@ from miles.base.host import memory_limit
 from miles.base.text import InputError, one_line
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
+from miles.config.model import readable_config
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
+from miles.models.packing import reads_images
 from miles.tasks.data.checked_rows import Verdict, may_fork, tokenizer_files
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.sources import SourceAbsent
@@ -127,7 +129,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         FlagError: With all that is wrong.
     """
     try:
-        before = _without_torch if starts else _without_torch_and_hub
+        before = partial(_prepare, needs_torch=_reads_images(settings), is_plan=not starts)
         found: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except InputError:  # the tokenizer needs torch, or is broken
         found = _check_sets(settings, starts)
@@ -148,15 +150,18 @@ def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], N
         return pool.submit(function, *args).result()
 
 
-def _without_torch() -> None:
-    """Make transformers do without torch, whose import takes longer than all else."""
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would note that
+def _reads_images(settings: Settings) -> bool:
+    config = readable_config(settings.model)
+    return settings.data.multimodal_keys is not None or (config is not None and reads_images(config))
 
 
-def _without_torch_and_hub() -> None:
-    _without_torch()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing
+def _prepare(needs_torch: bool, is_plan: bool) -> None:
+    """Make transformers do without torch, whose import takes longer than all else; processors of images need it."""
+    if not needs_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would note that
+    if is_plan:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing
 
 
 def _check_sets(settings: Settings, starts: bool) -> Inputs:

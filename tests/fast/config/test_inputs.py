@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from miles.base.flags import FlagError
 from miles.compat.border import read_command
@@ -219,4 +220,18 @@ def test_a_start_and_a_plan_refuse_before_torch_and_ray_are_imported(folder, com
     ended = subprocess.run([sys.executable, "-c", START.format(command), *flags], capture_output=True, text=True)
     assert ended.returncode == 2
     assert "--custom-rm-path nowhere:reward: cannot import module nowhere" in ended.stderr
+    assert ended.stderr.endswith("[]\n"), ended.stderr
+
+
+@pytest.mark.slow
+def test_a_start_reads_images_though_it_reads_text_without_torch(folder):
+    """In a fresh interpreter: where torch is imported already, rows are not read in a process without it."""
+    from miles.models.tiny import write_small_vision_model
+
+    write_small_vision_model(folder / "model", seed=1, hidden=32)
+    Image.new("RGB", (8, 8)).save(folder / "square.png")
+    write(folder / "images.jsonl", [{"question": "<image>?", "images": ["square.png"], "answer": 1}])
+    flags = [*words(folder, data="images.jsonl"), "--multimodal-keys", '{"image": "images"}', "--explain"]
+    ended = subprocess.run([sys.executable, "-c", START.format("train"), *flags], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
     assert ended.stderr.endswith("[]\n"), ended.stderr
