@@ -180,7 +180,7 @@ def start_up(records: Sequence[Record]) -> str:
 
 
 def schedule_scale(records: Sequence[Record]) -> str:
-    """Return the seconds where a large step is scheduled, by kind of micro-batches and processor."""
+    """Return the seconds of scheduling a large step, by kind of micro-batches and processor."""
     newest = _newest_by_processor(records, "schedule_scale")
     sizes = {"samples", "ranks", "columns_gb"}
     ways = [way for way in _union(record.figures for record in newest.values()) if way not in sizes]

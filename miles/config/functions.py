@@ -24,11 +24,13 @@ class Hook:
         signature: The function to write.
         runs: Where it runs, and when.
         changes: The data that it may change.
+        arguments: With how many arguments it is called, if a start imports it and checks that (inputs.py).
     """
 
     signature: str
     runs: str
     changes: str
+    arguments: int | None = None
 
 
 HOOKS = {
@@ -41,68 +43,81 @@ HOOKS = {
         "async def rollout(iteration: int, tools: RolloutTools) -> list[PromptGroup] (miles.rollout.hooks)",
         "the rollout process, once per iteration",
         "the groups that an iteration trains on",
+        2,
     ),
     "custom_generate_function_path": Hook(
         "async def generate(trajectory: Trajectory) -> None (miles.rollout.trajectory)",
         "the rollout process, once per trajectory",
         "the trajectory",
+        1,
     ),
     "dynamic_sampling_filter_path": Hook(
         "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)",
         "the rollout process, once per scored group",
         "whether the group is trained on",
+        1,
     ),
     "buffer_filter_path": Hook(
         "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
         "(miles.rollout.hooks)",
         "the rollout process, when an iteration takes groups that wait",
         "which of them it takes",
+        4,
     ),
     "rollout_sample_filter_path": Hook(
         "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.types.sample)",
         "the rollout process, once per iteration",
         "which samples are trained on",
+        2,
     ),
     "rollout_all_samples_process_path": Hook(
         "def look(args, groups: list[list[Sample]], source) -> None (miles.types.sample)",
         "the rollout process, once per iteration",
         "nothing of the run",
+        3,
     ),
     "custom_rollout_log_function_path": Hook(
         "def log(iteration: int, args, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool",
         "the rollout process, once per iteration",
         "the metrics of the iteration",
+        5,
     ),
     "custom_convert_samples_to_train_data_path": Hook(
         "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks)",
         "the rollout process, once per iteration",
         "all that is trained on",
+        2,
     ),
     "custom_reward_post_process_path": Hook(
         "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.types.sample)",
         "the rollout process, once per iteration",
         "rewards, and advantages of samples",
+        2,
     ),
     "eval_function_path": Hook(
         "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.hooks)",
         "the rollout process, once per evaluation",
         "the metrics of the evaluation",
+        2,
     ),
     "custom_eval_rollout_log_function_path": Hook(
         "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool",
         "the rollout process, once per evaluation",
         "the metrics of the evaluation",
+        4,
     ),
     "curriculum_path": Hook(
         "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None "
         "(miles.tasks.data.curriculum)",
         "the rollout process, before each iteration",
         "which prompts are drawn",
+        1,
     ),
     "data_source_path": Hook(
         "class Source: __init__(args), draw(n), state() and restore(state) (miles.tasks.data.custom_source)",
         "the rollout process, whenever prompts are drawn",
         "the prompts, and their position in checkpoints",
+        1,
     ),
     "custom_tis_function_path": Hook(
         "def weights(inputs: ImportanceInputs) -> torch.Tensor (miles.objective.hooks)",

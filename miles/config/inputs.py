@@ -26,6 +26,7 @@ from miles.base.host import memory_limit
 from miles.base.text import InputError, one_line
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
+from miles.config.functions import given_functions
 from miles.config.model import readable_config
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
@@ -46,22 +47,6 @@ if TYPE_CHECKING:
 LOUD = 0.1  # the smallest share of omitted rows that is a warning
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
-# How many arguments the functions of these flags are called with, alongside the reward, which its process checks.
-ARGUMENTS = {
-    "dynamic_sampling_filter_path": 1,
-    "custom_generate_function_path": 1,
-    "curriculum_path": 1,
-    "data_source_path": 1,
-    "rollout_function_path": 2,
-    "eval_function_path": 2,
-    "rollout_sample_filter_path": 2,
-    "custom_convert_samples_to_train_data_path": 2,
-    "custom_reward_post_process_path": 2,
-    "rollout_all_samples_process_path": 3,
-    "buffer_filter_path": 4,
-    "custom_eval_rollout_log_function_path": 4,
-    "custom_rollout_log_function_path": 5,
-}
 
 
 @dataclass
@@ -133,9 +118,9 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         found: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except InputError:  # the tokenizer needs torch, or is broken
         found = _check_sets(settings, starts)
-    named = [(name, path) for name, path in _functions(settings) if name in ARGUMENTS]
-    if named:
-        found.faults += _in_process(_faults_of_functions, named)
+    checked = [(name, path, hook.arguments) for name, hook, path in given_functions(settings) if hook.arguments]
+    if checked:
+        found.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, found)
     if found.faults:
         raise FlagError(*found.faults)
@@ -213,19 +198,12 @@ def _sets(settings: Settings) -> Iterator[tuple[str, str, Callable[[Tokenizer], 
             yield f"held-out {entry['name']}", entry["source"], load
 
 
-def _functions(settings: Settings) -> Iterator[tuple[str, str]]:
-    for section in (settings.rollout, settings.data, settings.evaluation, settings.reward):
-        for name, value in vars(section).items():
-            if name.endswith("_path") and value is not None:
-                yield name, value
-
-
-def _faults_of_functions(named: list[tuple[str, str]]) -> list[str]:
-    """Import functions, and return their faults."""
+def _faults_of_functions(checked: list[tuple[str, str, int]]) -> list[str]:
+    """Import functions, each called with a number of arguments, and return their faults."""
     faults = list[str]()
-    for name, path in named:
+    for name, path, arguments in checked:
         try:
-            fault = fault_of_signature(load_object(path, flag_name(name), "function"), ARGUMENTS[name])
+            fault = fault_of_signature(load_object(path, flag_name(name), "function"), arguments)
         except InputError as error:
             faults.append(str(error))
         else:
@@ -261,7 +239,7 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
             f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
             f"{found.first.source}, it {fault}"
         )
-        makes_own = any(name in dict(_functions(settings)) for name in OF_SAMPLES) or settings.rollout.environment
+        makes_own = any(name in OF_SAMPLES for name, _, _ in given_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
         (found.faults if is_wrong else found.warnings).append(one_line(f"{message}; correct it", 1000))
 

@@ -262,8 +262,7 @@ def _surprises(settings: Settings) -> Iterator[str]:
         yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):
         yield (
-            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} "
-            "states whether an answer is right, so an "
-            "answer passes if the sum is 1 or more"
+            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} states whether an answer is right, "
+            "so an answer passes if the sum is 1 or more"
         )
     yield from notes_on_lora(settings.lora, settings.model)

@@ -272,7 +272,7 @@ def longest_trained(text: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
-    """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that reports it.
+    """Return how many tokens a sequence of the torch engine may have, if that is known, and the field that limits it.
 
     With rotary positions of the kind longrope, a model has other frequencies once a sequence of its batch exceeds the
     length it was pretrained on. Keys that are in the cache by then have the former ones, and so do the keys of shorter

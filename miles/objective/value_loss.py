@@ -44,7 +44,7 @@ def compute_value_loss(
 def value_loss_function(loss: LossArguments, micro: MicroBatch, values: torch.Tensor) -> LossOutput:
     """Compute the value loss of one micro-batch from the critic's ``values`` [R], fp32.
 
-    Reduced by the default reducer, whatever ``--loss-aggregation`` states of pg_loss: the mean over the tokens of each
+    Reduced by the default reducer, whatever ``--loss-aggregation`` pg_loss has: the mean over the tokens of each
     trajectory, then over trajectories, or the mean over the step's tokens under ``token_mean``.
     """
     assert micro.values is not None and micro.returns is not None, "the critic learns from values and returns"

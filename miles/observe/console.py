@@ -273,7 +273,7 @@ LONGEST_SECONDS = 1e10
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
 # The contents of a line, from left to right: the metric's name, its label, its format, and which one is left out first
-# if not all fit (the highest number). A policy gradient's loss states nothing: its value is near 0 however well it
+# if not all fit (the highest number). A policy gradient's loss shows nothing: its value is near 0 however well it
 # learns.
 _SHOWN = (
     ("rollout/reward", "reward", ".2f", 0),

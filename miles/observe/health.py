@@ -230,7 +230,7 @@ def evaluation_names(names: Iterable[str]) -> list[str]:
 
 
 def set_name(metric: str) -> str:
-    """Return the name of the evaluation set that a metric of ``evaluation_names`` is of."""
+    """Return the evaluation set of a metric of ``evaluation_names``."""
     return metric.removeprefix("eval/").rpartition("/")[0]
 
 
@@ -324,12 +324,11 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-# Health verdicts: rules over the curves of a run. Each states what it measured, its threshold, and the flags to look
-# at.
+# Health verdicts: rules over the curves of a run. Each gives its measurement, its threshold, and flags to look at.
 #
 # A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
-# states nothing before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may be learning
-# to do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
+# gives no verdict before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may learn to
+# do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
 
 
 WINDOW = 10

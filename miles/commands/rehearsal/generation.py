@@ -105,7 +105,7 @@ def memory_for_tensors(settings: Settings, memory: float) -> float:
 def _decode(
     weights: int, per_token: int, running: int, prompt: int, response: int, active: float, device: Device, rate: float
 ) -> Seconds:
-    """Return the time where ``running`` sequences grow from prompt to response, in step, at ``rate`` TFLOP/s."""
+    """Return the time in which ``running`` sequences grow from prompt to response, in step, at ``rate`` TFLOP/s."""
     cache = per_token * running * (prompt + response / 2)
     memory = response * (weights + cache) / (device.bandwidth * 1e12)
     arithmetic = 2 * active * running * response / (rate * 1e12)
@@ -116,7 +116,7 @@ def _decode(
 
 
 def sync_seconds(settings: Settings, parameters: int, engines: int, device: Device) -> Seconds | None:
-    """Return the time where all engines get new weights; None if files carry these, at the unknown speed of a disk.
+    """Return the time in which all engines get new weights; None if files carry these, at the unknown speed of a disk.
 
     Trainer ranks gather the weights, rank 0 copies them to its host, and from there they reach the engines. Each of
     these ways is assumed to be as fast as a network adapter, which has the bandwidth of the bus behind it.

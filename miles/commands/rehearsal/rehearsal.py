@@ -121,7 +121,7 @@ class Rehearsal:
 
     @property
     def scoring(self) -> Seconds:
-        """The time where all samples of an iteration are scored; further passes over them use the same scores."""
+        """The time in which all samples of an iteration are scored; further passes over them use the same scores."""
         return self.phase_seconds(Phase.SCORE) * self.settings.steps_per_pass
 
     @property

@@ -70,7 +70,7 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
-    """Return the most tokens of a sequence, and what reports it; a number without a bound if it is not known.
+    """Return the most tokens of a sequence, and the setting that limits them; an unlimited number if it is not known.
 
     Raises:
         FlagError: The configuration of the model cannot be read.

@@ -263,9 +263,8 @@ def _check_support(settings: Settings, errors: Errors) -> None:
         name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
         name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
         rule = (
-            "SGLang reports which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k of "
-            "at "
-            f"most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
+            "SGLang reports which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k "
+            f"of at most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
         )
         what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
         errors.refuse(name, getattr(rollout, name), rule, what_to_do)

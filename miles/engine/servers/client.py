@@ -115,6 +115,11 @@ class ServerClient(ABC):
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
 
+    def _check_version(self, found: int, version: int | None) -> None:
+        """Raise ``EngineUnavailable`` if the server has other weights than ``version`` (None: any weights)."""
+        if version is not None and found != version:
+            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
+
     @abstractmethod
     async def check_health(self, version: int | None) -> None:
         """Check that the server makes progress, and the version of its weights (None: any version)."""

@@ -35,7 +35,7 @@ class Health:
     those that wait for it.
 
     Servers are checked only while they serve, since a paused server answers no check. A check that was in flight when
-    its server was paused states nothing: whatever paused the server finds out itself whether it answers.
+    its server was paused proves nothing: whatever paused the server finds out itself whether it answers.
     """
 
     def __init__(

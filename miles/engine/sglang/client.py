@@ -87,8 +87,7 @@ class SglangClient(ServerClient):
             "return_logprob": True,
         }
         answer = read_generation(await self._post("/generate", body, self._seconds), vocab)
-        if version is not None and answer.weight_version != version:
-            raise EngineUnavailable(f"{self.shown} has weights {answer.weight_version} instead of {version}")
+        self._check_version(answer.weight_version, version)
 
     async def check_health(self, version: int | None) -> None:
         """Ask for the server's own test, then check the version of its weights (None: any version).
@@ -97,9 +96,7 @@ class SglangClient(ServerClient):
         """
         await self._send("GET", "/health_generate", None, self._seconds, self._key)
         info = await self._send("GET", "/model_info", None, self._seconds, self._key)
-        found = read_version(info.get("weight_version"))
-        if version is not None and found != version:
-            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
+        self._check_version(read_version(info.get("weight_version")), version)
 
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """Make a control call such as ``/pause_generation``. Raises ``RequestRefused`` if it failed."""

@@ -68,10 +68,6 @@ class VllmClient(ServerClient):
         info = await self._send("GET", "/weight_info", None, self._seconds, self._admin_key)
         self._check_version(version_of(info.get("weight_version")), version)
 
-    def _check_version(self, found: int, version: int | None) -> None:
-        if version is not None and found != version:
-            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
-
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """Make a control call such as ``/pause``. Raises ``RequestRefused`` if it failed."""
         answer = await self._send("POST", path, body, seconds, self._admin_key)

@@ -60,7 +60,7 @@ class SftLoss(LossType):
 def sft_loss_function(
     loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, canary: torch.Tensor | None = None
 ) -> LossOutput:
-    """Reduce ``-log_probs`` [R] of the loss tokens as ``--loss-aggregation`` states."""
+    """Reduce ``-log_probs`` [R] of the loss tokens by ``--loss-aggregation``."""
     token_losses = -log_probs if canary is None else canary - log_probs
     negative_log_likelihood = get_pg_loss_reducer(loss, micro)(token_losses)
     return LossOutput(negative_log_likelihood, {"loss": negative_log_likelihood.detach()})

@@ -165,7 +165,7 @@ async def run_program(
 ) -> ProgramEnd:
     """Run ``command`` until it ends, until the session ends, or until it has taken ``seconds`` on its own.
 
-    The time where calls are being answered does not count. In every case, cancellation included, the processes of
+    The time during which calls are answered does not count. In every case, cancellation included, the processes of
     its group are killed before this returns.
 
     Args:

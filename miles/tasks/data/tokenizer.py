@@ -204,7 +204,7 @@ class RenderedPrompt:
 
 
 class PromptRenderer:
-    """Renders prompts as ``--apply-chat-template`` states: through the tokenizer's template, or unchanged.
+    """Renders prompts: through the tokenizer's template with ``--apply-chat-template``, otherwise unchanged.
 
     Raises ``InputError`` if a template is asked for and the tokenizer has none, and if
     ``--apply-chat-template-kwargs`` is not a JSON object or has no template to go to.

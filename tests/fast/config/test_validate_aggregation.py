@@ -170,7 +170,7 @@ def test_a_sample_mean_that_was_asked_for_becomes_token_mean_too(mode):
     ],
 )
 def test_of_one_flag_given_twice_the_last_counts(first, last):
-    """And a note reports it; the same value twice is nothing to say."""
+    """A note reports it; the same value twice needs no note."""
     alone, both = (judge(read_command(minimal(flags))) for flags in (last, f"{first} {last}"))
     assert both.settings == alone.settings
     assert [note.written for note in both.accepted if "given twice" in note.why] == [first.replace("=", " ")]

@@ -250,7 +250,7 @@ class Adapter(nn.Module):
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Drop inputs as ``--lora-dropout`` states within the block."""
+        """Drop inputs by ``--lora-dropout`` within the block."""
         self.mode.drops = True
         try:
             yield

@@ -48,8 +48,8 @@ def transformer_config(
     of_model = {"activation_func": F.silu} | shape | experts
     kind = TransformerConfig
     if shape.get("multi_latent_attention"):
-        # If this reports it, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given
-        # them.
+        # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py
+        # is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
     chunks = sizes.chunks(shape["num_layers"])
