@@ -36,6 +36,7 @@ from miles.base.host import (
     memory_bytes,
     num_cores,
 )
+from miles.base.processes import importing_miles
 from miles.base.text import one_line
 from miles.config.command_parser import CommandParser
 from miles.config.vllm.environment import INSTALL, missing_vllm, vllm_python
@@ -286,11 +287,10 @@ def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
         clean: Whether to remove it.
         seconds: The longest time to wait.
     """
-    path = os.pathsep.join(filter(None, [str(Path(miles.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", LEFTOVERS, *(["--clean"] if clean else [])]
     try:
         ended = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=seconds
+            command, env=os.environ | importing_miles(), capture_output=True, text=True, timeout=seconds
         )
         found = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
     except subprocess.TimeoutExpired:

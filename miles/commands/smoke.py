@@ -30,6 +30,7 @@ from typing import Any
 from miles.base.flags import changed, count, flag_name
 from miles.base.host import has_bf16
 from miles.base.junit import CheckResult, write_junit
+from miles.base.processes import end, same_imports
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import InputError, one_line
 from miles.base.user_code import import_function
@@ -537,7 +538,6 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[int, list[CheckResult]]:
     """Run the small run in a separate process; return the status, and whether the run ended well as a check."""
-    path = os.pathsep.join([str(folder / REWARD), *(entry or os.getcwd() for entry in sys.path)])
     began = time.perf_counter()
     status, fault = PASSED, None
     with (folder / LOG).open("wb") as log:
@@ -546,14 +546,14 @@ def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env=same_imports(str(folder / REWARD)),
         )
         try:
             child.communicate(pickle.dumps((settings, model, folder)), timeout=seconds)
         except subprocess.TimeoutExpired:
             status, fault = TOO_SLOW, f"it was stopped after {seconds:g} s (--timeout)"
         finally:
-            _end(child)
+            end(child, END_SECONDS)  # with SIGTERM it ends its processes
     if status == PASSED and child.returncode != 0:
         status, fault = RUN_FAILED, f"it ended with status {child.returncode}"
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -561,18 +561,6 @@ def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[
         print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
     elapsed = time.perf_counter() - began
     return status, [CheckResult("the run ends", elapsed, fault, "\n".join(lines[-SHOWN_LINES:]))]
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the run if it has not ended: with SIGTERM, so that it ends its processes, and after a while with SIGKILL."""
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def _check(folder: Path, expectations: Sequence[Expectation]) -> list[CheckResult]:

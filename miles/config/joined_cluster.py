@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import miles
 from miles.base.flags import count
+from miles.base.processes import importing_miles
 from miles.base.text import one_line
 
 ASKING = "miles.run.gpus_of_cluster"
@@ -52,12 +51,11 @@ class JoinedCluster:
 @functools.cache
 def joined_cluster(address: str) -> JoinedCluster:
     """Ask the cluster at ``address``, once in this process; returns after seconds if it does not answer."""
-    path = os.pathsep.join(filter(None, [str(Path(miles.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     words = [sys.executable, "-P", "-m", ASKING, address, str(ANSWER_SECONDS)]
     try:
         ended = subprocess.run(
             words,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | importing_miles(),
             capture_output=True,
             text=True,
             errors="replace",

@@ -31,7 +31,7 @@ from tempfile import mkdtemp
 
 import psutil
 
-from miles.base.processes import kill_all
+from miles.base.processes import importing_miles, kill_all
 from miles.base.stacks import RUN_FOLDER
 from miles.engine.servers.leftovers import open_segments, remove_segments
 from miles.run.stop_requests import STOPS
@@ -57,13 +57,11 @@ class RunGuard:
             self.folder = Path(mkdtemp(prefix="r", dir=root))  # short, as sockets are in it
             self._lock = (self.folder / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        environment = {name: value for name, value in os.environ.items() if name != RUN_FOLDER}
-        checkout = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, environment.get("PYTHONPATH")]))
+        inherited = {name: value for name, value in os.environ.items() if name != RUN_FOLDER}
         words = [str(self.folder), str(os.getpid()), *[DETACHED] * is_detached]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "miles.run.run_guard", *words],
-            env=environment,
+            env=inherited | importing_miles(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

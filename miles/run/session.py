@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -29,7 +28,7 @@ from miles.base.disk_faults import WriteFailed
 from miles.base.flags import count
 from miles.base.host import has_gpu
 from miles.base.locks import release_at_end
-from miles.base.processes import kill_all
+from miles.base.processes import importing_miles, kill_all
 from miles.base.text import few_lines
 from miles.config.cluster import ClusterArguments
 from miles.run.failure_files import FailureFiles
@@ -231,8 +230,7 @@ def ray_session(
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
-    python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": python_path, **malloc_environment(device, os.environ)}
+    environment = {**importing_miles(), **malloc_environment(device, os.environ)}
     environment.setdefault("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL", _NO_MESSAGES))
     guard: RunGuard | None = None
     watch: RayWatch | None = None
@@ -521,10 +519,3 @@ def _place(bundles: list[dict[str, float]], cluster: ClusterArguments) -> Placem
             f"(now {cluster.actor_num_gpus_per_node}) or --rollout-num-gpus, add --colocate, or free the cluster"
         )
     return group
-
-
-def _checkout() -> str:
-    import miles
-
-    package = Path(miles.__file__).resolve().parent.parent
-    return "" if str(package).startswith(sys.prefix) else str(package)

@@ -36,9 +36,9 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import miles
 from miles.base.flags import FlagError, count
 from miles.base.host import cpu_quota, has_gpu
+from miles.base.processes import importing_miles
 from miles.base.secrets import public_words
 from miles.base.text import one_line
 from miles.commands.sweeps.swept_run import Attempt, SweptRun
@@ -445,14 +445,6 @@ def last_line(log: Path, begin: int, most: int = 1 << 16) -> str:
         file.seek(max(begin, log.stat().st_size - most))
         lines = file.read().decode("utf-8", "replace").split("\n")
     return next((one_line(line.strip(), 500) for line in reversed(lines) if line.strip()), "")
-
-
-def importing_miles() -> Mapping[str, str]:
-    """Return the environment in which a process finds this miles, also if it is not installed."""
-    package = Path(miles.__file__).resolve().parent.parent
-    if str(package).startswith(sys.prefix):
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))}
 
 
 # The output of a sweep while it runs: a line for every run that ends, how many are left, and for how long.

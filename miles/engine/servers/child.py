@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-from miles.base.parent import die_with_parent
+from miles.base.processes import die_with_parent
 from miles.base.stacks import answer_requests
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from miles.base.processes import kill_group
 from miles.base.secrets import secrets_in
 from miles.engine.base import ServerFailed
 from miles.engine.servers.server_log import LogFile, ServerLog
@@ -101,8 +102,7 @@ class ChildProcess:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):  # the group is killed below in any case
                 self._process.wait(timeout=grace_seconds)
-        with suppress(ProcessLookupError):  # nothing of the group is left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
         self._copying.join(COPY_SECONDS)
 

@@ -19,7 +19,7 @@ from miles.engine.vllm.guard import ADMIN_KEY, KEY
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "miles.engine.vllm.guard.Guard"
 # Each of its processes runs this first: vLLM's engine would live on if the server is killed.
-DIE_WITH_PARENT = "import os\nfrom miles.base.parent import die_with_parent\ndie_with_parent(os.getppid())\n"
+DIE_WITH_PARENT = "import os\nfrom miles.base.processes import die_with_parent\ndie_with_parent(os.getppid())\n"
 # A prompt is prefilled at once: vLLM 0.32.0 ends on CPU when a request with a seed has one that is prefilled in parts
 # ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
 _ON_CPU = (("--enforce-eager", None, ()), ("--no-enable-chunked-prefill", None, ()))

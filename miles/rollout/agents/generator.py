@@ -7,16 +7,15 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from miles.base import processes
 from miles.base.flags import json_object
 from miles.base.secrets import is_secret
 from miles.base.text import InputError, one_line
@@ -112,7 +111,6 @@ class SessionGenerator(ABC):
 MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
 SHOWN = 400  # characters of standard error in a message
 DRAIN_SECONDS = 2.0  # for the rest of the output; a process that has left the group may hold it open
-_CHILD = Path(__file__).with_name("child.py")
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ async def run_program(
             # Separate pipes: with asyncio's, it would wait until no process holds them, also one that has left the
             # group.
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_CHILD), str(os.getpid()), *command),
+                *(sys.executable, "-I", "-S", processes.__file__, str(os.getpid()), *command),
                 stdin=standard_input,
                 stdout=writers[0],
                 stderr=writers[1],
@@ -209,8 +207,7 @@ async def run_program(
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         status = process.returncode
     finally:
-        with suppress(ProcessLookupError):  # nothing of the group is left
-            os.killpg(process.pid, signal.SIGKILL)
+        processes.kill_group(process.pid)
         for task in waiting[1:]:
             task.cancel()
         await waiting[0]

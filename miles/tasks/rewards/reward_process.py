@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from miles.base.processes import same_imports
 from miles.base.stacks import RUN_FOLDER, frames, request_stacks
 from miles.base.text import InputError, one_line
 from miles.base.threads import in_thread
@@ -159,7 +160,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            env=same_imports(),
             start_new_session=True,  # Ctrl-C reaches the launcher alone; this ends with its standard input
         )
         os.close(watched)

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO
 import psutil
 
 import miles
-from miles.base.parent import die_with_parent
-from miles.base.processes import kill_all
+from miles.base.processes import die_with_parent, kill_all
 from miles.base.stacks import answer_requests
 from miles.base.text import few_lines, name_and_words, one_line
 from miles.base.user_code import UserCall, UserCodeError, fault_of_signature, import_function, makes_coroutines

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.base.processes import end
 from miles.base.text import one_line
 from miles.tasks.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
 
@@ -152,11 +153,11 @@ def _replies(request: str, seconds: float) -> Generator[dict[str, Any]]:
         )
         assert process.stdin is not None and process.stdout is not None
 
-        def end() -> None:
+        def end_late() -> None:
             late.set()
-            _end(process)
+            end(process, _END_SECONDS)
 
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(seconds, end_late)
         timer.start()
         try:
             with suppress(BrokenPipeError), process.stdin:
@@ -172,18 +173,8 @@ def _replies(request: str, seconds: float) -> Generator[dict[str, Any]]:
         finally:
             timer.cancel()
             timer.join()
-            _end(process)
+            end(process, _END_SECONDS)  # if killed, process 1 of the namespace ends with it, and all others with that
             process.stdout.close()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Have the sandbox end all that is in it, and end it."""
-    process.terminate()
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()  # process 1 of the namespace ends with it, and all others with that
-        process.wait()
 
 
 def _outcome(run: dict[str, Any], test: CodeTest, mark: str) -> Outcome:

@@ -27,6 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
+from miles.base.processes import same_imports
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -89,7 +91,7 @@ class _Child:
             [sys.executable, "-m", __name__, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            env=same_imports(),
             start_new_session=True,  # Ctrl-C reaches the parent alone; the child ends with its standard input
         )
 
