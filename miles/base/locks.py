@@ -7,6 +7,9 @@ Another host may share the folder without sharing ``flock``; there the heartbeat
 ``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks of two hosts
 may differ. A launcher that was stopped for so long, and continues, sees that before it writes again
 (``FolderLocks.check``).
+
+filelock 4.3's lease does not carry this: it watches the lock of another host for its whole term, also one without a
+heartbeat for long, takes a half-written lock for a live one, and knows no remote storage.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ def _locked(shown: str, path: Path) -> Iterator[dict[str, Any]]:
             raise _not_readable(shown, path, error) from None
         if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
             raise _in_use(shown, owner)
-        record = {"host": _host(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S"), "id": _new_id()}
+        record = _new_record()
         try:
             _write(path, record)
         except OSError as error:
@@ -239,7 +242,7 @@ def _record_in(path: Path) -> dict[str, Any] | None:
 
 def _age(path: Path) -> float:
     """Return the seconds since the last heartbeat, by the clock of the file system."""
-    probe = path.with_name(f"{path.name}.{_new_id()}")
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     probe.touch()
     now = probe.stat().st_mtime
     probe.unlink()
@@ -250,8 +253,9 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _new_id() -> str:
-    return uuid.uuid4().hex
+def _new_record() -> dict[str, Any]:
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"host": _host(), "pid": os.getpid(), "started": started, "id": uuid.uuid4().hex}
 
 
 def _named(owner: dict[str, Any]) -> str:
@@ -267,15 +271,12 @@ def _in_use(shown: str, owner: dict[str, Any] | None) -> ValueError:
 
 # Lock a folder in remote storage, so that two launchers never write the same one.
 #
-# The lock is the file ``.miles-lock`` in the folder, as in a local one (folder_lock.py). Its owner writes it again
-# every
+# The lock is the file ``.miles-lock`` in the folder, as in a local one. Its owner writes it again every
 # ``REMOTE_HEARTBEAT`` with a higher number. A launcher that finds the lock of another host waits until that number
-# changes, and stops, or until it has not changed for ``REMOTE_STALE``, and takes the lock over. No clocks are
-# compared.
+# changes, and stops, or until it has not changed for ``REMOTE_STALE``, and takes the lock over. No clocks are compared.
 # On its own host it asks for the process instead, and need not wait.
 #
-# Storage that can create a file only if it is missing (S3, Google Cloud Storage, local disks) lets one of two
-# launchers
+# Storage that can create a file only if it is missing (S3, Google Cloud Storage, local disks) lets one of two launchers
 # win that start together. On other storage both may begin, and the one that is overwritten stops before it publishes.
 
 
@@ -304,11 +305,8 @@ class RemoteLock:
         self.flag = flag
         self._stale_seconds = stale_seconds
         self._record: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **_new_record(),
             "process_started": psutil.Process().create_time(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "id": uuid.uuid4().hex,
             "beat": 0,
             "time": time.time(),
         }
@@ -345,9 +343,7 @@ class RemoteLock:
 
     def is_held(self) -> bool:
         """Return whether no other launcher has taken the lock over. Raises ``RemoteError``."""
-        found = _read_remote(
-            self.folder
-        )  # None: half-written by the heartbeat, on storage that does not write in one step
+        found = _read_remote(self.folder)  # None: half-written by the heartbeat, on storage that writes in steps
         return found is None or bool(found["id"] == self._record["id"])
 
     def _data(self) -> bytes:
@@ -362,7 +358,7 @@ class RemoteLock:
         until = time.monotonic() + self._stale_seconds
         if first is not None and first["host"] != self._record["host"]:
             print(
-                f"note: {self.flag}: {_owner(first)} has a lock on this folder; waiting up to "
+                f"note: {self.flag}: {_named(first)} has a lock on this folder; waiting up to "
                 f"{self._stale_seconds:g} s for a sign that it is alive"
             )
             while time.monotonic() < until:
@@ -371,16 +367,10 @@ class RemoteLock:
                 if now is None:  # released
                     return
                 if now != first:
-                    raise self._in_use(now)
+                    raise _in_use(self.flag, now)
         elif first is not None and _is_alive(first):
-            raise self._in_use(first)
+            raise _in_use(self.flag, first)
         self.folder.remove([NAME])
-
-    def _in_use(self, owner: dict[str, Any]) -> ValueError:
-        return ValueError(
-            f"{self.flag}: another run is writing to this folder ({_owner(owner)}); wait for it to end, stop it, or "
-            "give another folder"
-        )
 
     def _beat(self) -> None:
         while not self._end.wait(REMOTE_HEARTBEAT):
@@ -433,10 +423,6 @@ def _is_alive(owner: dict[str, Any]) -> bool:
         return bool(abs(psutil.Process(owner["pid"]).create_time() - float(owner.get("process_started", 0))) < 1)
     except psutil.NoSuchProcess:
         return False
-
-
-def _owner(owner: dict[str, Any]) -> str:
-    return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
 
 
 # Say in one sentence that a folder of checkpoints cannot be read: permissions, or a disk that does not answer.

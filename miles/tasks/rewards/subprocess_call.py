@@ -8,6 +8,9 @@ is not a jail against hostile code.
 
 Importing a scorer's libraries takes a second or more. So a process imports them once, and forks a worker that answers
 calls; when the worker dies, it forks the next one.
+
+A pool of pebble 5.2 does not carry this: a process that the system refuses to start breaks all calls in progress, and
+it counts wall time only.
 """
 
 from __future__ import annotations
