@@ -1,13 +1,14 @@
-"""Ask which flags the chosen backend and engine read, also before their names have been checked."""
+"""Ask which flags the chosen backend and engine read, before their names are checked too, and what rewards decide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from miles.config.components import ENGINES, TRAIN_BACKENDS, EngineSpec, TrainBackendSpec
 from miles.config.settings import Settings
 from miles.config.sglang.flags import VLLM
+from miles.tasks.rewards.passing import deciding_part
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
 
@@ -39,3 +40,10 @@ def reads_vllm_flags(settings: Settings) -> bool:
 def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:
     """Return the first backend or engine that has ``ability``, or lacks it."""
     return next(name for name, row in rows.items() if getattr(row, ability) is wanted)
+
+
+def deciding_metric(names: Iterable[str], prefix: str) -> str | None:
+    """Return the metric, among ``names``, of the reward that decides whether a sample passes; None without parts."""
+    start = f"{prefix}reward_parts/"
+    part = deciding_part(name.removeprefix(start) for name in names if name.startswith(start))
+    return None if part is None else start + part

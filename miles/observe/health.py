@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
+from miles.config.abilities import deciding_metric
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.settings import LossArguments
 from miles.observe import run_files
-from miles.tasks.rewards.passing import deciding_part
 from miles.types.metrics import held_out_metrics
 
 Settings = Mapping[str, Mapping[str, Any]]  # section to field to value, as run.json has them
@@ -445,21 +445,14 @@ class Curves:
         sets = [values for name in evaluation_names(self._metrics.names) if len(values := self._success_in(name)) > 1]
         if sets:
             return fmean(values[0] for values in sets), fmean(values[-1] for values in sets)
-        part = self._deciding_part("rollout/")
+        part = deciding_metric(self._metrics.names, "rollout/")
         return self.ends("rollout/reward" if part is None else part)
 
     def _success_in(self, metric: str) -> list[float]:
         return self.of(self._success_metric(metric))
 
     def _success_metric(self, metric: str) -> str:
-        return self._deciding_part(f"{metric.rpartition('/')[0]}/") or metric
-
-    def _deciding_part(self, prefix: str) -> str | None:
-        """Return the metric of the part that decides whether a sample passes; None without parts."""
-        start = f"{prefix}reward_parts/"
-        names = [name.removeprefix(start) for name in self._metrics.names if name.startswith(start)]
-        part = deciding_part(names)
-        return None if part is None else start + part
+        return deciding_metric(self._metrics.names, f"{metric.rpartition('/')[0]}/") or metric
 
     def judged(self, settings: Settings) -> tuple[str, int, list[int], list[float]]:
         """Return the metric that shows whether the run learns: name, 1 if more is better else -1, steps, values."""
@@ -471,7 +464,7 @@ class Curves:
         if sets:
             several = f" of {len(sets)} sets" if len(sets) > 1 else ""
             return (f"held-out reward{several}", 1, *self._mean(sets))
-        reward = self._deciding_part("rollout/") or "rollout/reward"
+        reward = deciding_metric(self._metrics.names, "rollout/") or "rollout/reward"
         if reward in self._metrics.names:
             return ("reward", 1, *self._mean([reward]))
         return ("loss", -1, *self._mean(["train/loss"]))

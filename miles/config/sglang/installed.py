@@ -1,7 +1,9 @@
 """Read from SGLang's source which flags its server and its router have, and which values each of them takes.
 
-Importing SGLang takes seconds, and its parser is made of declarations that can be read as written: fields of
-``srt/arg_groups/fields/*.py`` annotated ``A[type, "help"]`` or ``A[type, Arg(…)]``, and calls of ``add_argument``.
+Its own parser in a child process would take 13 s of processor time for each command, stop at the first fault, and
+accept what its server refuses later: a page size of 0, a share above 1, broken JSON. It is made of declarations that
+can be read as written: fields of ``srt/arg_groups/fields/*.py`` annotated ``A[type, "help"]`` or ``A[type, Arg(…)]``,
+and calls of ``add_argument``.
 
 Not checked are values that the source does not tell: choices that SGLang computes when it is imported
 (``--sampling-backend``, ``--reasoning-parser``, ``--tool-call-parser``, ``--kv-canary-real-data``,
