@@ -8,27 +8,12 @@ import pytest
 from miles.base.secrets import HIDDEN, public, secrets_in
 from miles.config.checkpoint import CheckpointArguments, explain_checkpoint
 from miles.config.run_file import run_config
+from tests.fast.support.rows import rows
 
 URL = "memory://bucket/run"
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--save s3://", "--save s3://: names no folder; give one such as s3://BUCKET/FOLDER"),
-        ("--save https://host/run", "--save https://host/run: cannot be written: https is read-only"),
-        ("--load oss://bucket/run", "needs the package ossfs, which is not installed; run pip install ossfs"),
-        ("--save hf://me/run", "--save hf://me/run: is a repository, which would keep every checkpoint"),
-        ("--save simplecache::s3://b/run", "is not a URL that fsspec reads"),
-        ("--save s4://b/run", "has a protocol that fsspec does not know"),
-        (
-            "--use-kl-loss --kl-loss-coef 0.1 --ref-load s3://bucket/run",
-            "--ref-load s3://bucket/run: is a URL; copy",
-        ),
-        (f"--save {URL} --storage-options [1]", "must be a JSON object"),
-        (f"--save {URL} --load file:///x --storage-options {{}}", "would be passed to file and memory alike"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", rows(__file__, "test_what_cannot_work_is_refused_in_one_sentence"))
 def test_what_cannot_work_is_refused_in_one_sentence(refused, flags, message):
     (error,) = refused(flags)
     assert message in error

@@ -11,6 +11,7 @@ from miles.config import parser
 from miles.config.choice import ChosenValue, choose_backend, choose_device, choose_engine
 from miles.config.explain import explain
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
+from tests.fast.support.rows import rows
 
 
 @pytest.fixture(autouse=True)
@@ -18,27 +19,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(parser, "has_gpu", lambda: False)
 
 
-@pytest.mark.parametrize(
-    ("flags", "backend", "engine"),
-    [
-        ("", "fsdp", "torch"),
-        ("--device cpu", "fsdp", "torch"),
-        ("--device cuda", "fsdp", "sglang"),
-        ("--tensor-model-parallel-size 2", "megatron", "torch"),
-        ("--tensor-model-parallel-size=2", "megatron", "torch"),
-        ("--num-layers 4", "megatron", "torch"),
-        ("--attention-backend flash", "megatron", "torch"),
-        ("--no-bias-swiglu-fusion", "megatron", "torch"),
-        ("--sglang-mem-fraction-static 0.7", "fsdp", "sglang"),
-        ("--sglang-server-concurrency 7", "fsdp", "sglang"),
-        ("--num-layers 4 --sglang-dtype float32", "megatron", "sglang"),
-        ("--train-backend fsdp --num-layers 4", "fsdp", "torch"),
-        ("--rollout-engine torch --sglang-dtype float32 --device cuda", "fsdp", "torch"),
-        ("--train-backend megatron --rollout-engine sglang", "megatron", "sglang"),
-        # shared flags choose nothing
-        ("--context-parallel-size 2 --seed 3 --bf16 --micro-batch-size 2", "fsdp", "torch"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "backend", "engine"), rows(__file__, "test_choice"))
 def test_choice(accepted, flags, backend, engine):
     settings = accepted(flags).settings
     assert (settings.training.train_backend, settings.rollout.rollout_engine) == (backend, engine)

@@ -8,6 +8,7 @@ from miles.compat.border import main_parse
 from miles.config.explain import explain, without_effect
 from miles.objective import explain as objective
 from miles.objective.aggregation import token_weights
+from tests.fast.support.rows import rows
 
 MODES = {
     "sample_mean": "--loss-aggregation sample_mean",
@@ -139,25 +140,7 @@ def test_flags_without_effect(validated):
     assert any("greedy" in line for line in greedy)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("", "a rank     4 trajectories per step on average, over 8 ranks,"),
-        (
-            "--context-parallel-size 2",
-            "a rank     4 trajectories per step on average, over 8 ranks (2 share each sequence),",
-        ),
-        (
-            "--train-backend megatron --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            "a rank     16 trajectories per step on average, over 2 groups of 4 ranks that hold the same samples,",
-        ),
-        (
-            "--train-backend megatron --tensor-model-parallel-size 2 --context-parallel-size 2",
-            "a rank     8 trajectories per step on average, over 4 groups of 2 ranks that hold the same samples "
-            "(2 groups share each sequence),",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "said"), rows(__file__, "test_ranks_that_share_tokens_count_once"))
 def test_ranks_that_share_tokens_count_once(validated, flags, said):
     text = " ".join(explain(validated(flags)).split())
     assert " ".join(said.split()) in text

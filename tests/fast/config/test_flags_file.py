@@ -5,6 +5,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.config.flags_file import FlagsFile
 from miles.config.parser import parse
+from tests.fast.support.rows import rows
 
 
 def words(text):
@@ -38,21 +39,7 @@ def test_variables_of_the_script_are_read(monkeypatch):
     assert words(script) == ["--num-experts", "16", *model]
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("A=(--x 1)\nfor ((i=0; i<4; i++)); do\n", "for is a command, and no shell runs here; start the script its"),
-        ("A=(--x 1)\npython train.py\n", "python is a command"),
-        ('DIR="$(dirname x)"\nA=(--x 1)\n', "$(dirname x) runs a command"),
-        ("A=(--x `date`)", "`date` runs a command"),
-        ("A=(--x $((NOWHERE)))", "$((NOWHERE)) is arithmetic"),
-        ("A=(--x ${Y%.sh})", "${Y%.sh} needs a shell"),
-        ('A=("${OTHER[@]}")', "${OTHER[@]} needs a shell"),
-        ("A=(--x $NOWHERE)", "the variable NOWHERE is not set; set it in the environment"),
-        ("A=(--x 1) --y 2", "words follow the end of the array; begin a line with them"),
-        ("A=(--x '1)", "No closing quotation; check its quotes"),
-    ],
-)
+@pytest.mark.parametrize(("script", "said"), rows(__file__, "test_what_needs_a_shell_is_refused_with_the_way_out"))
 def test_what_needs_a_shell_is_refused_with_the_way_out(tmp_path, script, said):
     (tmp_path / "model.sh").write_text(script)
     with pytest.raises(FlagError) as refused:

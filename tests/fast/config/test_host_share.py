@@ -13,6 +13,7 @@ from miles.config.host_share import host_line
 from miles.config.run_file import run_config
 from miles.run.launcher import run as launcher
 from miles.run.placement import use_threads
+from tests.fast.support.rows import rows
 
 GIB = 2**30
 # Sizes of Qwen3-0.6B: 2 (keys, values) x 28 layers x 8 heads x 128 x 2 bytes = 112 KiB for a token in bf16.
@@ -61,19 +62,7 @@ def judged(command, model):
     return read
 
 
-@pytest.mark.parametrize(
-    ("gib", "flags", "sequences"),
-    [
-        (4, "", 8),  # a quarter is 1 GiB: 9.1 sequences
-        (24, "", 48),  # 54.9
-        (24, "--fp32", 24),  # 27.4
-        (1, "", 2),
-        (0.1, "", 1),
-        (1000, "", 256),
-        (24, "--rollout-max-context-len 768", 72),  # 73.1
-        (24, "--eval-prompt-data x reasoning_gym:products --eval-interval 5 --eval-max-response-len 1536", 24),  # 27.4
-    ],
-)
+@pytest.mark.parametrize(("gib", "flags", "sequences"), rows(__file__, "test_the_batch_follows_the_memory"))
 def test_the_batch_follows_the_memory(host, judged, gib, flags, sequences):
     host(gib)
     settings = judged(flags).settings

@@ -5,30 +5,13 @@ import json
 import pytest
 
 from miles.config.explain import explain
+from tests.fast.support.rows import rows
 
 LORA = "--train-backend fsdp --lora-rank 8"
 ON_MEGATRON = "--train-backend megatron --lora-rank 8"
 
 
-@pytest.mark.parametrize(
-    ("flags", "messages"),
-    [
-        ("--lora-rank -1", ["--lora-rank -1: must be a finite number of at least 0; give 0 or more"]),
-        (
-            f"{LORA} --lora-alpha 0 --lora-dropout 1 --target-modules q_proj,*.v_proj lm_head",
-            [
-                "--lora-alpha 0: must be",
-                "--lora-dropout 1.0: must be in [0, 1)",
-                "v_proj is no name",
-                "lm_head gets no",
-            ],
-        ),
-        (f"{LORA} --target-modules all-linear,q_proj", ["all-linear has the other names in it"]),
-        (f"{LORA} --target-modules ,", ["names no layer"]),
-        (f"{ON_MEGATRON} --mtp-num-layers 1 --enable-mtp-training", ["--lora-rank 8: with --mtp-num-layers"]),
-        (f"{ON_MEGATRON} --moe-z-loss-coeff 0.1", ["--lora-rank 8: with a loss of the routers"]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "messages"), rows(__file__, "test_each_fault_is_reported"))
 def test_each_fault_is_reported(refused, flags, messages):
     found = refused(flags)
     assert len(found) == len(messages), found

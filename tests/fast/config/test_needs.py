@@ -17,6 +17,7 @@ from miles.config.settings import SECTIONS
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.settings import LossArguments
 from miles.tasks.rewards.settings import RewardArguments
+from tests.fast.support.rows import rows
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 100"
 SAVED = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
@@ -266,18 +267,7 @@ def test_no_secret_is_shown(accepted, flags):
     assert "s3cret" not in note.written + note.why
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--train-backend fsdp --moe-aux-loss-coeff 0.1",  # its own loss
-        "--train-backend fsdp --fp8-format e4m3",
-        "--rollout-engine torch --sglang-context-length 4096",  # cuts answers
-        "--rollout-engine torch --sglang-kv-cache-dtype fp8_e4m3",
-        "--opd-log-prob-top-k 8",
-        "--custom-agent-function-path agents.run",
-        "--chat-template-path autofix",
-    ],
-)
+@pytest.mark.parametrize("flags", rows(__file__, "test_what_would_change_the_result_is_refused"))
 def test_what_would_change_the_result_is_refused(refusals, flags):
     (message,) = refusals(flags)
     assert message.split()[0].rstrip(":") == [word for word in flags.split() if word.startswith("--")][-1]

@@ -10,34 +10,13 @@ from miles.compat.border import read_command
 from miles.config.explain import explain
 from miles.config.parser import judge
 from miles.config.validate import validate
+from tests.fast.support.rows import rows
 
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 ROOMY = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 99"  # for any response on one rank
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "--context-parallel-size 3",
-            "--context-parallel-size 3: must divide the 8 ranks that hold different tokens",
-        ),
-        (
-            "--actor-num-gpus-per-node 1 --context-parallel-size 2",
-            r"must divide the 1 rank that .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
-        ),
-        (
-            "--train-backend megatron --actor-num-gpus-per-node 1 --tensor-model-parallel-size 2",
-            r"must divide the 1 trainer rank .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
-        ),
-        ("--context-parallel-size 0", "at least 1"),
-        ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format bshd: padded lengths are not known"),
-        (f"{DYNAMIC} --qkv-format bshd", "--qkv-format bshd: .* under --dynamic-context-parallel"),
-        ("--dynamic-context-parallel", "add --max-seqlen-per-dp-cp-rank"),
-        ("--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 8", "64 tokens fit, .* is 64; give more than 8,"),
-        (f"{DYNAMIC} --context-parallel-size 2", "--context-parallel-size 2: fixes what --dynamic-context-parallel"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "sentence"), rows(__file__, "test_refused_with_one_error"))
 def test_refused_with_one_error(refused, flags, sentence):
     (message,) = refused(flags)
     assert re.search(sentence, message)
@@ -119,44 +98,7 @@ WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with t
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (dict(model_type="mistral"), None),
-        (dict(model_type="phi3", sliding_window=2047), None),
-        (dict(model_type="qwen2", sliding_window=512, use_sliding_window=True), None),
-        (dict(model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]), None),
-        (dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=False), None),
-        (
-            dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=True),
-            WINDOW.format("qwen2_moe", 512),
-        ),
-        (
-            dict(model_type="gemma3n_text", sliding_window=512, layer_types=["sliding_attention"]),
-            WINDOW.format("gemma3n_text", 512),
-        ),
-        (
-            dict(model_type="gemma4_text", final_logit_softcapping=30.0),
-            "the config of a gemma4_text sets final_logit_softcapping, which",
-        ),
-        (dict(model_type="gemma2", attn_logit_softcapping=50.0), "the config of a gemma2 sets attn_logit_softcapping"),
-        (dict(model_type="cohere", logit_scale=0.0625), "the config of a cohere sets logit_scale, which"),
-        (dict(model_type="gptj"), "a gptj computes its attention on its own"),
-        (dict(model_type="whisper"), "a whisper has an encoder and a decoder"),
-        (dict(model_type="qwen3", is_causal=False), "the tokens of a qwen3 with this config see those after them"),
-        (dict(model_type="gemma3_text", use_bidirectional_attention=True), "the tokens of a gemma3_text with this"),
-        (dict(model_type="idefics3", text_config={}, vision_config={}), "a idefics3 is a vision-language model"),
-        (dict(model_type="kimi_k25", vision_config={}), "a kimi_k25 is a vision-language model"),
-        (dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text"), vision_config={}), None),
-        (dict(model_type="deepseek_v4", sliding_window=128), "a deepseek_v4 that is computed by miles is not known"),
-        (
-            dict(model_type="llama4_text", layer_types=["chunked_attention"]),
-            "--train-backend fsdp does not compute chunked_attention",
-        ),
-        (
-            dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")),
-            "its config.json has a quantization_config",
-        ),
-    ],
+    ("config", "words"), rows(__file__, "test_what_fsdp_does_not_compute_is_refused_before_anything_is_generated")
 )
 def test_what_fsdp_does_not_compute_is_refused_before_anything_is_generated(
     validated, refused, tmp_path, config, words

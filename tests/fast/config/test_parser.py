@@ -13,6 +13,7 @@ from miles.base.flags import LARGEST, FlagError
 from miles.compat.border import main_parse
 from miles.config.parser import build_parser, declared, parse
 from miles.config.settings import SECTIONS, Settings
+from tests.fast.support.rows import rows
 
 
 def test_no_flags_are_the_defaults():
@@ -48,33 +49,7 @@ def test_a_file_of_flags(tmp_path):
     assert settings.training.seed == 4, "the last one given counts"
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--rolout-batch-size 3", "--rolout-batch-size: no such flag; did you mean --rollout-batch-size?"),
-        ("--rollout-batch 3", "--rollout-batch: no such flag; did you mean --rollout-batch-size?"),
-        ("--xyzzy=3", "--xyzzy: no such flag; --help lists all flags"),
-        ("stray", "the word 'stray' after --rollout-max-response-len belongs to no flag"),
-        ("--lr fast", "--lr fast: must be a number (float)"),
-        ("--seed 1.5", "--seed 1.5: must be a number (int)"),
-        ("--loss-aggregation mean", "--loss-aggregation mean: no such choice; give one of 'sample_mean', "),
-        ("--loss-agg-mode mean", "--loss-agg-mode mean: no such choice; give one of 'token-mean', "),
-        (
-            "--loss-type dapo",
-            "--loss-type dapo: no such choice; give --advantage-estimator grpo --loss-aggregation token",
-        ),
-        (
-            "--loss-type grpo",
-            "--loss-type grpo: no such choice; give --advantage-estimator grpo and --loss-aggregation",
-        ),
-        ("--advantage-estimator dr_grpo", "no such choice; give --advantage-estimator grpo --disable-grpo-std-normal"),
-        ("--num-generations 4", "--num-generations: no such flag; give --n-samples-per-prompt; miles translate FILE"),
-        ("--lr", "--lr: expected one argument; write a value that starts with a minus as --lr=VALUE"),
-        ("--colocate=yes", "--colocate=yes: is a switch and takes no value; give it alone, or leave it out"),
-        ("--bf16 true", "--bf16 true: is a switch and takes no value; give it alone, or leave it out"),
-        ("@nowhere.flags", "@nowhere.flags: the file of flags cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), rows(__file__, "test_wrong_flags_are_one_line_and_exit_code_2"))
 def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, capsys):
     with pytest.raises(FlagError):
         parse(words.split())

@@ -6,27 +6,13 @@ import pytest
 
 from miles.config.parser import parse
 from miles.config.validate import validate
+from tests.fast.support.rows import rows
 
 FILTER = "--dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std"
 LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--partial-rollout --over-sampling-batch-size 12",
-        "--partial-rollout --over-sampling-batch-size 12 --mask-offpolicy-in-partial-rollout --async-steps 1",
-        "--over-sampling-early-stop --over-sampling-batch-size 12",
-        f"--over-sampling-batch-size 12 {FILTER}",
-        "--async-steps 2",
-        f"--async-steps 1 --fully-async --stale-samples mask {FILTER}",
-        "--partial-rollout --over-sampling-batch-size 12 --buffer-filter-path my:pick",
-        "--async-steps 1 --fully-async --buffer-filter-path my:pick",
-        "--rollout-function-path my:function --async-steps 1 --custom-generate-function-path my:turns",
-        "--max-restarts 2 --save some/folder",
-        "--thinking-max-len 8 --thinking-end </t> --thinking-interruption stop</t>",
-    ],
-)
+@pytest.mark.parametrize("flags", rows(__file__, "test_these_go_together"))
 def test_these_go_together(validated, flags):
     validated(flags)
 
@@ -104,24 +90,7 @@ def test_old_samples_without_a_correction_are_noted(validated):
     assert not any("--async-steps" in note for note in validated("--async-steps 2 --use-tis").notes)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "--rollout-top-p 0.9",
-            "--rollout-top-p 0.9: SGLang reports which .* most --sglang-sampling-mask",
-        ),
-        (
-            "--rollout-min-p 0.1",
-            "--rollout-min-p 0.1: SGLang reports .*give --rollout-top-k 1024, .*--no-support-replay",
-        ),
-        ("--rollout-top-p 0.9 --rollout-top-k 5000", "--rollout-top-k 5000: SGLang reports .* 4096;"),
-        (
-            "--rollout-top-k 99 --sglang-sampling-mask-max-tokens 64",
-            "--rollout-top-k 99: .* 64; give",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "sentence"), rows(__file__, "test_sglang_says_what_it_keeps_under_a_top_k"))
 def test_sglang_says_what_it_keeps_under_a_top_k(validated, refused, flags, sentence):
     (message,) = refused(f"--rollout-engine sglang {flags}")
     assert re.search(sentence, message)

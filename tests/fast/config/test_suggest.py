@@ -10,37 +10,12 @@ from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import build_parser
 from miles.config.suggest import near_choice, nearest_flag, suggestion
+from tests.fast.support.rows import rows
 
 KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag for f in megatron_fields().values())})
 
 
-@pytest.mark.parametrize(
-    ("flag", "expected"),
-    [
-        ("--rolout-batch-size", "did you mean --rollout-batch-size?"),
-        ("--rollout-batch", "did you mean --rollout-batch-size?"),
-        ("--tensor-model-parallel", "did you mean --tensor-model-parallel-size?"),
-        ("--tis-lower-bound", "did you mean --tis-clip-low?"),
-        ("--tis-upper-bound", "did you mean --tis-clip?"),
-        ("--rs-lowr-bound", "did you mean --rs-lower-bound?"),
-        ("--num-epochs", "did you mean --num-epoch?"),
-        ("--tensor_model_parallel_size", "did you mean --tensor-model-parallel-size?"),
-        ("--advantage_estimatr", "did you mean --advantage-estimator?"),
-        ("--override_opt_param_scheduler", "did you mean --override-opt-param-scheduler?"),
-        ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
-        ("--critic-learning-rate", "did you mean --critic-lr?"),
-        ("--max-staleness", "did you mean --max-weight-staleness?"),
-        ("--tensor-modelparallel-size", "did you mean --tensor-model-parallel-size?"),
-        ("--router-aux-loss-coef", "did you mean --moe-aux-loss-coeff?"),
-        # one word of many flags, or words that flags share whose other words differ
-        ("--no-save", "--help lists all flags"),
-        ("--max-tokens-per-device", "--help lists all flags"),
-        ("--xyzzy", "--help lists all flags"),
-        ("--rm-uri-list", "--help lists all flags"),
-        ("--no-colocate", "--help lists all flags"),
-        ("--disable-balance-data", "--help lists all flags"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "expected"), rows(__file__, "test_suggestion"))
 def test_suggestion(flag, expected):
     assert suggestion(flag, KNOWN) == expected
 

@@ -8,20 +8,10 @@ from hypothesis import strategies as st
 
 from miles.config.parser import parse
 from miles.config.validate import validate
+from tests.fast.support.rows import rows
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--global-batch-size 5", "8 x --n-samples-per-prompt 4 = 32"),
-        ("--global-batch-size 0", "--global-batch-size 0: must be a finite number of at least 1"),
-        ("--seed=-1", "--seed -1: must be a finite number of at least 0"),
-        ("--ppo-epochs 0", "--ppo-epochs 0: must be a finite number of at least 1"),
-        ("--num-steps-per-rollout 5", "give a divisor of 32"),
-        ("--global-batch-size 8 --num-steps-per-rollout 2", "makes 16 trajectories, but .* = 32"),
-        ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "sentence"), rows(__file__, "test_refused_with_one_error"))
 def test_refused_with_one_error(refused, flags, sentence):
     (message,) = refused(flags)
     assert re.search(sentence, message)

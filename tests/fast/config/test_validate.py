@@ -15,6 +15,7 @@ from miles.config.sglang.flags import SglangArguments
 from miles.config.validate import validate
 from miles.objective.canary import CanarySchedule
 from miles.objective.settings import LossArguments
+from tests.fast.support.rows import rows
 
 MINIMAL = (
     "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 10 "
@@ -55,28 +56,7 @@ def test_an_empty_command_asks_for_all_that_is_required():
     ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "only"),
-    [
-        ("--lr nan --min-lr 1", "", "--lr"),  # and not that the decay ends above the rate
-        (
-            "--rollout-batch-size 0 --global-batch-size 5",
-            "",
-            "--rollout-batch-size",
-        ),  # and not that 5 does not divide 0
-        ("--n-samples-per-prompt 0 --num-steps-per-rollout 3", "", "--n-samples-per-prompt"),
-        ("--actor-num-gpus-per-node 0 --context-parallel-size 3", "", "--actor-num-gpus-per-node"),
-        ("--rollout-max-context-len 8 --rollout-max-response-len 0", "", "--rollout-max-response-len"),
-        ("--partial-rollout", "--rollout-batch-size", "--rollout-batch-size"),
-        ("--rollout-engine sglang --rollout-num-gpus-per-engine 0 --colocate", "", "--rollout-num-gpus-per-engine"),
-        (
-            "--train-backend megatron --tensor-model-parallel-size 0 --context-parallel-size 3",
-            "",
-            "--tensor-model-parallel-size",
-        ),
-        ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),  # not read by FSDP: need not divide
-    ],
-)
+@pytest.mark.parametrize(("flags", "without", "only"), rows(__file__, "test_a_rule_waits_for_the_values_it_builds_on"))
 def test_a_rule_waits_for_the_values_it_builds_on(refused, flags, without, only):
     assert leading_flags(refused(flags, without)) == [only]
 
@@ -94,25 +74,7 @@ def test_settings_made_by_hand_are_limited_to_the_choices(validated):
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "section", "final"),
-    [
-        ("", "loss", {"policy_loss": "ppo"}),
-        ("--advantage-estimator gspo", "loss", {"policy_loss": "gspo"}),
-        ("--advantage-estimator gspo --policy-loss ppo", "loss", {"policy_loss": "ppo"}),
-        ("--loss-aggregation token_mean", "loss", {"calculate_per_token_loss": True}),
-        ("--num-steps-per-rollout 4", "training", {"global_batch_size": 8, "num_steps_per_rollout": None}),
-        ("--dynamic-sampling-filter-path a:b", "rollout", {"over_sampling_batch_size": 8}),
-        ("", "rollout", {"over_sampling_batch_size": None}),  # nothing reads it
-        ("--rollout-engine sglang --rollout-num-gpus-per-engine 2", "cluster", {"rollout_num_gpus": 2}),
-        ("--rollout-engine sglang --colocate", "cluster", {"rollout_num_gpus": None}),  # nothing reads it
-        (
-            "--eval-prompt-data held reasoning_gym:products --eval-interval 1 --rollout-temperature 0.5 --eval-top-k 3",
-            "evaluation",
-            {"eval_temperature": 0.5, "eval_top_k": 3, "eval_max_response_len": 64, "eval_input_key": "input"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "section", "final"), rows(__file__, "test_what_other_flags_imply_is_filled_in"))
 def test_what_other_flags_imply_is_filled_in(validated, flags, section, final):
     found = vars(getattr(validated(flags).settings, section))
     assert {name: found[name] for name in final} == final

@@ -14,6 +14,7 @@ from miles.config.validate import validate
 from miles.objective.aggregation import VERL_MODES, reconcile_aggregation
 from miles.objective.settings import LossArguments
 from tests.fast.config.conftest import minimal
+from tests.fast.support.rows import rows
 
 REDUCER = "--custom-pg-loss-reducer-function-path mine:reducer"
 
@@ -119,21 +120,7 @@ def test_the_default_is_not_replaced_if_it_was_asked_for(flags, sentence):
 
 
 @pytest.mark.parametrize("further", ["", "--calculate-per-token-loss"])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--loss-aggregation sample_mean",
-        "--loss-aggregation token_mean",
-        "--loss-aggregation prompt_mean --global-batch-size 2",
-        "--loss-aggregation constant",
-        "--loss-aggregation constant --loss-aggregation-divisor 8",
-        "--loss-aggregation delta_l --loss-aggregation-divisor 8 --loss-aggregation-alpha 0.5",
-        "--pg-loss-divisor 8",
-        "--loss-aggregation constant --pg-loss-divisor 8",
-        *(f"--loss-agg-mode {name}" for name in VERL_MODES),
-        "--loss-agg-mode seq-mean-token-sum-norm --loss-scale-factor 8",
-    ],
-)
+@pytest.mark.parametrize("flags", rows(__file__, "test_a_custom_reducer_takes_precedence"))
 def test_a_custom_reducer_takes_precedence(flags, further):
     """Nothing is left of the other flags: a note on each, and an error with --strict-flags."""
     others = " ".join(word for word in re.findall(r"--global-batch-size \d+", flags))
@@ -156,19 +143,7 @@ def test_a_sample_mean_that_was_asked_for_becomes_token_mean_too(mode):
     assert any("relabelled" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(
-    ("first", "last"),
-    [
-        ("--loss-aggregation token_mean", "--loss-aggregation prompt_mean"),
-        ("--loss-aggregation token_mean", "--loss-aggregation sample_mean"),
-        ("--loss-aggregation prompt_mean", "--loss-aggregation constant --loss-aggregation-divisor 8"),
-        ("--loss-aggregation-divisor 0", "--loss-aggregation-divisor 8 --loss-aggregation constant"),
-        ("--pg-loss-divisor 4", "--pg-loss-divisor 8"),
-        ("--loss-agg-mode token-mean", "--loss-agg-mode seq-mean-token-mean"),
-        ("--loss-agg-mode=token-mean", "--loss-agg-mode=seq-mean-token-sum"),
-        ("--custom-pg-loss-reducer-function-path other:reducer", REDUCER),
-    ],
-)
+@pytest.mark.parametrize(("first", "last"), rows(__file__, "test_of_one_flag_given_twice_the_last_counts"))
 def test_of_one_flag_given_twice_the_last_counts(first, last):
     """A note reports it; the same value twice needs no note."""
     alone, both = (judge(read_command(minimal(flags))) for flags in (last, f"{first} {last}"))

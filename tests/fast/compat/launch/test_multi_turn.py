@@ -7,6 +7,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.compat.border import read_command
 from miles.config.parser import judge
+from tests.fast.support.rows import rows
 
 FUNCTION = "--custom-generate-function-path miles.rollout.generate_hub.multi_turn.generate"
 TOOLS = "--generate-tool-specs-path mine.specs --generate-execute-tool-function-path mine.call"
@@ -50,29 +51,7 @@ def test_one_turn_is_what_a_run_does_anyway(read):
     assert read(flags).settings.rollout.custom_generate_function_path is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (f"{FUNCTION}", "no function is named that runs the calls of the model; add --generate-execute-tool-function"),
-        (f"{FUNCTION} {TOOLS} --generate-max-turns 0", "--generate-max-turns 0: must be a whole number of at least 1"),
-        (f"{FUNCTION} {TOOLS} --generate-max-turns few", "--generate-max-turns few: must be a whole number"),
-        (
-            f"{FUNCTION} {TOOLS} --generate-tool-call-parser kimi_k2",
-            "--generate-tool-call-parser kimi_k2: calls are read as <tool_call>.*; use a model that writes it",
-        ),
-        (f"{FUNCTION} {TOOLS} --generate-multi-samples", "--generate-multi-samples: the turns of a trajectory are one"),
-        (
-            f"{FUNCTION} --generate-execute-tool-function-path examples.retool.tools.run",
-            "--generate-execute-tool-function-path examples.retool.tools.run: .*; write async def call",
-        ),
-        ("--generate-max-turns 4", "--generate-max-turns 4: a setting of .*; drop it, or use --environment tool_calls"),
-        ("--environment reasoning_gym --apply-chat-template --max-turns 0", "--max-turns 0: must be"),
-        (
-            "--environment tool_calls:call=mine.call --apply-chat-template --rm-type environment",
-            "--rm-type environment: reads the reward of an environment, and tool_calls gives none; name another reward",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), rows(__file__, "test_what_cannot_be_obeyed_is_refused"))
 def test_what_cannot_be_obeyed_is_refused(refusals, flags, expected):
     assert any(re.search(expected, message) for message in refusals(flags))
 

@@ -11,6 +11,7 @@ from miles.compat.functions import FLAGS_INSTEAD, KNOWN
 from miles.config.explain import explain
 from miles.config.functions import HOOKS
 from miles.config.settings import SECTIONS
+from tests.fast.support.rows import rows
 
 
 def test_every_known_function_of_ours_exists():
@@ -77,28 +78,7 @@ def test_no_age_of_samples_is_refused_with_endless_generation(refusals):
         assert message.startswith("--fully-async: needs a limit on the age of samples")
 
 
-@pytest.mark.parametrize(
-    ("flag", "path", "expected"),
-    [
-        (
-            "--custom-generate-function-path",
-            "examples.retool.retool.generate",
-            "def generate(trajectory",
-        ),
-        ("--custom-rm-path", "slime_plugins.rewards.reward", "async def reward(samples"),
-        (
-            "--custom-tis-function-path",
-            "examples.train_infer_mismatch_helper.compute_mis_weights_fsdp",
-            "use --use-tis with",
-        ),
-        ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
-        (
-            "--custom-generate-function-path",
-            "miles.rollout.generate_hub.agentic_tool_call.generate",
-            "use --agent-command, a program that calls the model",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flag", "path", "expected"), rows(__file__, "test_unknown_function"))
 def test_unknown_function(refusals, flag, path, expected):
     (message,) = refusals(f"{flag} {path}", without="--rm-type" if "rm" in flag else "")
     assert message.startswith(f"{flag} {path}: this function is part of another launcher") and expected in message
@@ -152,24 +132,7 @@ def test_a_function_that_its_module_lacks_is_refused(refused, field):
     assert any(message.startswith(fault) for message in refused(f"{flag} {path} {beside}"))
 
 
-@pytest.mark.parametrize(
-    ("environment", "fault"),
-    [
-        (
-            "miles.types.sample:Env",
-            "--environment miles.types.sample:Env: module miles.types.sample has no class Env; ",
-        ),
-        ("env.py:Env", "--environment env.py:Env: names a file, and a class is imported from a module; "),
-        (
-            "tool_calls:call=miles.types.sample.call",
-            "--environment tool_calls:call miles.types.sample.call: module miles.types.sample has no function call; ",
-        ),
-        (
-            "tool_calls:call=my.call,specs=miles.types.sample.SPECS",
-            "--environment tool_calls:specs miles.types.sample.SPECS: module miles.types.sample has no object SPECS; ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environment", "fault"), rows(__file__, "test_what_an_environment_imports_is_checked"))
 def test_what_an_environment_imports_is_checked(refusals, environment, fault):
     (message,) = refusals(f"--environment {environment} --apply-chat-template --rollout-max-context-len 128")
     assert message.startswith(fault)

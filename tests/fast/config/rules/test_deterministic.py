@@ -3,21 +3,10 @@
 import pytest
 
 from miles.engine.sglang.launch import ServerSpec
+from tests.fast.support.rows import rows
 
 
-@pytest.mark.parametrize(
-    ("flags", "flag"),
-    [
-        ("--partial-rollout --over-sampling-batch-size 16", "--partial-rollout"),
-        ("--over-sampling-early-stop --over-sampling-batch-size 16", "--over-sampling-early-stop"),
-        ("--fully-async --async-steps 1", "--fully-async"),
-        ("--rollout-engine sglang --device cpu", "--deterministic-mode"),
-        (
-            "--rollout-engine sglang --rollout-external --rollout-external-engine-addrs 127.0.0.1:1",
-            "--rollout-external",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "flag"), rows(__file__, "test_what_may_differ_is_refused"))
 def test_what_may_differ_is_refused(refused, flags, flag):
     (message,) = refused(f"--deterministic-mode {flags}")
     assert message.startswith(flag)

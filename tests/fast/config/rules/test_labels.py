@@ -5,6 +5,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.config.parser import parse
 from miles.config.validate import validate
+from tests.fast.support.rows import rows
 
 COMMAND = (
     "--hf-checkpoint some/model --prompt-data {rows} --num-rollout 1 --rollout-batch-size 2 --n-samples-per-prompt 2 "
@@ -14,17 +15,7 @@ COMMAND = (
 
 
 @pytest.mark.parametrize(
-    ("flags", "needs"),
-    [
-        ("--rm-type math", "math"),
-        ("--rm-type math:1,length:0.1,f1:1", "math, f1"),
-        ("--rm-type length", None),
-        ("--rm-type math --label-key answer", None),
-        ("--rm-type math --reward-error drop", None),
-        ("--rm-type math --custom-generate-function-path mine:generate", None),
-        ("--rm-type regex --reward-regex [0-9]", None),
-        ("--custom-rm-path mine:reward", None),
-    ],
+    ("flags", "needs"), rows(__file__, "test_a_reward_that_compares_needs_the_column_of_the_answers")
 )
 def test_a_reward_that_compares_needs_the_column_of_the_answers(tmp_path, flags, needs):
     rows = tmp_path / "rows.jsonl"

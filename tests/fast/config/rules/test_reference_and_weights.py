@@ -3,23 +3,12 @@
 import pytest
 
 from miles.config.explain import explain
+from tests.fast.support.rows import rows
 
 KL = "--use-kl-loss --kl-loss-coef 0.1"
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--kl-target 0.1", "no KL is part of the reward or the loss"),
-        (f"{KL} --kl-target 0", "must be a finite number above 0"),
-        (f"{KL} --kl-target 0.1 --kl-horizon 6", "a step of 32 trajectories could make the weight negative"),
-        (f"{KL} --kl-target 0.1 --kl-horizon 3 --num-steps-per-rollout 2", "give more than 3.2"),
-        ("--entropy-target 0.2 --entropy-coef 3", "must be between --entropy-coef-min 0 and --entropy-coef-max 1"),
-        ("--use-kl-loss --ref-update-interval 0", "must be a finite number of at least 1"),
-        ("--use-kl-loss --ref-update-interval 2 --ref-mixup-alpha 1.5", r"must be in (0, 1]"),
-        ("--use-kl-loss --ref-update-interval 2 --ref-mixup-alpha 0", "must be in (0, 1]"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "sentence"), rows(__file__, "test_refused"))
 def test_refused(refused, flags, sentence):
     (message,) = refused(flags)
     assert sentence in message

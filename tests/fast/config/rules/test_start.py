@@ -8,6 +8,7 @@ from miles.compat.border import main_parse, read_command
 from miles.config.parser import judge, parse
 from miles.config.validate import validate
 from miles.run.launcher.run import _resume_point
+from tests.fast.support.rows import rows
 
 
 @pytest.fixture
@@ -32,27 +33,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpus", "message"),
-    [
-        (
-            "--device cuda",
-            0,
-            "--device cuda: the run needs 9 GPUs (8 for the trainer, 1 for generation), and this host ",
-        ),
-        ("--device cuda --colocate", 7, "--device cuda: the run needs 8 GPUs, and this host has 7; give fewer with"),
-        ("--device cuda --actor-num-gpus-per-node 1", 1, "--device cuda: the run needs 2 GPUs (1 for the trainer, 1 "),
-        ("--actor-num-gpus-per-node 4", 4, "--device auto: the run needs 5 GPUs"),
-        ("--device cpu --actor-num-nodes 2", 0, "--actor-num-nodes 2: the run starts its own Ray on this host, w"),
-        ("--load lost", 0, "--load lost: there is no such folder; check the path, or drop --load to start from"),
-        ("--load lost --save kept", 0, "--load lost: there is no such folder"),
-        (
-            "--prompt-data lost.jsonl --label-key a --device cpu",
-            0,
-            "--prompt-data lost.jsonl: no such file; ",
-        ),
-        ("--eval-prompt-data a b.parquet --eval-interval 1 --device cpu", 0, "--eval-prompt-data b.parquet: no such "),
-        ("--load lost --finetune", 0, "--load lost: there is no such folder"),
-    ],
+    ("flags", "gpus", "message"), rows(__file__, "test_what_this_host_lacks_is_refused_by_a_start")
 )
 def test_what_this_host_lacks_is_refused_by_a_start(started, command, flags, gpus, message):
     (refusal,) = started(command(flags), gpus)

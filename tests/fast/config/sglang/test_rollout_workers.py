@@ -4,32 +4,12 @@ import pytest
 
 from miles.base.flags import FlagError
 from miles.config.explain import explain
+from tests.fast.support.rows import rows
 
 SGLANG = "--rollout-engine sglang --rollout-external --rollout-external-engine-addrs 127.0.0.1:30000"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--num-rollout-workers 0", "--num-rollout-workers 0: must be in [1, 1000]; give a number from 1 to 1000"),
-        (
-            "--num-rollout-workers 4",
-            "--num-rollout-workers 4: the torch engine runs inside the rollout process, so no other process can reach "
-            "it; use --rollout-engine sglang or vllm, or give 1",
-        ),
-        (
-            f"{SGLANG} --num-rollout-workers 4 --sglang-server-concurrency 3",
-            "--num-rollout-workers 4: leaves some of them without a request: all servers together take 3 at once; "
-            "give at most 3, or a larger --sglang-server-concurrency",
-        ),
-        (
-            f"{SGLANG} --num-rollout-workers 4 --agent-command python --agent-concurrency 3 --apply-chat-template "
-            "--rollout-max-context-len 128",
-            "--num-rollout-workers 4: leaves some of them without a program: --agent-concurrency 3 is for all; give "
-            "--agent-concurrency 4 or more, or fewer workers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), rows(__file__, "test_what_no_workers_can_do_is_refused"))
 def test_what_no_workers_can_do_is_refused(validated, flags, message):
     with pytest.raises(FlagError) as refused:
         validated(flags)

@@ -8,6 +8,7 @@ from miles.base.flags import FlagError
 from miles.compat.border import read_command
 from miles.config.parser import judge
 from tests.fast.config.conftest import minimal
+from tests.fast.support.rows import rows
 
 CONFIG = {"model_type": "qwen3", "num_attention_heads": 32}
 ATTENTION = "--sglang-enable-dp-attention --sglang-dp-size"
@@ -27,16 +28,7 @@ def judged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "flags", "fault"),
-    [
-        (
-            3,
-            "",
-            "SGLang divides the model's 32 attention heads over 3 devices, which does not divide them; give a size",
-        ),
-        (6, f"{ATTENTION} 2", "over 3 devices in each of 2 groups, which does not divide them; give a size that"),
-        (6, "--sglang-attn-cp-size 2", "over 3 devices in each of 2 groups"),
-    ],
+    ("size", "flags", "fault"), rows(__file__, "test_an_engine_that_does_not_divide_the_heads_is_refused")
 )
 def test_an_engine_that_does_not_divide_the_heads_is_refused(judged, size, flags, fault):
     with pytest.raises(FlagError) as caught:

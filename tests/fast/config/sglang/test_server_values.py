@@ -12,6 +12,7 @@ from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.installed import Accepted, server_flags
 from miles.config.sglang.server_values import check_server_values
 from miles.config.validate import validate
+from tests.fast.support.rows import rows
 
 SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 1 "
 
@@ -53,56 +54,13 @@ def test_json_for_a_server_may_have_lines(command):
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--sglang-mem-fraction-static abc", "--sglang-mem-fraction-static abc: SGLang reads a number; give one"),
-        (
-            "--sglang-mem-fraction-static abc --sglang-mem-fraction-static def",
-            "--sglang-mem-fraction-static abc: SGLang reads a number",
-        ),
-        ("--sglang-mem-fraction-static 1.7", "--sglang-mem-fraction-static 1.7: must be in (0, 1]; give a share such"),
-        ("--sglang-swa-full-tokens-ratio 0", "--sglang-swa-full-tokens-ratio 0: must be in (0, 1]"),
-        ("--sglang-schedule-conservativeness -1", "--sglang-schedule-conservativeness -1: must be at least 0; give"),
-        ("--sglang-page-size 0", "--sglang-page-size 0: must be above 0; give such a number"),
-        ("--sglang-chunked-prefill-size 4k8", "--sglang-chunked-prefill-size 4k8: SGLang reads a whole number"),
-        ("--sglang-context-length 1.5Ki", "or a number with k, M, G, T, Ki, Mi, Gi or Ti; give one, such as 16k"),
-        ("--sglang-attention-backend trton", "no such choice; did you mean triton? SGLang has triton, torch_native"),
-        ("--sglang-lora-backend fast", "--sglang-lora-backend fast: no such choice; give one of triton, "),
-        ("--sglang-log-requests-level 9", "--sglang-log-requests-level 9: no such choice; give one of 0, 1, 2, 3"),
-        ("--sglang-moe-a2a-backend=deep", "no such choice; give one of none, deepep"),
-        ("--sglang-disable-radix-cache true", "--sglang-disable-radix-cache true: is a switch, which takes no value"),
-        ("--sglang-no-enable-tf32-matmul 1", "is a switch, which takes no value"),
-        ("--sglang-dtype", "--sglang-dtype: has no value; add one"),
-        ("--sglang-dtype half float", "--sglang-dtype half float: takes one value; give one"),
-        ("--sglang-cuda-graph-bs-decode 1 two", "--sglang-cuda-graph-bs-decode 1 two: SGLang reads a whole number"),
-        ("--sglang-mm-process-config {image", "SGLang reads JSON; write it in single quotes"),
-        ("--sglang-json-model-override-args {layers", "SGLang reads JSON; write it in single quotes"),
-        ("--rollout-num-gpus 2 --router-cache-threshold high", "--router-cache-threshold high: SGLang reads a number"),
-        (
-            "--rollout-num-gpus 2 --sglang-router-policy best",
-            "--router-policy best: no such choice; give one of",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), rows(__file__, "test_wrong_value_is_refused"))
 def test_wrong_value_is_refused(refused, flags, expected):
     (message,) = refused(SGLANG + flags)
     assert expected in message
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--sglang-mem-fraction-static .8",
-        "--sglang-context-length 16k --sglang-max-total-tokens 1.5M --sglang-max-prefill-tokens 2Ki",
-        "--sglang-chunked-prefill-size -1",
-        "--sglang-cuda-graph-bs-decode 1 2 4 --sglang-custom-weight-loader",
-        "--sglang-disable-cuda-graph --sglang-enable-tf32-matmul --sglang-no-enable-fused-qk-norm-rope",
-        '--sglang-mm-process-config={"image":{}} --sglang-model-checksum',
-        "--sglang-max-lora-chunk-size 64 --sglang-quantization-param-path None",
-        "--sglang-sampling-backend any --sglang-reasoning-parser any",  # SGLang computes these choices
-    ],
-)
+@pytest.mark.parametrize("flags", rows(__file__, "test_what_sglang_accepts_is_accepted"))
 def test_what_sglang_accepts_is_accepted(validated, flags):
     validated(SGLANG + flags)
 
