@@ -8,6 +8,7 @@ them too. This file imports nothing that is slow to import.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,19 +16,24 @@ from pathlib import Path
 
 import psutil
 
-SEGMENTS = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_", "/dev/shm/psm_", "/dev/shm/sem.mp-")  # of SGLang, of vLLM
+SHARED, SEMAPHORE = "/dev/shm/", "sem.mp-"
+SEGMENTS = tuple(SHARED + name for name in ("sglang_loads_", "sgl_shm_", "psm_", SEMAPHORE))  # of SGLang, of vLLM
 NOTED = "segments"  # one path per line
 
 
 def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
     """Return the segments that these processes have open or mapped now."""
     found: set[str] = set()
+    semaphores = {str(file.inode()): file.path for file in os.scandir(SHARED) if file.name.startswith(SEMAPHORE)}
     for process in processes:
         with suppress(psutil.Error, OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
-            mapped = [line.split(maxsplit=5)[-1] for line in maps]  # a semaphore is mapped, and not open
-            paths = [*mapped, *(file.path for file in process.open_files())]
+            mapped = [line.split(maxsplit=5) for line in maps]  # a semaphore is mapped, and not open
+            paths = [*(entry[-1] for entry in mapped), *(file.path for file in process.open_files())]
             found |= {path for path in paths if path.startswith(SEGMENTS) and not path.endswith("(deleted)")}
+            # The process that made one has it mapped under the name that it had before, which is gone.
+            of_shm = [entry[4] for entry in mapped if entry[-1].startswith(SHARED + "sem.")]
+            found |= {semaphores[number] for number in of_shm if number in semaphores}
     return found
 
 

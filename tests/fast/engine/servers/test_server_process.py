@@ -1,5 +1,6 @@
 """A server's shared memory is removed whatever happens to the process that started the server. Starts no SGLang."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.engine.servers.leftovers import NOTED, SEGMENTS
+from miles.engine.servers.leftovers import NOTED, SEGMENTS, open_segments
 from miles.run.run_guard import clean_up
 
 # A server whose child, as SGLang's scheduler, opens a segment. It is ready if IS_READY is set.
@@ -115,3 +116,9 @@ def test_a_segment_that_is_not_noted_yet_is_removed_with_the_processes(run_folde
         scheduler.stdout.readline()
         clean_up(run_folder)
     assert not segment.exists()
+
+
+def test_a_semaphore_is_found_in_the_process_that_made_it():
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"/dev/shm/sem.{lock._semlock.name.removeprefix('/')}"
+    assert Path(name).exists() and name in open_segments([psutil.Process()])
