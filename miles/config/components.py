@@ -78,6 +78,7 @@ class EngineSpec:
 
     Attributes:
         builder: The coroutine ``start(settings, host) -> Engine``, as ``module:function``.
+        title: Its name in messages.
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
@@ -87,10 +88,10 @@ class EngineSpec:
         reads_sglang_flags: Whether the flags of SGLang and its router are passed on to its servers.
         rules: The function ``check(settings, errors)`` that checks a run of its servers, as ``module:function``.
         start_rules: The function that checks what only a start needs; empty if there is none.
-        reader: The function ``fill(settings)`` that returns the section ``sglang`` as its servers read it, and notes.
     """
 
     builder: str
+    title: str = "PyTorch"
     has_servers: bool = False
     reports_experts: bool = False
     shares_servers: bool = False
@@ -99,7 +100,6 @@ class EngineSpec:
     reads_sglang_flags: bool = False
     rules: str = ""
     start_rules: str = ""
-    reader: str = ""
 
 
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
@@ -131,6 +131,7 @@ ENGINES: Mapping[str, EngineSpec] = {
     ),
     "sglang": EngineSpec(
         "miles.engine.sglang.engine:start",
+        title="SGLang",
         has_servers=True,
         reports_experts=True,
         shares_servers=True,
@@ -141,18 +142,18 @@ ENGINES: Mapping[str, EngineSpec] = {
     ),
     "vllm": EngineSpec(
         "miles.engine.vllm.engine:start",
+        title="vLLM",
         has_servers=True,
         shares_servers=True,
         prefixes=("--vllm-",),
         rules="miles.config.vllm.rules:check_servers",
         start_rules="miles.config.vllm.flags:check_start",
-        reader="miles.config.vllm.rules:fill_transfer_mode",
     ),
 }
 
 # What scores samples for distillation, by the name that --opd-type gives it: a function
 # ``connect(settings, share) -> ServedTeacher``, as ``module:function``. (The trainer's own teacher is a model there.)
-TEACHERS: Mapping[str, str] = {"server": "miles.engine.sglang.teacher:connect"}
+TEACHERS: Mapping[str, str] = {"server": "miles.engine.servers.teacher:connect"}
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
 

@@ -140,11 +140,11 @@ def _processes(settings: Settings) -> list[str]:
 
 
 def _engines(settings: Settings) -> str:
-    name = settings.rollout.rollout_engine
-    if engine_spec(name).has_servers:
+    name, nodes = settings.rollout.rollout_engine, settings.nodes_per_engine
+    if (engine := engine_spec(name)).has_servers:
         workers = settings.rollout.num_rollout_workers
         senders = f" fed by {workers} processes" if workers > 1 else ""
-        return f"{explain_servers(settings.sglang, settings.num_engines, settings.nodes_per_engine)}{senders}"
+        return f"{explain_servers(engine.title, settings.sglang, settings.num_engines, nodes)}{senders}"
     return f"the {name} engine"
 
 

@@ -164,12 +164,16 @@ def _ranks(settings: Settings, threads_of_each: str) -> list[str]:
 def _engine_on_cuda(settings: Settings) -> list[str]:
     if not settings.generates or settings.sglang.rollout_external:
         return []
-    if not engine_spec(settings.rollout.rollout_engine).has_servers:
+    engine = engine_spec(settings.rollout.rollout_engine)
+    if not engine.has_servers:
         return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at once"]
-    name = "SGLang" if reads_sglang_flags(settings) else "vLLM"
     flags = settings.server_flags
     share = value_of(flags.server, "--mem-fraction-static") or value_of(flags.vllm, "--gpu-memory-utilization")
-    return [f"batch and memory share as {name} chooses them" if share is None else f"memory share {share} of {name}"]
+    return [
+        f"batch and memory share as {engine.title} chooses them"
+        if share is None
+        else f"memory share {share} of {engine.title}"
+    ]
 
 
 def _memory(settings: Settings, tokens: int) -> str:

@@ -25,15 +25,16 @@ class DistillationFlags:
     opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher; 0 only measures it", at_least=0, needs="--use-opd")
     opd_type: Optional[str] = flag(
         None,
-        "who computes the teacher's log-probs: a frozen model alongside the policy (--opd-teacher-load), or SGLang "
-        "servers (--opd-teacher-urls); default: as the other two flags say",
+        "who computes the teacher's log-probs: a frozen model alongside the policy (--opd-teacher-load), or "
+        "servers of SGLang or vLLM (--opd-teacher-urls); default: as the other two flags say",
         needs="--use-opd",
         choices=("trainer", "server"),
         type=str,
     )
     opd_teacher_urls: Optional[tuple[str, ...]] = flag(
         None,
-        "the teacher's server, as URL; or several teachers, as NAME=URL, chosen for each prompt by --opd-teacher-key",
+        "the teacher's server, as URL (vLLM's ends with /v1); or several, as NAME=URL, chosen for each prompt by "
+        "--opd-teacher-key",
         needs="--use-opd, served teachers",
         nargs="+",
         type=str,
@@ -63,11 +64,11 @@ class DistillationFlags:
 
 
 def _teacher(word: str) -> tuple[str, str]:
-    """Read ``URL`` or ``NAME=URL``; an address may end with the path of SGLang's call, as scripts write it."""
+    """Read ``URL`` or ``NAME=URL``; an address may end with the path of a server's call, as scripts write it."""
     name, equals, url = word.partition("=")
     if not equals or "://" in name:
         name, url = "", word
-    return name, url.rstrip("/").removesuffix("/generate").rstrip("/")
+    return name, url.rstrip("/").removesuffix("/generate").removesuffix("/completions").rstrip("/")
 
 
 def distillation_needs(flags: "LossArguments") -> Needs:

@@ -132,28 +132,31 @@ def sglang_address(tiny_model, tmp_path_factory):
     server.stop()
 
 
-def save_tiny_model(folder):
-    """Write a random two-layer Llama in fp32 and ``byte_tokenizer()`` into ``folder``."""
+VLLM_SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # it has no 8
+
+
+def save_tiny_model(folder, **shape):
+    """Write a random two-layer Llama in fp32 and ``byte_tokenizer()`` into ``folder``. ``shape`` replaces defaults."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    usual = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**usual | shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -53,6 +53,8 @@ def run_program(tmp_path):
 def needed_packages(item):
     if item.path.name.startswith("test_sglang"):
         return ["sglang", "torch_memory_saver"] if "turns" in item.name else ["sglang"]
+    if item.path.name.startswith("test_vllm"):
+        return ["vllm"]
     return ["megatron"] if "megatron" in item.name else []
 
 

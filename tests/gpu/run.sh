@@ -141,6 +141,7 @@ engine stop
 engine qwen3
 tests offloaded 240 0 test_offloaded_optimizer.py test_offloaded_trainer.py
 tests sglang 300 0 test_sglang_gpu.py
+tests vllm 300 0 test_vllm_gpu.py
 [ ! -d "$OUT/checkpoints" ] ||
     launch run-fsdp-resumed fsdp 7 --save "$OUT/checkpoints" --load "$OUT/checkpoints"
 launch run-megatron megatron 5

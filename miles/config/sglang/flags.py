@@ -330,9 +330,9 @@ class SglangArguments:
                 assert_never(unknown)
 
 
-def explain_servers(sglang: SglangArguments, num_engines: int, nodes: int) -> str:
-    """Describe the SGLang servers in a few words. Each is on ``nodes`` nodes."""
+def explain_servers(title: str, sglang: SglangArguments, num_engines: int, nodes: int) -> str:
+    """Describe the servers of the engine ``title`` in a few words. Each is on ``nodes`` nodes."""
     if sglang.rollout_external:
-        return count(len(sglang.external_addresses), "external SGLang engine")
+        return count(len(sglang.external_addresses), f"external {title} engine")
     size = count(sglang.rollout_num_gpus_per_engine, "device")
-    return f"{count(num_engines, 'SGLang engine')} of {size}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    return f"{count(num_engines, f'{title} engine')} of {size}" + (f" on {nodes} nodes" if nodes > 1 else "")

@@ -296,16 +296,13 @@ def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
 
 
 def fill_server_section(settings: Settings) -> tuple[SglangArguments, list[str]]:
-    """Return the section with modes that the engine has, and notes if others were read as these."""
-    sglang, notes = settings.sglang, list[str]()
-    if reader := engine_spec(settings.rollout.rollout_engine).reader:
-        sglang, notes = call(reader, settings)
+    """Return the section with a mode of pauses that the engine has, and a note if another was read as this."""
+    sglang = settings.sglang
     if sglang.pause_generation_mode != ABORT:
-        return sglang, notes
+        return sglang, []
     why = "without --fully-async no request is in flight when weights change"
     return replace(sglang, pause_generation_mode="retract"), [
-        *notes,
-        f"--pause-generation-mode abort is read as retract: {why}",
+        f"--pause-generation-mode abort is read as retract: {why}"
     ]
 
 

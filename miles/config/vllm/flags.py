@@ -22,6 +22,7 @@ OWNED_BY_LAUNCHER = {
     **dict.fromkeys(("--model", "--model-tag", "--served-model-name"), "the launcher sets it to --hf-checkpoint"),
     **dict.fromkeys(("--host", "--port", "--uds"), "the launcher sets it: servers listen on a free port of loopback"),
     **dict.fromkeys(("--api-key", "--middleware"), "the launcher sets it: every run makes its own keys"),
+    "--weight-transfer-config": "the launcher sets it: servers take weights by --update-weight-transfer-mode",
     "--logprobs-mode": "the launcher sets it: log-probs are those of the distribution that is sampled from",
     "--max-logprobs": "the launcher sets it: as many as --rollout-top-k keeps",
     "--generation-config": "the launcher sets it: the flags of a run alone say how tokens are drawn",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from miles.base.flags import Errors, changed
 from miles.config.host_share import is_on_cpu
 from miles.config.model import readable_config
 from miles.config.settings import Settings
-from miles.config.sglang.flags import VLLM, SglangArguments, value_of
+from miles.config.sglang.flags import VLLM, value_of
 from miles.config.sglang.rules import NOT_QUANTIZED, check_common
 from miles.config.spelling import group_words
 from miles.config.vllm.flags import OTHER_PARALLEL, OWNED_BY_LAUNCHER, TENSOR_PARALLEL
@@ -42,9 +40,8 @@ def check_servers(settings: Settings, errors: Errors) -> None:
         size = sglang.rollout_num_gpus_per_engine
         rule = "spans several nodes, and vLLM's servers listen on loopback only"
         errors.refuse("rollout_num_gpus_per_engine", size, rule, "give a smaller size, or use --rollout-engine sglang")
-    if sglang.update_weight_transfer_mode == "ipc":
-        rule = "needs memory that vLLM shares, and it takes that of its own GPU only"
-        errors.refuse("update_weight_transfer_mode", "ipc", rule, "use disk")
+    if (columns := settings.data.multimodal_keys) is not None and settings.generates:
+        errors.refuse("multimodal_keys", columns, "images are not sent to vLLM's servers", "use --rollout-engine torch")
     if settings.cluster.ray_address is not None:
         rule = "joins hosts, and vLLM's servers listen on the loopback interface of one"
         errors.refuse("ray_address", settings.cluster.ray_address, rule, "drop it, or use --rollout-engine sglang")
@@ -113,12 +110,3 @@ def _check_model(settings: Settings, errors: Errors) -> None:
         sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
         rule = f"vLLM's attention on CPU takes heads of {sizes}, and this model's are {size}"
         errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, rule, "use another --rollout-engine")
-
-
-def fill_transfer_mode(settings: Settings) -> tuple[SglangArguments, list[str]]:
-    """Return the section with a way for weights that vLLM has, and a note if another was read as that."""
-    sglang = settings.sglang
-    if sglang.update_weight_transfer_mode != "broadcast":
-        return sglang, []
-    note = "--update-weight-transfer-mode broadcast is read as disk: vLLM's servers read new weights from files"
-    return replace(sglang, update_weight_transfer_mode="disk"), [note]

@@ -6,8 +6,8 @@ import importlib.util
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
 import aiohttp
@@ -147,6 +147,16 @@ class ServerClient(ABC):
     @abstractmethod
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """Make a control call. Raises ``RequestRefused`` if it failed."""
+
+    @contextmanager
+    def _reading_log_probs(self, answer: object) -> Iterator[None]:
+        """Raise ``EngineUnavailable`` if the body cannot read the log-probs in ``answer``."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise EngineUnavailable(
+                f"{self.shown}: an answer without log-probs ({error!r}): {str(answer)[:300]}"
+            ) from error
 
     async def transfer(self, path: str, body: dict[str, Any], nbytes: int) -> None:
         """Make a control call during which the server goes through ``nbytes`` bytes of weights."""

@@ -69,15 +69,18 @@ class SglangClient(ServerClient):
         positions = len(prompt_ids) + len(found.token_ids) - 1
         return replace(found, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
 
-    async def input_log_probs(self, token_ids: Sequence[int], first: int) -> dict[str, Any]:
-        """Return an answer with the log-probs of the tokens from position ``first`` on, at temperature 1."""
+    async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
+        """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": max(0, first - 1),  # SGLang gives none of the first token of these
         }
-        return await self._post("/generate", body, self._seconds)
+        answer = await self._post("/generate", body, self._seconds)
+        with self._reading_log_probs(answer):
+            entries = answer["meta_info"]["input_token_logprobs"][first - len(token_ids) :]
+            return [(int(entry[1]), float(entry[0])) for entry in entries]
 
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""

@@ -1,1 +1,3 @@
 """vLLM servers as an engine."""
+
+TRANSFER = "miles"  # the name of transfer.py's engine in vLLM

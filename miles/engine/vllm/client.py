@@ -56,6 +56,14 @@ class VllmClient(ServerClient):
         with span("check an answer"):
             return read_generation(answer, vocab, sampling.returns_support)
 
+    async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
+        """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = await self._post("/v1/completions", body, self._seconds)
+        with self._reading_log_probs(answer):
+            entries = answer["choices"][0]["prompt_logprobs"][first - len(token_ids) :]
+            return [(int(token), float(entry["logprob"])) for (token, entry), *_ in (list(e.items()) for e in entries)]
+
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from miles.config.sglang.flags import has_flag
 from miles.config.vllm.environment import missing_vllm
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.launch import answers
+from miles.engine.vllm import TRANSFER
 from miles.engine.vllm.guard import ADMIN_KEY, KEY
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GUARD = "miles.engine.vllm.guard.Guard"
+PLUGIN = "[vllm.general_plugins]\nmiles = miles.engine.vllm.transfer:register\n"
 # Each of its processes runs this first: vLLM's engine would live on if the server is killed.
 DIE_WITH_PARENT = "import os\nfrom miles.base.processes import die_with_parent\ndie_with_parent(os.getppid())\n"
 # A prompt is prefilled at once: vLLM 0.32.0 ends on CPU when a request with a seed has one that is prefilled in parts
@@ -85,6 +88,7 @@ class VllmProgram:
         words = ["--model", self.model_path, "--host", host, "--port", str(port), "--enable-scale-out"]
         words += ["--generation-config", "vllm", "--middleware", GUARD]  # the request alone states how tokens are drawn
         words += ["--logprobs-mode", "raw_logprobs" if self.raw_log_probs else "processed_logprobs"]
+        words += ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
         words += ["--max-logprobs", "-1", "--disable-uvicorn-access-log"]
         words += [] if self.reads_text else ["--skip-tokenizer-init"]
         defaults = [
@@ -105,7 +109,9 @@ class VllmProgram:
         The import path has this package, by a link in ``folder``, and nothing else of the run's environment.
         """
         path = folder / "path"
-        path.mkdir(exist_ok=True)
+        plugin = path / "miles_in_vllm-1.dist-info"
+        plugin.mkdir(parents=True, exist_ok=True)
+        (plugin / "entry_points.txt").write_text(PLUGIN)
         (path / "miles").symlink_to(Path(miles.__file__).parent)
         (path / "sitecustomize.py").write_text(DIE_WITH_PARENT)
         # One thread: waiting threads of OpenMP starve their neighbours. Nothing is compiled: the few functions

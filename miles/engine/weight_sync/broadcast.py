@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -61,19 +61,22 @@ class _Group:
 
     def broadcast(self, chunk: WeightChunk) -> None:
         """Send every tensor in order. Raises ``RuntimeError`` if a peer is gone or ``JOIN_TIMEOUT`` passes."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        tensors = [tensor.to(self.device).contiguous() for tensor in chunk.tensors.values()]
-        sent = [self.ranks.broadcast([tensor], options) for tensor in tensors]
-        for work in sent:
-            work.wait()
-        if self.device.type == "cuda":  # wait() only queues here; the tensors must live until they are sent
-            torch.cuda.current_stream(self.device).synchronize()
+        broadcast(self.ranks, [tensor.to(self.device).contiguous() for tensor in chunk.tensors.values()])
 
     def abandon(self) -> None:
         """Leave the group. NCCL would otherwise wait for a lost peer forever and keep the device busy."""
         if self.device.type == "cuda":
             self.ranks.abort()
+
+
+def broadcast(ranks: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Send ``tensors`` in order as rank 0 of the group ``ranks``, or receive them as another rank."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    for work in [ranks.broadcast([tensor], options) for tensor in tensors]:
+        work.wait()
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()  # wait() only queues here; tensors must live until sent
 
 
 class BroadcastTransport:
@@ -131,33 +134,34 @@ async def _form_group(receiver: WeightReceiver, device: torch.device) -> _Group:
     store = serve_store(host, JOIN_TIMEOUT)
 
     def connect() -> Any:
-        # The prefixes under which the engine's torch.distributed looks for its peers: the engine's own, the one of a
-        # named group, and the one of the device (distributed_c10d._new_process_group_helper).
-        scope = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        return _rank_zero(scope, 1 + receiver.num_ranks, device, host)
+        return join(store, name, 0, 1 + receiver.num_ranks, device, host)
 
     _, ranks = await _both(receiver.join_group(host, store.port, name, COLLECTIVES[device.type]), in_thread(connect))
     return _Group(name, store, ranks, device)
 
 
-def _rank_zero(scope: PrefixStore, size: int, device: torch.device, host: str) -> Any:
-    """Join as rank 0, which listens at ``host``.
+def join(store: TCPStore, name: str, rank: int, size: int, device: torch.device, host: str) -> Any:
+    """Join the group ``name`` as ``rank``, which listens at ``host``.
+
+    The prefixes are those under which an engine's torch.distributed looks for its peers: the engine's own, the one of a
+    named group, and the one of the device (distributed_c10d._new_process_group_helper).
 
     Environment variables choose one interface for all groups of a process, and a run on one machine chooses the
     loopback interface. Its engines may be elsewhere, though (``--rollout-external``).
     """
+    scope = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     match COLLECTIVES[device.type]:
         case "gloo":
             gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = JOIN_TIMEOUT
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            return dist.ProcessGroupGloo(scope, 0, size, gloo)
+            return dist.ProcessGroupGloo(scope, rank, size, gloo)
         case "nccl":
             if os.environ.get("NCCL_SOCKET_IFNAME") == "lo" and not ip_address(host).is_loopback:
                 del os.environ["NCCL_SOCKET_IFNAME"]  # before this process's first group: NCCL reads it once
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = JOIN_TIMEOUT
-            return dist.ProcessGroupNCCL(scope, 0, size, options)
+            return dist.ProcessGroupNCCL(scope, rank, size, options)
         case unknown:
             raise AssertionError(f"{unknown} has no process group here")
 

@@ -25,8 +25,8 @@ from miles.config.settings import Settings
 from miles.engine.base import start_engine
 from miles.engine.embedded import torch_engine
 from miles.engine.servers import engine as servers_engine
+from miles.engine.servers.teacher import connect
 from miles.engine.sglang import engine as sglang_engine
-from miles.engine.sglang.teacher import connect
 from miles.objective.aggregation import step_denominators
 from miles.objective.policy_losses.ppo_clip import clipped_losses
 from miles.observe import sinks

@@ -40,8 +40,8 @@ def fake_vllm(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{VLLM} --update-weight-transfer-mode ipc", "--update-weight-transfer-mode ipc: .*; use disk"),
         (f"{VLLM} --rollout-external --rollout-external-engine-addrs 1.2.3.4:5", "--rollout-external: .*; drop it"),
+        (f'{VLLM} --multimodal-keys {{"image":"images"}}', "--multimodal-keys .*: images are not sent to vLLM's"),
         (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM states which tokens it keeps"),
         (
             f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",
@@ -67,12 +67,10 @@ def test_what_vllm_cannot_do_is_refused_by_name(validated, flags, message):
         validated(flags)
 
 
-def test_a_flag_of_vllm_chooses_it_and_weights_go_by_files(validated):
+def test_a_flag_of_vllm_chooses_it(validated):
     found = validated("--vllm-max-num-seqs 4 --vllm-tensor-parallel-size 1 --vllm-api-server-count 1")
     assert found.settings.rollout.rollout_engine == "vllm"
     assert found.settings.server_flags.vllm[:2] == ("--max-num-seqs", "4")
-    assert found.settings.sglang.update_weight_transfer_mode == "disk"
-    assert any("is read as disk" in note for note in found.notes)
 
 
 def test_vllms_own_parser_judges_its_flags(fake_vllm):

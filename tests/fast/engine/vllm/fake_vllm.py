@@ -5,8 +5,10 @@ each token was one of two. A prompt that begins with 9 waits until it is aborted
 """
 
 import asyncio
+import base64
 import json
 import math
+import pickle
 import sys
 
 from aiohttp import web
@@ -26,12 +28,15 @@ class FakeVllm:
 
     def routes(self):
         controls = ("pause", "resume", "abort_requests", "collective_rpc", "reset_prefix_cache", "weight_checker")
+        controls += ("start_weight_update", "finish_weight_update")
         return [
             web.get("/health", self.health),
             web.get("/weight_info", self.weight_info),
             web.get("/seen", self.seen),
             web.post("/inference/v1/generate", self.generate),
             web.post("/update_weight_version", self.set_version),
+            web.post("/init_weight_transfer_engine", self.join),
+            web.post("/update_weights", self.receive),
             *(web.post(f"/{name}", self.control) for name in controls),
         ]
 
@@ -51,6 +56,31 @@ class FakeVllm:
             self.reason = "abort" if request.path == "/abort_requests" else "length"
             self.freed.set()
         return web.json_response({"checksums": {"w": "1"}} if request.path == "/weight_checker" else {"status": "ok"})
+
+    async def join(self, request):
+        import torch  # takes seconds
+
+        from miles.engine.weight_sync.broadcast import TCPStore, join
+
+        info, cpu = (await request.json())["init_info"], torch.device("cpu")
+        store = await asyncio.to_thread(TCPStore, info["host"], info["port"], is_master=False)
+        self.ranks = await asyncio.to_thread(join, store, info["group"], 1, info["size"], cpu, info["host"])
+        return web.json_response({})
+
+    async def receive(self, request):
+        import torch
+
+        from miles.engine.weight_sync.broadcast import broadcast
+
+        info = (await request.json())["update_info"]
+        if isinstance(info, list):
+            tensors = dict(pickle.loads(base64.b64decode(info[0]["shared"])))
+        else:
+            described = zip(info["names"], info["shapes"], info["dtypes"], strict=True)
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in described}
+            await asyncio.to_thread(broadcast, self.ranks, list(tensors.values()))
+        self.calls.append(["/update_weights", {name: tensor.tolist() for name, tensor in tensors.items()}])
+        return web.json_response({})
 
     async def set_version(self, request):
         self.version = (await request.json())["new_version"]

@@ -97,6 +97,26 @@ async def test_an_update_reads_the_folder_empties_the_cache_and_then_sets_the_ve
         assert (await engine.generate(request(3)))[0].weight_version == 3
 
 
+@pytest.mark.parametrize("mode", ["broadcast", "ipc"])
+async def test_weights_arrive_over_a_process_group_and_through_shared_memory(tmp_path, monkeypatch, mode):
+    chunks = [WeightChunk({name: torch.full((2, 1), value)}) for name, value in (("a", 1.0), ("b", 2.0))]
+    async with started(tmp_path, monkeypatch, update_weight_transfer_mode=mode) as (engine, _):
+        for version in (3, 4):
+            await engine.update_weights(chunks, version)
+        calls = (await seen(engine))["calls"]
+        assert (await engine.generate(request(3)))[0].weight_version == 4
+    assert calls[: len(calls) // 2] * 2 == calls and [path for path, _ in calls[:7]] == [
+        "/pause?mode=keep",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/resume",
+    ]
+    assert [body for _, body in calls[2:4]] == [{"a": [[1.0], [1.0]]}, {"b": [[2.0], [2.0]]}]
+
+
 async def test_in_place_the_cache_stays_and_later_requests_do_not_find_it(tmp_path, monkeypatch):
     async with started(tmp_path, monkeypatch, pause_generation_mode="in_place") as (engine, _):
         await engine.update_weights(WEIGHTS, 3)

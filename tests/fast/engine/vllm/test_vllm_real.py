@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from tolerance import SERVER_LOG_PROB_ERROR
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.config.vllm.environment import missing_vllm, vllm_python
@@ -21,11 +21,12 @@ from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.servers.leftovers import open_segments
 from miles.engine.servers.server_log import LogFile
+from miles.engine.vllm.client import VllmClient
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
 from miles.types.weights import in_chunks
-from tests.fast.conftest import byte_tokenizer
+from tests.fast.conftest import VLLM_SHAPE, byte_tokenizer, save_tiny_model
 from tests.fast.engine.sglang_servers import log_probs_of, other_weights
 
 pytestmark = [
@@ -41,13 +42,8 @@ CHI_SQUARE_999 = 37.7  # of 15 degrees of freedom: one right engine in a thousan
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a tiny Llama whose heads are as large as vLLM's attention on CPU takes them."""
-    path, tokenizer = tmp_path_factory.mktemp("tiny-llama"), byte_tokenizer()
-    shape = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    special = dict(eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id)
-    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.3, **shape, **special)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    path = tmp_path_factory.mktemp("tiny-llama")
+    save_tiny_model(path, **VLLM_SHAPE, max_position_embeddings=2048)
     return path
 
 
@@ -92,6 +88,7 @@ async def test_answers_are_the_models_before_and_after_an_update(folder, tmp_pat
         await assert_support(engine, model)
         await assert_frequencies(engine, model)
         await assert_stops(engine)
+        await assert_teaches(engine, model)
         many = [tuple(range(5 + n, 65 + n)) for n in range(64)]  # more tokens than vLLM prefills in one step
         assert_of(model, await generate(engine, many, 1), many, 1)
         first, again = [await generate(engine) for _ in range(2)]
@@ -154,10 +151,21 @@ async def assert_stops(engine):
     assert free.finish_reason == "length"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_server_that_ends_or_hangs_is_replaced_and_every_request_answered(folder, tmp_path, number):
+async def assert_teaches(engine, model):
+    """Ask for the log-probs of given tokens, as for a teacher's; the guard wants the key for control calls."""
+    client = VllmClient(engine.servers.all[0].client.url, 4, 60.0, key=KEYS.admin)
+    found = await client.input_log_probs([*PROMPTS[0], 8, 9, 10], first=3)
+    await client.close()
+    assert [token for token, _ in found] == [8, 9, 10]
+    expected = log_probs_of(model, PROMPTS[0], [8, 9, 10])
+    assert [value for _, value in found] == pytest.approx(expected.tolist(), abs=SERVER_LOG_PROB_ERROR)
+
+
+@pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, "broadcast"), (signal.SIGSTOP, "ipc")])
+async def test_a_server_that_ends_or_hangs_is_replaced_and_every_request_answered(folder, tmp_path, number, mode):
     model = other_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     quick = {"rollout_health_check_interval": 1.0, "rollout_health_check_timeout": 10.0}
+    quick |= {"update_weight_transfer_mode": mode, "check_weight_update_equal": True}
     async with started(folder, tmp_path, use_fault_tolerance=True, **quick) as (engine, hosts):
         await engine.update_weights(list(in_chunks(model.named_parameters(), bucket_bytes=20_000)), 3)
         running = asyncio.ensure_future(generate(engine, max_new_tokens=100))

@@ -7,14 +7,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
-from miles.engine.sglang.teacher import SglangTeacher
+from miles.engine.servers.teacher import TeacherServers
 from miles.types.sample import Prompt, Sample
 
 PASSWORD = "hunter2secret"
 
 
 class Server:
-    """Answers as SGLang does; each log-prob tells the server and the token."""
+    """Answers as SGLang and vLLM do; each log-prob tells the server and the token."""
 
     def __init__(self, offset: float) -> None:
         self.offset = offset
@@ -24,6 +24,9 @@ class Server:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
+        if "prompt" in body:
+            tokens = [None, *({str(t): {"logprob": -self.offset - t / 100}} for t in body["prompt"][1:])]
+            return web.json_response({"choices": [{"prompt_logprobs": tokens}]})
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "500":
             raise web.HTTPInternalServerError()
@@ -40,19 +43,19 @@ class Server:
 
 
 @asynccontextmanager
-async def teachers(*names, waits=(0.0, 0.0)):
+async def teachers(*names, waits=(0.0, 0.0), of_vllm=()):
     servers = {name: Server(number) for number, name in enumerate(names)}
     running = {}
     for name, server in servers.items():
         app = web.Application()
-        app.add_routes([web.post("/generate", server.generate)])
+        app.add_routes([web.post(path, server.generate) for path in ("/generate", "/v1/completions")])
         running[name] = TestServer(app)
         await running[name].start_server()
     urls = {
-        name: str(test.make_url("").with_user("me").with_password(PASSWORD)).rstrip("/")
+        name: str(test.make_url("v1" * (name in of_vllm)).with_user("me").with_password(PASSWORD)).rstrip("/")
         for name, test in running.items()
     }
-    teacher = SglangTeacher(urls, "subject", waits)
+    teacher = TeacherServers(urls, "subject", waits)
     try:
         yield teacher, servers
     finally:
@@ -67,12 +70,14 @@ def sample(prompt, response, subject=None):
 
 async def test_every_response_token_gets_the_log_prob_of_its_teacher():
     samples = [sample([7, 8], [1, 2], "math"), sample([9], [3], "code"), sample([9], [], "code")]
-    async with teachers("math", "code") as (teacher, servers):
+    async with teachers("math", "code", of_vllm=["code"]) as (teacher, servers):
         await teacher.score(samples)
     assert [s.teacher_log_probs for s in samples] == [[-0.01, -0.02], [-1.03], []]
     (body,) = servers["math"].bodies
     assert body["input_ids"] == [7, 8, 1, 2] and body["logprob_start_len"] == 1
     assert body["return_logprob"] and body["sampling_params"]["max_new_tokens"] == 0
+    (body,) = servers["code"].bodies
+    assert body == {"prompt": [9, 3], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
 async def test_a_single_teacher_needs_no_name():

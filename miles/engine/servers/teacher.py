@@ -1,24 +1,25 @@
-"""Ask SGLang servers for a teacher's log-probs of sampled tokens (``--opd-type server``)."""
+"""Ask servers of SGLang or vLLM for a teacher's log-probs of sampled tokens (``--opd-type server``)."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from miles.config.settings import Settings
 from miles.engine.base import gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable
 from miles.engine.sglang.client import SglangClient
+from miles.engine.vllm.client import VllmClient
 from miles.types.sample import Sample
 
 IN_FLIGHT = 64  # requests of a run at once to one server: scoring a long sequence needs much memory there
 SECONDS = 600.0  # of one request
+OF_VLLM = "/v1"  # ends the address of a vLLM server, as clients of OpenAI's interface write it
 WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 
 
-class SglangTeacher:
+class TeacherServers:
     """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
 
     def __init__(
@@ -30,7 +31,7 @@ class SglangTeacher:
         """
         self._key = key
         self._waits = waits
-        self._clients = {name: SglangClient(url, in_flight, SECONDS) for name, url in urls.items()}
+        self._clients = {name: _client(url, in_flight) for name, url in urls.items()}
         self._slots = {name: asyncio.Semaphore(in_flight) for name in urls}
 
     async def score(self, samples: Sequence[Sample]) -> None:
@@ -49,11 +50,11 @@ class SglangTeacher:
         async with self._slots[name]:
             sample.teacher_log_probs = await self._asked(self._clients[name], sample)
 
-    async def _asked(self, client: SglangClient, sample: Sample) -> list[float]:
+    async def _asked(self, client: SglangClient | VllmClient, sample: Sample) -> list[float]:
         for wait in (*self._waits, None):
             try:
-                answer = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
-                return read_input_log_probs(answer, sample.response_ids, client.shown)
+                found = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
+                return _checked(found, sample.response_ids, client.shown)
             except EngineUnavailable:
                 if wait is None:
                     raise
@@ -78,26 +79,27 @@ class SglangTeacher:
             await client.close()
 
 
-def connect(settings: Settings, share: Callable[[int], int]) -> SglangTeacher:
+def connect(settings: Settings, share: Callable[[int], int]) -> TeacherServers:
     """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
     loss = settings.loss
-    return SglangTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
+    return TeacherServers(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
 
 
-def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:
-    """Return the log-probs of the last tokens of a request, which are ``response_ids``.
+def _client(url: str, in_flight: int) -> SglangClient | VllmClient:
+    if url.endswith(OF_VLLM):
+        return VllmClient(url.removesuffix(OF_VLLM), in_flight, SECONDS)
+    return SglangClient(url, in_flight, SECONDS)
+
+
+def _checked(found: Sequence[tuple[int, float]], response_ids: Sequence[int], url: str) -> list[float]:
+    """Return the log-probs of ``found`` if its tokens are ``response_ids``.
 
     Raises:
-        EngineUnavailable: The answer has no such log-probs.
+        EngineUnavailable: They are no log-probs.
         ValueError: They belong to other tokens.
     """
-    try:
-        entries = answer["meta_info"]["input_token_logprobs"][-len(response_ids) :]
-        token_ids = [int(entry[1]) for entry in entries]
-        log_probs = [float(entry[0]) for entry in entries]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineUnavailable(f"{url}: an answer without log-probs ({error!r}): {str(answer)[:300]}") from error
-    if token_ids != list(response_ids):
+    log_probs = [value for _, value in found]
+    if [token for token, _ in found] != list(response_ids):
         raise ValueError(
             f"--opd-teacher-urls {url}: the server gives log-probs of other tokens than those it was sent; the teacher "
             "must have the tokenizer of --hf-checkpoint"
