@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-health-check-interval", "2", "--rollout-num-gpus", "1"]
+VLLM = ["--rollout-engine", "vllm", "--vllm-max-model-len", "128", "--rollout-health-check-interval", "2"]
 TWO_SGLANG = [*SGLANG[:-1], "2"]  # with a router in front of them
 ASYNC = ["--async-steps", "1", "--use-tis"]
 MEGATRON = ["--train-backend", "megatron"]
@@ -25,6 +26,8 @@ SETUPS: dict[str, list[str]] = {
     "megatron, sglang, sync": [*MEGATRON, *SGLANG],
     "megatron, sglang, async": [*MEGATRON, *SGLANG, *ASYNC],
     "fsdp, two sglang, sync": TWO_SGLANG,
+    "fsdp, vllm, sync": VLLM,
+    "fsdp, vllm, async": [*VLLM, *ASYNC],
 }
 
 # By target: the kind of its process (``launches.kind_of``), and the pattern of the cause in the last line.
@@ -39,10 +42,19 @@ TARGETS: dict[str, tuple[str, str]] = {
     "scheduler": ("sglang::scheduler", r"engine \d"),
     "engine actor": ("ray::EngineActor", r"engine \d"),
     "router": ("sglang::router", "the router"),
+    "vllm server": ("vllm.entrypoints.openai.api_server", r"engine \d"),
+    "vllm core": ("VLLM::EngineCore", r"engine \d"),
+    "vllm worker": ("VLLM::Worker", r"engine \d"),
 }
 REPLACED_BY_RESTART = ("gcs", "raylet", "trainer rank")  # the others are replaced while the run continues
-OF_SGLANG = ("engine", "scheduler", "engine actor")
-OF_TWO = ("router",)
+# The targets that only set-ups with a word in their name have.
+ONLY_OF = {
+    "engine": "sglang",
+    "scheduler": "sglang",
+    "router": "two sglang",
+    "vllm server": "vllm",
+    "vllm core": "vllm",
+}
 SIGNALS = {name: signal.Signals[f"SIG{name}"] for name in ("KILL", "STOP", "TERM", "QUIT", "ABRT", "HUP", "INT")}
 LOAD = "load"  # the moment that only a run that resumes has, once
 MOMENTS = (LOAD, "generate", "train", "sync_weights", "eval", "save")
@@ -85,8 +97,7 @@ class Trial:
 
 def kinds_of(setup: str) -> list[Kind]:
     """Return every target, signal and moment of a set-up."""
-    missing = (() if "sglang" in setup else OF_SGLANG) + (() if "two sglang" in setup else OF_TWO)
-    targets = [target for target in TARGETS if target not in missing]
+    targets = [t for t in TARGETS if ONLY_OF.get(t, "") in setup and (t != "engine actor" or "torch" not in setup)]
     return [kind for kind in itertools.product([setup], targets, SIGNALS, MOMENTS) if ends(kind[1], kind[2])]
 
 

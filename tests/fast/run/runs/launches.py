@@ -84,15 +84,16 @@ LOCAL_RAY = {
     "ray::IDLE",
 }
 LOCAL_RAY |= {"ray::TrainActor", "ray::RolloutActor"}
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 OF_SERVERS = {"ray::EngineActor", "sglang::router", "sglang::scheduler", "sglang_on_cpu"}
 
 
 def kind_of(process):
-    """Name a process of a run: its Ray class, its SGLang part, or its program."""
+    """Name a process of a run: its Ray class, its part of SGLang or vLLM, or its program."""
     words = process.cmdline() or [process.name()]
     if "::" in words[0]:
         return words[0].split()[0].split(".")[0]  # ray::TrainActor.connect
-    named = ("train.py", "monitor.py", "dashboard.py", "sglang_on_cpu")
+    named = ("train.py", "monitor.py", "dashboard.py", "sglang_on_cpu", VLLM_SERVER)
     modules = [Path(word).name for word in words if word.endswith(named)]
     return modules[0] if modules else Path(words[0]).name
 
