@@ -1,7 +1,8 @@
 """Read the text of a shell script without running anything: its commands, with what can be evaluated filled in.
 
-Variables, arrays, defaults, quotes, arithmetic and removed prefixes are evaluated. A command substitution, a variable
-that is set nowhere, or in a branch or a loop, is unknown: it stays as written, and so does any value made from it.
+Variables, arrays, defaults, quotes, arithmetic, removed prefixes, and branches on known texts and numbers are
+evaluated. A command substitution, a variable that is set nowhere, or in another branch or a loop, is unknown: it stays
+as written, and so does any value made from it.
 
 The grammar is tree-sitter's. ``shlex`` takes every ``#`` for a comment, as in ``${MODEL##*/}``, and ends a command at
 the bracket of ``$(date)``; a scanner of our own had twice the lines, and knew no arithmetic, functions or ``case``.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -22,7 +23,19 @@ if TYPE_CHECKING:
 
 MOST_WORDS = 50_000
 MOST_DEPTH = 200  # of nested quotes and brackets
+_TESTS: dict[str, Callable[[str, str], bool]] = {
+    "=": fnmatchcase,
+    "==": fnmatchcase,
+    "!=": lambda one, other: not fnmatchcase(one, other),
+    "-eq": lambda one, other: int(one) == int(other),
+    "-ne": lambda one, other: int(one) != int(other),
+    "-lt": lambda one, other: int(one) < int(other),
+    "-le": lambda one, other: int(one) <= int(other),
+    "-gt": lambda one, other: int(one) > int(other),
+    "-ge": lambda one, other: int(one) >= int(other),
+}
 _BRANCHES = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")  # in arithmetic
 _JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that continues in the next line
 _OPERATIONS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Add: operator.add,
@@ -31,6 +44,9 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: lambda one, other: one**other if 0 <= other <= 64 else 1 // 0,
+    ast.LShift: lambda one, other: one << other if 0 <= other <= 64 else 1 // 0,
+    ast.RShift: operator.rshift,
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
@@ -136,17 +152,67 @@ class _Reader:
         elif kind == "list":
             for number, child in enumerate(node.named_children):
                 self._run(child, is_certain and not number, depth + 1)
+        elif kind in ("if_statement", "case_statement") and (chosen := self._chosen(node)) is not None:
+            for child in chosen:
+                self._run(child, is_certain, depth + 1)
         else:
-            if kind in ("for_statement", "c_style_for_statement"):
-                self._forget(node)
+            if kind == "for_statement" and (name := node.child_by_field_name("variable")) is not None:
+                self._forget([_text(name)])
+            elif kind in ("compound_statement", "c_style_for_statement"):  # ((N *= 2))
+                self._forget(_ASSIGNED.findall(_text(node)) if "((" in [child.type for child in node.children] else [])
             for child in node.named_children:
                 self._run(child, is_certain and kind not in _BRANCHES, depth + 1)
 
-    def _forget(self, node: Node) -> None:
-        name = node.child_by_field_name("variable")
-        if name is not None:
-            self._script.uncertain.add(_text(name))
-            self._script.variables.pop(_text(name), None)
+    def _chosen(self, node: Node) -> list[Node] | None:
+        """Return the statements of the branch that is taken, or ``None`` if that is not known."""
+        if node.type == "case_statement":
+            subject = node.child_by_field_name("value")
+            word = None if subject is None else self._joined(subject)
+            if word is None or not word.is_known:
+                return None
+            for item in (child for child in node.named_children if child.type == "case_item"):
+                patterns = item.children_by_field_name("value")
+                if any(fnmatchcase(word.text, self._joined(pattern).text) for pattern in patterns):
+                    return [child for child in item.named_children if child not in patterns]
+            return []
+        branch: Node = node
+        branches = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
+        for branch in (node, *branches):
+            inner = [child for child in branch.named_children if child not in branches]
+            if branch.type == "else_clause":
+                return inner
+            holds = self._holds(inner[0]) if inner else None
+            if holds is None:
+                return None
+            if holds:
+                return inner[1:]
+        return []
+
+    def _holds(self, node: Node) -> bool | None:
+        """Return whether a condition holds, or ``None`` if it looks at files, runs a command or is not known."""
+        inner = node.named_children
+        if node.type == "list" and len(inner) == 2:
+            one, other, is_and = self._holds(inner[0]), self._holds(inner[1]), node.children[1].type == "&&"
+            decides = [value for value in (one, other) if value is (not is_and)]
+            return not is_and if decides else None if None in (one, other) else is_and
+        if node.type == "test_command" and len(inner) == 1:
+            return self._holds(inner[0])
+        if node.type == "unary_expression" and _text(node.children[0]) in ("-z", "-n"):
+            word = self._joined(node.children[-1])
+            return (word.text == "") == (_text(node.children[0]) == "-z") if word.is_known else None
+        if node.type != "binary_expression" or len(node.children) != 3:
+            return None
+        left, right = self._joined(node.children[0]), self._joined(node.children[2])
+        test = _TESTS.get(_text(node.children[1]))
+        try:
+            return test(left.text, right.text) if test is not None and left.is_known and right.is_known else None
+        except ValueError:  # no numbers
+            return None
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._script.uncertain.add(name)
+            self._script.variables.pop(name, None)
 
     def _assign(self, node: Node, is_certain: bool) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -185,6 +251,8 @@ class _Reader:
         self._words += len(words)
         if self._words > MOST_WORDS:
             raise ValueError(f"has more than {MOST_WORDS} words; give the launch script alone")
+        if words and words[0].text in ("let", "read"):
+            self._forget(match[0] for word in words[1:] if (match := re.match(r"[A-Za-z_]\w*", word.text)))
         if len(words) > 1 and words[0].text in ("source", "."):
             text = self._source(words[1].text)
             if text is not None:
@@ -264,7 +332,10 @@ class _Reader:
             if not is_empty:
                 return values or []
             rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
-            return [self._joined(rest[-1])] if rest and found[5] else unknown
+            default = [self._joined(rest[-1])] if rest and found[5] else unknown
+            if "=" in sign:
+                self._script.variables[name] = default
+            return default
         if values is None or name in self._script.uncertain and not all(value.is_known for value in values):
             return values or unknown
         if sign in ("+", ":+"):
@@ -300,6 +371,8 @@ def arithmetic(text: str, value: Callable[[str], str | None]) -> int | None:
         found = value(match[1] or match[3] or match[4])
         return f"({found or match[2] or '?'})"
 
+    if "#" in text:  # a number of another base
+        return None
     inner = re.sub(r"\$\{(\w+)(?::?-(\w+))?\}|\$(\w+)|\b([A-Za-z_]\w*)\b", filled, text[3:-2])
     try:
         return _integer(ast.parse(inner.strip(), mode="eval").body)

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles.base.choices import Registry
 from miles.base.flags import flag_name
-from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
+from miles.compat.translate.translation import table_of
 from miles.objective.adaptive import adaptive_entropy_formula, adaptive_kl_formula
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
@@ -29,6 +29,8 @@ from scripts.pages.objective_variants import (
     linked,
     markdown_row,
 )
+
+ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]
 
 
 def objectives_reference() -> str:
@@ -99,7 +101,10 @@ def _names_in_verl() -> Iterator[str]:
     yield from ("", "## Names in verl", "")
     yield "What verl 0.9.1 registers, with the flags that compute the same here; the numbers are its defaults. The"
     yield "files above say what still differs, such as a group of one."
-    for title, names in (("estimator", ESTIMATORS_OF_VERL), ("policy loss", POLICY_LOSSES_OF_VERL)):
+    for title, names in (
+        ("estimator", ESTIMATORS_OF_VERL),
+        ("policy loss", POLICY_LOSSES_OF_VERL),
+    ):
         yield from ("", f"| {title} in verl | here |", "|---|---|")
         yield from (f"| `{name}` | `{flags}` |" for name, flags in names.items())
     yield ""

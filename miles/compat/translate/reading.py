@@ -179,13 +179,15 @@ def _check_object(path: str, value: Any) -> None:
 
 CALLS = ("GRPOConfig",)
 TRAINERS = ("GRPOTrainer",)
+_OTHER_TRAINERS = re.compile(r"(SFT|DPO|KTO|ORPO|CPO|Reward|GKD|PRM|BCO|XPO|NashMD|OnlineDPO)(Config|Trainer)$")
 OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # in its order
 
 
 def read_python(path: str, text: str) -> Document:
     """Read the arguments of the one call of ``GRPOConfig`` in the source, and the model and data of ``GRPOTrainer``.
 
-    Constants that are assigned once, at the top level of the file, are followed. Other expressions are not evaluated.
+    Without a configuration the trainer has its defaults. Constants that are assigned once, at the top level of the
+    file, are followed. Other expressions are not evaluated.
     """
     try:
         tree = ast.parse(text)
@@ -193,23 +195,35 @@ def read_python(path: str, text: str) -> Document:
         fail(path, error.lineno, f"not Python ({error.msg}); correct it")
     except (ValueError, RecursionError, MemoryError) as error:
         fail(path, None, f"not Python ({error or 'nested too deep'}); correct it")
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) in CALLS]
-    if len(calls) != 1:
+    every = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in every if _name(call.func) in CALLS]
+    trainers = [call for call in every if _name(call.func) in TRAINERS]
+    others = tuple(name for call in every if _OTHER_TRAINERS.match(name := _name(call.func)))
+    if any(_name(call.func) == "TrlParser" for call in every) and not calls:
+        fail(
+            path,
+            1,
+            "its settings are the arguments of its command; give a shell script with the command, or the file "
+            "of its --config",
+        )
+    if others and not (calls or trainers):
+        return Document(path, "python", words=others)
+    if len(calls) > 1 or not (calls or trainers):
         lines = ", ".join(str(call.lineno) for call in calls)
         where = f"{len(calls)} calls of {CALLS[0]} (lines {lines})" if calls else f"no call of {CALLS[0]}(…)"
         fail(path, calls[1].lineno if calls else 1, f"{where}; give a file with one")
     constants = _constants(tree)
-    call = calls[0]
-    settings = [Setting(f"argument {n}", Expression(ast.unparse(a)), a.lineno) for n, a in enumerate(call.args, 1)]
-    for keyword in call.keywords:
-        name = keyword.arg or f"**{ast.unparse(keyword.value)}"
-        settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _name(node.func) in TRAINERS:
-            given = [*zip(OF_THE_TRAINER, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
-            for argument, value in given:
-                if argument in OF_THE_TRAINER and argument != "args":  # those are the configuration
-                    settings.append(Setting(argument, _value(value, constants), value.lineno))
+    settings = list[Setting]()
+    for call in calls:
+        settings += [Setting(f"argument {n}", Expression(ast.unparse(a)), a.lineno) for n, a in enumerate(call.args, 1)]
+        for keyword in call.keywords:
+            name = keyword.arg or f"**{ast.unparse(keyword.value)}"
+            settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
+    for call in trainers:
+        given = [*zip(OF_THE_TRAINER, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+        for argument, value in given:
+            if argument in OF_THE_TRAINER and (argument != "args" or not calls):  # those are the configuration
+                settings.append(Setting(argument, _value(value, constants), value.lineno))
     return Document(path, "python", by_key(settings))
 
 
@@ -237,6 +251,10 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
     if isinstance(node, ast.Name) and node.id in constants:
         node = constants[node.id]
+    if isinstance(node, ast.Call) and _name(node.func) == "load_dataset" and len(node.args) == 1:
+        given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if given in ({}, {"split": "'train'"}):
+            node = node.args[0]
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -285,12 +303,14 @@ COMMANDS = (
     (re.compile(r"(^|/)train(_async)?\.py$"), "flags"),
     (re.compile(r"^verl\.|(^|/)(main_\w+|fsdp_sft_trainer)\.py$"), "overrides"),
     (
-        re.compile(r"(^|/)\w*(grpo|sft|dpo|kto|orpo|reward|rloo|ppo)\w*\.py$|^(grpo|sft|dpo|kto|orpo|reward|rloo)$"),
+        re.compile(r"(^|/)\w*(g[rs]po|sft|dpo|kto|orpo|reward|rloo|ppo)\w*\.py$|^(grpo|sft|dpo|kto|orpo|reward|rloo)$"),
         "trl",
     ),
+    (re.compile(r"^\+{0,2}actor_rollout_ref\."), "settings"),  # of a program that is built on verl
 )
 HYDRA_FLAGS = {"--config-path": "--config-path", "-cp": "--config-path", "--config-name": "--config-name"}
-HYDRA_FLAGS |= {"-cn": "--config-name", "--config-dir": "--config-path"}
+HYDRA_FLAGS |= {"-cn": "--config-name", "--config-dir": "--config-path", "--config": "--config"}
+_HOME = {"HOME": "~"}  # the shell of the reader has another one than the shell that runs the command
 
 _OVERRIDE = re.compile(r"^(\+{0,2})([A-Za-z_][\w.\-/@]*)=(.*)$", re.DOTALL)
 _NUMBER = re.compile(r"^-\.?\d")
@@ -326,13 +346,13 @@ def read_shell(path: str, text: str) -> Document:
     """Read the last training command of a script; one in a here-document only if there is no other."""
     sources = _Sources(Path(path).parent)
     script = _script(path, text, sources)
-    documents = [_script(path, body, sources) for body in script.documents]
+    inner = [word.text for command in script.commands for word in command if _is_command(word)]  # bash -c "..."
+    documents = [_script(path, body, sources) for body in (*script.documents, *inner)]
     for pattern, style in COMMANDS:
         for commands in (script.commands, *(each.commands for each in documents)):
-            for command in reversed(commands):
-                place = next((number for number, word in enumerate(command) if pattern.search(word.text)), None)
-                if place is not None:
-                    return _training(path, script, sources, command, place, style)
+            places = [(command, _begin(command, pattern, style)) for command in commands]
+            if fitting := [(command, place) for command, place in places if place is not None]:
+                return _training(path, script, sources, fitting, style)
     if script.fault_line is not None:
         fail(path, script.fault_line, "not a shell script (a quote or a bracket is not closed); check its quotes")
     fail(path, 1, "has no training command (verl's main_ppo, openrlhf.cli.train_ppo_ray, train.py); check the file")
@@ -340,18 +360,39 @@ def read_shell(path: str, text: str) -> Document:
 
 def _script(path: str, text: str, sources: _Sources) -> Script:
     try:
-        return read_script(text, source=sources.text)
+        return read_script(text, source=sources.text, environment=_HOME)
     except ValueError as error:
         fail(path, 1, str(error))
 
 
-def _training(path: str, script: Script, sources: _Sources, command: list[Word], place: int, style: str) -> Document:
-    rest, words = command[place + 1 :], tuple(word.text for word in command)
-    found, elsewhere = _overrides(rest) if style == "overrides" else _flags(rest)
+def _begin(command: list[Word], pattern: re.Pattern[str], style: str) -> int | None:
+    """Return where the settings of a training command begin, or ``None`` if it is none."""
+    places = [n for n, word in enumerate(command) if pattern.search(word.text) and not _is_command(word)]
+    if not places or style != "settings":
+        return places[0] + 1 if places else None
+    return next(n for n, word in enumerate(command) if _OVERRIDE.match(word.text) or (n and not word.is_known))
+
+
+def _is_command(word: Word) -> bool:
+    return " " in word.text and any(pattern.search(word.text) for pattern, style in COMMANDS if style != "settings")
+
+
+def _training(
+    path: str, script: Script, sources: _Sources, fitting: list[tuple[list[Word], int]], style: str
+) -> Document:
+    command, place = fitting[-1]
+    rest, words = command[place:], tuple(word.text for word in command)
+    found, elsewhere = _overrides(rest) if style in ("overrides", "settings") else _flags(rest)
+    others = [_set_elsewhere(word, script, sources) for word in elsewhere]
+    if len(fitting) > 1:
+        lines = ", ".join(str(each[0].line) for each, _ in fitting)
+        others.append(
+            Setting(f"{len(fitting)} commands", f"train here (lines {lines}): the last one is translated", None)
+        )
     if style == "trl":  # TRL's flags are the names of its settings
         found = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in found]
         found = [replace(each, key="--config") if each.key == "config" else each for each in found]
-    return Document(path, "shell", by_key(found), words, by_key(_set_elsewhere(w, script, sources) for w in elsewhere))
+    return Document(path, "shell", by_key(found), words, by_key(others))
 
 
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
@@ -514,7 +555,7 @@ def _with_parent(document: Document, setting: Setting, name: str, folder: str, d
             "it alongside this file, or give a file that is whole",
         )
     parent = _read_document(str(file), depth + 1).settings
-    replaced = tuple(f"{key}." for key in document.settings)
+    replaced = tuple(f"{key.removesuffix('._override_')}." for key in document.settings)
     below = {key: replace(each, line=None) for key, each in parent.items() if not key.startswith(replaced)}
     return replace(document, settings={**below, **document.settings})
 

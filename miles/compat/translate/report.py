@@ -35,7 +35,7 @@ def report(name: str, translation: Translation, objective: Objective | None) -> 
 
 
 def _command(translation: Translation) -> list[str]:
-    lines = ["python train.py"] + [f"  {shlex.join(group)}" for group in translation.groups]
+    lines = ["python train.py"] + [f"  {_joined(group)}" for group in translation.groups]
     missing = [f"{flag} ({what})" for flag, what in REQUIRED.items() if flag not in translation.words]
     if "--prompt-mix" in translation.words:
         missing.remove("--prompt-data (the prompts)")
@@ -45,6 +45,11 @@ def _command(translation: Translation) -> list[str]:
         missing.append("--num-rollout or --num-epoch (the end)")
     lines = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
     return lines + ([f"still to add: {', '.join(missing)}"] if missing else [])
+
+
+def _joined(words: Iterable[str]) -> str:
+    """Return words for a shell, which may expand ``~``."""
+    return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in words)
 
 
 def _place(line: int | None) -> str:

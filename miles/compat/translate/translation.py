@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -135,12 +137,14 @@ class Table:
         source: Where its loss was read.
         quiet: Patterns of further names that do not change learning.
         rows: The settings by name.
+        names: Names that it registers, by their kind, and our words for them.
     """
 
     version: str
     source: str
     quiet: tuple[str, ...]
     rows: Mapping[str, Row]
+    names: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, key: str) -> Row:
         """Return the row of ``key``. A name that the table lacks may change learning."""
@@ -154,9 +158,10 @@ def table_of(name: str) -> Table:
     """Read ``launchers/NAME.toml``."""
     table = tomllib.loads(Path(__file__).with_name("launchers").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     rows = {key: Row(**{**row, "neutral": tuple(row.get("neutral", ()))}) for key, row in table["settings"].items()}
-    return Table(table["version"], table["source"], tuple(table["quiet"]), rows)
+    return Table(table["version"], table["source"], tuple(table["quiet"]), rows, table.get("names", {}))
 
 
+_SEES = re.compile(r"vlm|(^|[\d\W_])vl([\W_]|$)|vision|llava", re.IGNORECASE)  # the name of a model that reads images
 _FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 
@@ -209,6 +214,10 @@ class Translation:
         """Return whether the file sets ``key`` to something but null."""
         setting = self.document.settings.get(key)
         return setting is not None and setting.value is not None
+
+    def first(self, *keys: str) -> str:
+        """Return the first of the names that the file sets, or else the first."""
+        return next(filter(self.has, keys), keys[0])
 
     def raw(self, key: str, default: Any = None) -> Any:
         """Take the value of ``key``. If it is absent or null, return the trainer's default, or else ``default``.
@@ -438,11 +447,23 @@ def _apply(translation: Translation, key: str, row: Row) -> None:
 
 
 def _write_prompts(translation: Translation, key: str, row: Row) -> None:
+    name = prompts_of(translation, key)
+    _write(translation, key, row if name.startswith(HUGGING_FACE) else Row(flag=row.flag), name)
+
+
+def prompts_of(translation: Translation, key: str) -> str:
+    """Take a file of prompts, or a name of the Hub, as it is given here."""
     name = translation.text(key)
     beside = Path(translation.document.path).parent / name
     is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(beside)
-    is_of_hub = HUB_NAME.fullmatch(name) and not is_file
-    _write(translation, key, row if is_of_hub else Row(flag=row.flag), f"{HUGGING_FACE}{name}" if is_of_hub else name)
+    return f"{HUGGING_FACE}{name}" if HUB_NAME.fullmatch(name) and not is_file else name
+
+
+def write_images(translation: Translation, key: str, column: str, model: str, why: str = "") -> None:
+    """Record the column of images, if ``key`` is stated or the name of the model tells that it reads them."""
+    if translation.has(key) or (translation.has(model) and _SEES.search(translation.text(model))):
+        words = "--multimodal-keys", json.dumps({"image": column})
+        translation.differ(key, why, *words) if why else translation.carry(key, *words)
 
 
 def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
@@ -452,6 +473,16 @@ def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
     words = [row.flag, *(value if isinstance(value, list) else [value])]
     if row.why:
         translation.differ(key, row.why, *words)
+    else:
+        translation.carry(key, *words)
+
+
+def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:
+    """Record a warm-up that counts iterations of ``each`` optimizer steps there, as verl's and NeMo-RL's do."""
+    words = "--lr-warmup-iters", int(steps) * each
+    if each > 1:
+        why = f"counts iterations of {each} optimizer steps there; the learning rate rises at each step here"
+        translation.differ(key, why, *words)
     else:
         translation.carry(key, *words)
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
-from miles.compat.translate.translation import Document, Translation, apply, write_estimator, write_kl_in_rewards
+from miles.compat.translate.translation import (
+    Document,
+    Translation,
+    apply,
+    write_estimator,
+    write_images,
+    write_kl_in_rewards,
+    write_warmup,
+)
 
 OPTIMIZER = "policy.optimizer.kwargs."
 MEGATRON = "policy.megatron_cfg."
@@ -32,8 +40,20 @@ class NemoRl(Launcher):
             renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in given.items()}
             renamed.setdefault(start, replace(next(iter(given.values())), key="ppo", value="gae", line=None))
             translation.document = replace(translation.document, settings=renamed)
-        parts = (_end, _estimator, _critic, _filter, _async, _lengths, _tokens, _precision, _optimizer, _schedule)
-        for part in (*parts, _adapter, _policy, _kl, _correction, _parallel, apply):
+        parts = (
+            _end,
+            _estimator,
+            _critic,
+            _filter,
+            _async,
+            _lengths,
+            _tokens,
+            _images,
+            _precision,
+            _optimizer,
+            _schedule,
+        )
+        for part in (*parts, _adapter, _policy, _kl, _correction, _engines, apply):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -120,6 +140,8 @@ def _async(translation: Translation) -> None:
         if translation.switch(start + "enabled", False):
             age = start + "max_trajectory_age_steps"
             translation.carry(start + "enabled", "--async-steps", translation.count(age, 1))
+        else:
+            translation.take([start + "in_flight_weight_updates"])
         translation.take([start + "enabled", start + "max_trajectory_age_steps"])
 
 
@@ -146,6 +168,14 @@ def _tokens(translation: Translation) -> None:
     key = "policy.train_micro_batch_size"
     if translation.has(key):
         translation.carry(key, "--micro-batch-size", translation.count(key))
+
+
+def _images(translation: Translation) -> None:
+    template = translation.document.settings.get("policy.tokenizer.chat_template")
+    if template is None or template.value is not None:
+        translation.carry("the rows", "--apply-chat-template")
+    why = "images come with the set there: name their column"
+    write_images(translation, "the column of images", "images", "policy.model_name", why)
 
 
 def _precision(translation: Translation) -> None:
@@ -192,9 +222,11 @@ def _schedule(translation: Translation) -> None:
                 if translation.has(start + names[1])
                 else []
             )
-        if warm := int(translation.number(start + names[2])):
-            words += ["--lr-warmup-iters", warm]
+        each, warm = _steps_of_iteration(translation), translation.number(start + names[2])
+        words = [word * each if isinstance(word, int) else word for word in words]
         translation.carry(start + names[0], *words)
+        if warm:
+            write_warmup(translation, start + names[2], warm, each)
         if warm and (first := translation.number(start + names[3])):
             translation.differ(start + names[3], f"the warm-up begins at {first:g} there, at 0 here")
     elif not translation.has(key) and not translation.has(key + ".name"):
@@ -204,9 +236,16 @@ def _schedule(translation: Translation) -> None:
     translation.take([key, *(start + name for name in names)])
 
 
+def _steps_of_iteration(translation: Translation) -> int:
+    """Return the optimizer steps of an iteration, which the schedules count there."""
+    samples = translation.count("grpo.num_prompts_per_step") * translation.count("grpo.num_generations_per_prompt")
+    passes = translation.count("grpo.ppo_epochs")
+    return max(samples // translation.count("policy.train_global_batch_size"), 1) * passes
+
+
 def _torch_schedule(translation: Translation, key: str) -> None:
     """Translate a chain of PyTorch's schedulers: a linear warm-up, then a constant or a cosine."""
-    stages = translation.raw(key, [])
+    stages, each = translation.raw(key, []), _steps_of_iteration(translation)
     if not isinstance(stages, list):
         translation.fail(key, "must be a list of PyTorch's schedulers")
     if translation.has(key + ".name"):
@@ -223,12 +262,13 @@ def _torch_schedule(translation: Translation, key: str) -> None:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
-            words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5))]
+            words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5)) * each]
             first = kwargs.get("start_factor", 1 / 3)
             why = f"the warm-up begins at {first:.3g} of the learning rate there, at 0 here"
+            why += f", and counts iterations of {each} optimizer steps" if each > 1 else ""
         elif name == "CosineAnnealingLR":
             shape = "cosine"
-            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", int(kwargs.get("T_max", 0))]
+            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", int(kwargs.get("T_max", 0)) * each]
         elif name not in ("ConstantLR", "") or (name == "ConstantLR" and kwargs.get("factor", 1.0) != 1.0):
             translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
             return
@@ -320,20 +360,13 @@ def _correction(translation: Translation) -> None:
     translation.take([kind, high, low])
 
 
-def _parallel(translation: Translation) -> None:
-    names = {
-        "tensor_model_parallel_size": "--tensor-model-parallel-size",
-        "context_parallel_size": "--context-parallel-size",
-    }
-    names |= {
-        name: "--" + name.replace("_", "-") for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
-    }
+def _engines(translation: Translation) -> None:
     if translation.switch(MEGATRON + "enabled"):
         translation.carry(MEGATRON + "enabled", "--train-backend", "megatron")
         translation.take(["policy.dtensor_cfg.context_parallel_size"])
-        for name, flag in names.items():
-            if translation.number(MEGATRON + name, 1) > 1:
-                translation.carry(MEGATRON + name, flag, translation.count(MEGATRON + name))
+    else:  # what the other backend would do
+        names = {*translation.document.settings, *translation.table.rows}
+        translation.take(key for key in names if key.startswith(MEGATRON))
 
 
 def _objective(translation: Translation) -> Objective:

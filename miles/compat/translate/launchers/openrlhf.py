@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -18,26 +19,15 @@ from miles.compat.translate.translation import (
     Table,
     Translation,
     apply,
+    prompts_of,
     table_of,
     write_estimator,
     write_kl_in_rewards,
 )
 
-ESTIMATORS = {
-    "gae": ("ppo", "--normalize-advantages"),
-    "reinforce": ("reinforce_plus_plus", "--normalize-advantages"),
-    "reinforce_baseline": ("reinforce_plus_plus_baseline", "--normalize-advantages"),
-    "rloo": ("rloo",),
-    "group_norm": ("grpo",),
-    "dr_grpo": ("grpo", "--disable-grpo-std-normalization"),
-}
+ESTIMATORS: dict[str, str] = table_of("openrlhf").names["estimators"]
 # What some estimators read alone: the flag, and those estimators
-OF_ESTIMATORS = {
-    "--algo.advantage.gamma": ("--gamma", ("gae", "reinforce")),
-    "--algo.advantage.lambd": ("--lambd", ("gae",)),
-    "--critic.adam.lr": ("--critic-lr", ("gae",)),
-    "--critic.value_clip": ("--value-clip", ("gae",)),
-}
+OF_ESTIMATORS: dict[str, tuple[str, list[str]]] = table_of("openrlhf").names["readers"]
 MICRO_BATCHES = "the token mean of a micro-batch"
 
 
@@ -59,7 +49,20 @@ class OpenRlhf(Launcher):
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
             given = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=given)
-        parts = (_wandb, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl, _filter)
+        parts = (
+            _wandb,
+            _images,
+            _lengths,
+            _step,
+            _tokens,
+            _end,
+            _async,
+            _estimator,
+            _policy,
+            _correction,
+            _kl,
+            _filter,
+        )
         for part in (*parts, _optimizer, _schedule, _evaluation, _engines, _order, apply):
             translation.attempt(part)
         return translation.attempt(_objective)
@@ -74,6 +77,13 @@ def earlier() -> Table:
         for key, row in table.rows.items()
     }
     return replace(table, rows=rows)
+
+
+def _images(translation: Translation) -> None:
+    number, column = "--data.max_images_per_prompt", "--data.image_key"
+    if translation.number(number) > 0:
+        translation.carry(column, "--multimodal-keys", json.dumps({"image": translation.text(column)}))
+    translation.take([number, column])
 
 
 def _has_dots(translation: Translation) -> bool:
@@ -139,8 +149,8 @@ def _estimator(translation: Translation) -> None:
     name = translation.text(key)
     if name not in ESTIMATORS:
         translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
-    whitens = "--normalize-advantages" in ESTIMATORS[name]
-    write_estimator(translation, key, "--advantage-estimator", *ESTIMATORS[name])
+    whitens = "--normalize-advantages" in ESTIMATORS[name].split()
+    write_estimator(translation, key, "--advantage-estimator", *ESTIMATORS[name].split())
     plain = "--algo.advantage.no_std_norm"
     if translation.switch(plain) and whitens:
         translation.miss(plain, "whitening divides by the std here, and subtracts the mean alone there")
@@ -169,7 +179,8 @@ def _policy(translation: Translation) -> None:
 def _correction(translation: Translation) -> None:
     start = "--algo.advantage.is_correction_"
     level, mode, gate, bounds = (start + name for name in ("level", "mode", "gating", "threshold"))
-    before = "--enable_vllm_is_correction", "--vllm_is_correction_type", "--vllm_is_truncated_threshold"
+    before = ("--enable_vllm_is_correction", "--vllm_enable_is_correction", "--vllm_is_correction_type")
+    before += ("--vllm_is_truncated_threshold", "--use_icepop")
     kind = "off"
     if _has_dots(translation):
         if translation.text(level) != "off" and translation.text(gate) != "ratio":
@@ -179,8 +190,9 @@ def _correction(translation: Translation) -> None:
             translation.fail(level, "must be off, token or seq, with the mode mask or clip")
         kind = kinds[translation.text(level)]
         kind = "tis" if kind == "icepop" and translation.text(mode) == "clip" else kind
-    elif translation.switch(before[0]):
-        kind, bounds = translation.text(before[1]), before[2]
+    elif translation.switch(translation.first(*before[:2])):
+        kind, bounds = translation.text(before[2]), before[3]
+        kind = "icepop" if translation.switch("--use_icepop") else kind  # of earlier releases
     if kind != "off":
         ends = translation.raw(bounds)
         ends = (
@@ -192,7 +204,7 @@ def _correction(translation: Translation) -> None:
         if kind == "seq-mask-tis":
             words = ["--use-tis", "--tis-level", "token", "--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", ends[0], "--rs-upper-bound", ends[1]]
-        translation.carry(level if _has_dots(translation) else before[0], *words)
+        translation.carry(level if _has_dots(translation) else translation.first(*before[:2]), *words)
     translation.take([level, mode, gate, bounds, *before])
 
 
@@ -201,6 +213,8 @@ def _kl(translation: Translation) -> None:
         f"--algo.kl.{name}" for name in ("init_coef", "estimator", "use_loss", "unbiased_gradient")
     )
     coefficient, name = translation.number(weight), translation.text(kind)
+    earlier = "--use_kl_estimator_k3"
+    name = "k3" if translation.switch(earlier) else name
     if coefficient and translation.switch(in_loss):
         words: list[object] = ["--use-kl-loss", "--kl-loss-coef", coefficient, "--kl-loss-type", name]
         words += ["--use-unbiased-kl"] if translation.switch(unbiased) else []
@@ -214,7 +228,7 @@ def _kl(translation: Translation) -> None:
         if written and translation.has("--algo.kl.target"):
             translation.carry("--algo.kl.target", "--kl-target", translation.number("--algo.kl.target"))
             translation.carry("--algo.kl.horizon", "--kl-horizon", translation.number("--algo.kl.horizon"))
-    translation.take([weight, kind, in_loss, unbiased, "--algo.kl.target", "--algo.kl.horizon"])
+    translation.take([weight, kind, in_loss, unbiased, earlier, "--algo.kl.target", "--algo.kl.horizon"])
 
 
 def _filter(translation: Translation) -> None:
@@ -250,7 +264,7 @@ def _schedule(translation: Translation) -> None:
 def _evaluation(translation: Translation) -> None:
     steps, files = "--eval.steps", "--eval.dataset"
     if translation.number(steps) > 0 and translation.has(files):
-        translation.carry(files, "--eval-prompt-data", "eval", translation.text(files))
+        translation.carry(files, "--eval-prompt-data", "eval", prompts_of(translation, files))
         translation.carry(steps, "--eval-interval", translation.number(steps))
     else:
         translation.take(key for key in translation.table.rows if key.startswith("--eval."))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import Objective, token_mean, token_mean_of_ranks
 from miles.compat.translate.translation import Document, Translation, apply
@@ -22,27 +25,30 @@ class PrimeRl(Launcher):
         return any(key.startswith(("orchestrator.", "trainer.")) for key in document.settings)
 
     def translate(self, translation: Translation) -> Objective | None:
-        """Translate the settings of ``packages/prime-rl-configs``."""
+        """Translate the settings of ``packages/prime-rl-configs``; later names too."""
+        settings = {_earlier_name(key): each for key, each in translation.document.settings.items()}
+        translation.document = replace(translation.document, settings=settings)
         parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _order, apply)
         for part in parts:
             translation.attempt(part)
         return translation.attempt(_objective)
 
 
-def _first(translation: Translation, *keys: str) -> str:
-    """Return the first of the names that the file has, or else the first."""
-    return next(filter(translation.has, keys), keys[0])
+def _earlier_name(key: str) -> str:
+    """Return the name of August 2026 of a setting that has another one since."""
+    name = re.sub(r"^orchestrator\.train\.(?=group_size$|algo\.)", "orchestrator.", key)
+    return "orchestrator.train.env" if name == "orchestrator.train.source" else name
 
 
 def _model(translation: Translation) -> None:
-    key = _first(translation, "model.name", "trainer.model.name", "orchestrator.model.name")
+    key = translation.first("model.name", "trainer.model.name", "orchestrator.model.name")
     if translation.has(key):
         translation.carry(key, "--hf-checkpoint", translation.text(key))
     translation.take(["model.name", "trainer.model.name", "orchestrator.model.name"])
     if translation.has("wandb.project"):
         translation.carry("wandb.project", "--use-wandb", "--wandb-project", translation.text("wandb.project"))
     steps = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
-    key = _first(translation, *steps)
+    key = translation.first(*steps)
     if translation.has(key):
         translation.carry(key, "--num-rollout", translation.count(key))
     translation.take(steps)
@@ -50,7 +56,7 @@ def _model(translation: Translation) -> None:
 
 def _batch(translation: Translation) -> None:
     groups = ("orchestrator.group_size", "orchestrator.rollouts_per_example")
-    group, key = _first(translation, *groups), "orchestrator.batch_size"
+    group, key = translation.first(*groups), "orchestrator.batch_size"
     size = translation.count(group)
     translation.carry(group, "--n-samples-per-prompt", size)
     if translation.has(key):
@@ -63,7 +69,7 @@ def _batch(translation: Translation) -> None:
 
 def _lengths(translation: Translation) -> None:
     keys = ("orchestrator.seq_len", "seq_len")
-    key = _first(translation, *keys)
+    key = translation.first(*keys)
     context = translation.count(key, 2048)
     translation.carry(key, "--rollout-max-context-len", context)
     names = [
@@ -71,7 +77,7 @@ def _lengths(translation: Translation) -> None:
         for start in ("train.", "")
         for name in ("max_completion_tokens", "max_tokens")
     ]
-    longest = _first(translation, *names)
+    longest = translation.first(*names)
     if translation.has(longest):
         translation.carry(longest, "--rollout-max-response-len", min(translation.count(longest), context - 1))
     else:
@@ -85,14 +91,14 @@ def _lengths(translation: Translation) -> None:
 
 def _sampling(translation: Translation) -> None:
     keys = ("orchestrator.train.sampling.temperature", "orchestrator.sampling.temperature")
-    key = _first(translation, *keys)
+    key = translation.first(*keys)
     translation.carry(key, "--rollout-temperature", translation.number(key))
     translation.take(keys)
 
 
 def _async(translation: Translation) -> None:
     levels = ("max_async_level", "orchestrator.max_async_level", "trainer.max_async_level")
-    key, most = _first(translation, *levels), "orchestrator.max_off_policy_steps"
+    key, most = translation.first(*levels), "orchestrator.max_off_policy_steps"
     if translation.has(key) and translation.number(key) > 0:
         translation.carry(key, "--async-steps", translation.count(key))
     elif not translation.has(key):
@@ -103,7 +109,7 @@ def _async(translation: Translation) -> None:
 
 
 def _advantages(translation: Translation) -> None:
-    key = _first(translation, "orchestrator.algo.type", "orchestrator.advantage.type")
+    key = translation.first("orchestrator.algo.type", "orchestrator.advantage.type")
     name = "grpo" if translation.text(key, "grpo") == "default" else translation.text(key, "grpo")
     if name == "max_rl":
         translation.carry(key, "--advantage-estimator", "maxrl")

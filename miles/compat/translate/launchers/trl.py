@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import (
@@ -15,21 +16,10 @@ from miles.compat.translate.objective import (
     token_mean_of_generation,
     token_mean_of_micro_batches,
 )
-from miles.compat.translate.translation import Document, Translation, apply
+from miles.compat.translate.translation import Document, Translation, apply, table_of, write_images
 from miles.objective.aggregation import Aggregation
 
-# Names that only GRPOConfig and the arguments of its scripts have
-OWN = {"num_generations", "reward_funcs", "max_completion_length", "num_iterations", "scale_rewards", "epsilon"}
-OWN |= {
-    "loss_type",
-    "epsilon_high",
-    "importance_sampling_level",
-    "mask_truncated_completions",
-    "generation_batch_size",
-    "use_vllm",
-}
-SHAPES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-SHAPES |= {"cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine"}
+RECOGNIZED, SHAPES, OWN = table_of("trl").names.values()
 
 # loss_type -> mode, reduction, formula
 LOSSES: dict[str, tuple[Aggregation, Reduction, str]] = {
@@ -42,15 +32,6 @@ LOSSES: dict[str, tuple[Aggregation, Reduction, str]] = {
     "bnpo": ("token_mean", token_mean_of_micro_batches, "mean over ranks and micro-batches of (Σ m l / Σ m) of each"),
     "luspo": ("constant", sequence_sum_mean, "1/B Σ_i Σ_t m l"),
 }
-OWN_TOKEN_LOSS = {
-    "sapo": {"sapo_temperature_pos": "--sapo-tau-pos", "sapo_temperature_neg": "--sapo-tau-neg"},
-    "vespo": {
-        "vespo_k_pos": "--vespo-power-pos",
-        "vespo_lambda_pos": "--vespo-decay-pos",
-        "vespo_k_neg": "--vespo-power-neg",
-        "vespo_lambda_neg": "--vespo-decay-neg",
-    },
-}
 
 
 class Trl(Launcher):
@@ -61,7 +42,7 @@ class Trl(Launcher):
 
     def recognizes(self, document: Document) -> bool:
         """Python is TRL's; other files by the names of ``GRPOConfig``."""
-        return document.kind == "python" or bool(OWN & document.settings.keys())
+        return document.kind == "python" or any(key in RECOGNIZED for key in document.settings)
 
     def translate(self, translation: Translation) -> Objective | None:
         """Translate ``GRPOConfig``."""
@@ -77,6 +58,18 @@ class Trl(Launcher):
 def _prompts(translation: Translation) -> None:
     if not translation.has("dataset_prompt_column"):
         translation.carry("the column of prompts", "--input-key", "prompt")
+    why = "a column image or images is found by its name there"
+    write_images(translation, "the column of images", "images", _model(translation), why)
+    if "--multimodal-keys" in translation.words or translation.has("system_prompt") or translation.has("chat_template"):
+        translation.carry("the rows", "--apply-chat-template")
+    else:
+        translation.differ(
+            "the rows", "messages are rendered by the chat template there: --apply-chat-template for them"
+        )
+
+
+def _model(translation: Translation) -> str:
+    return "model" if translation.has("model") else "model_name_or_path"
 
 
 def _reports(translation: Translation) -> None:
@@ -85,26 +78,52 @@ def _reports(translation: Translation) -> None:
         translation.carry("report_to", "--use-wandb")
 
 
+def _processes(translation: Translation) -> int | None:
+    """Return the number of trainer processes, if the file or its command states it."""
+    if translation.has("num_processes"):
+        return translation.count("num_processes")
+    words = " ".join(translation.document.words).replace("-", "_")
+    found = [re.search(rf"__{name}[= ](\d+)", words) for name in ("num_processes", "nproc_per_node", "nnodes")]
+    counts = [int(match[1]) if match else None for match in found]
+    return counts[0] or (counts[1] * (counts[2] or 1) if counts[1] else None)
+
+
+def _assumed(translation: Translation) -> int:
+    """Return the number of processes, or else the smallest whose generation is a whole number of groups."""
+    group, samples = translation.count("num_generations"), _of_process(translation)
+    return _processes(translation) or group // math.gcd(group, samples)
+
+
+def _of_process(translation: Translation) -> int:
+    """Return the samples of a generation on one process."""
+    steps = translation.count("steps_per_generation", translation.count("gradient_accumulation_steps"))
+    return translation.count("per_device_train_batch_size") * steps
+
+
 def _per_step(translation: Translation) -> int:
-    """Return the samples of an optimizer step on one process."""
+    """Return the samples of an optimizer step."""
     devices = translation.count("per_device_train_batch_size")
-    return devices * translation.count("gradient_accumulation_steps")
+    return devices * translation.count("gradient_accumulation_steps") * _assumed(translation)
 
 
 def _per_generation(translation: Translation) -> int:
-    """Return the samples of a generation, on one process unless ``generation_batch_size`` is given."""
-    steps = translation.count("steps_per_generation", translation.count("gradient_accumulation_steps"))
-    return translation.count("generation_batch_size", translation.count("per_device_train_batch_size") * steps)
+    """Return the samples of a generation."""
+    return translation.count("generation_batch_size", _of_process(translation) * _assumed(translation))
 
 
 def _step(translation: Translation) -> None:
     key, samples = "per_device_train_batch_size", _per_step(translation)
-    note = (
-        f"{samples} samples of a step on each process: the file has no number of processes, and the flags are for "
-        "one. With P of them, multiply --global-batch-size by P, and --rollout-batch-size as well unless "
-        "generation_batch_size is set"
-    )
     words = ("--global-batch-size", samples, "--micro-batch-size", translation.count(key))
+    if _processes(translation):
+        translation.carry(key, *words)
+        translation.take(["num_processes"])
+        return
+    number = _assumed(translation)
+    note = (
+        f"{samples // number} samples of a step on each process: the file has no number of processes, and the flags "
+        f"are for {number}. With P of them, multiply --global-batch-size by P / {number}, and --rollout-batch-size as "
+        "well unless generation_batch_size is set"
+    )
     translation.differ(key, note, *words, worst=1)
 
 
@@ -116,7 +135,7 @@ def _generation(translation: Translation) -> None:
         "gradient_accumulation_steps",
     )
     if samples % group:
-        why = f"{samples} samples of a generation are no whole number of groups of {group}: other processes add to it"
+        why = f"{samples} samples of a generation are no whole number of groups of {group}"
         translation.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration", worst=1)
     else:
         translation.carry(key, "--rollout-batch-size", samples // group)
@@ -163,7 +182,8 @@ def _adapter(translation: Translation) -> None:
         ]
         modules = translation.raw("lora_target_modules")
         if modules and modules != "all-linear":
-            words += ["--target-modules", *(modules if isinstance(modules, list) else [modules])]
+            names = modules if isinstance(modules, list) else [modules]
+            words += ["--target-modules", *(str(name).strip(",") for name in names)]
         translation.carry("use_peft", *words)
     translation.take(keys)
 
@@ -212,7 +232,7 @@ def _policy(translation: Translation) -> None:
     high = translation.number("epsilon_high", low)
     if loss == "cispo":
         translation.carry("epsilon_high", "--policy-loss", "cispo", "--ratio-max", high)
-    elif loss not in OWN_TOKEN_LOSS:
+    elif loss not in OWN:
         translation.carry("epsilon", "--eps-clip", low)
         translation.carry("epsilon_high", "--eps-clip-high", high)
         if level == "sequence":
@@ -222,9 +242,9 @@ def _policy(translation: Translation) -> None:
 
 def _own_loss(translation: Translation) -> None:
     loss = translation.text("loss_type")
-    for name, flag in OWN_TOKEN_LOSS.get(loss, {}).items():
+    for name, flag in OWN.get(loss, {}).items():
         translation.carry(name, flag, translation.number(name))
-    translation.take(name for settings in OWN_TOKEN_LOSS.values() for name in settings)
+    translation.take(name for settings in OWN.values() for name in settings)
 
 
 def _delta(translation: Translation) -> None:
@@ -324,7 +344,7 @@ def _objective(translation: Translation) -> Objective:
         reduce, exact = token_mean_of_generation, False
         formula = "Σ m l / (T of the generation batch / its number of steps)"
         depends = "the other steps of the generation, if it has several: each divides by the average number of tokens"
-    if loss in OWN_TOKEN_LOSS:
+    if loss in OWN:
         words = ["--policy-loss", loss, *words]
     if loss == "vespo":
         why = "its ratio is clamped to e^20 there, and with use_vllm the weight of the engine is a part of it"

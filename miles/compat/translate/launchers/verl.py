@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.objective import (
     Objective,
     Reduction,
@@ -17,26 +16,25 @@ from miles.compat.translate.objective import (
     token_mean_of_micro_batches,
     token_sum,
 )
-from miles.compat.translate.translation import Document, Translation, apply, write_estimator, write_kl_in_rewards
+from miles.compat.translate.translation import (
+    Document,
+    Translation,
+    apply,
+    table_of,
+    write_estimator,
+    write_images,
+    write_kl_in_rewards,
+    write_warmup,
+)
 from miles.config.components import ENGINES
 from miles.objective.aggregation import Aggregation
 
+ESTIMATORS, POLICY_LOSSES, KL_TYPES, OWN = table_of("verl").names.values()
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+PROGRAMS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
 POLICY_LOSS = ACTOR + "policy_loss."
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
-# Settings of one policy loss alone, and their flags
-OWN = {
-    "clip_cov": {
-        "clip_cov_ratio": "--clip-cov-fraction",
-        "clip_cov_lb": "--clip-cov-min",
-        "clip_cov_ub": "--clip-cov-max",
-    },
-    "kl_cov": {"kl_cov_ratio": "--kl-cov-fraction", "ppo_kl_coef": "--kl-cov-coef"},
-    "dro": {"dro_beta": "--dro-beta"},
-}
-KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
-KL_TYPES |= {"k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+", "k2+": "k2", "mse+": "k2"}
 # Policy losses with a mode that loss_agg_mode does not change, as in the release: sapo is hard-coded, geo_mean is the
 # mean of sequences
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
@@ -81,10 +79,21 @@ class Verl(Launcher):
     def translate(self, translation: Translation) -> Objective | None:
         """Translate the settings of ``ppo_trainer.yaml``."""
         translation.take(["--config-path", "--config-name"])
-        parts = (_prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _estimator, _filter, _critic, _policy)
-        for part in (*parts, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply):
+        parts = (_program, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
+        more = (_filter, _critic, _policy, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply)
+        for part in (*parts, *more):
             translation.attempt(part)
         return translation.attempt(_objective)
+
+
+def _program(translation: Translation) -> None:
+    """Name a program that is built on verl: its own losses, filters and settings are not read."""
+    words = translation.document.words
+    module = next((word for before, word in zip(words, words[1:], strict=False) if before == "-m"), PROGRAMS[0])
+    if "one_step_off" in module:
+        translation.differ(module, "generates one step ahead of training there", "--async-steps", 1)
+    elif module not in PROGRAMS:
+        translation.miss(module, f"another program than {PROGRAMS[0]}: what it changes was not read")
 
 
 def _logger(translation: Translation) -> None:
@@ -96,12 +105,13 @@ def _logger(translation: Translation) -> None:
 
 def _prompts(translation: Translation) -> None:
     key = "data.train_files"
+    translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
+    translation.carry("the rows", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
+    write_images(translation, "data.image_key", translation.text("data.image_key"), "actor_rollout_ref.model.path")
     if not translation.has(key):
         return
     files = translation.raw(key)
     names = files if isinstance(files, list) else [files]
-    translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
-    translation.carry("data.train_files", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
     if len(names) > 1:
         translation.carry(key, "--prompt-mix", *names)
     else:
@@ -172,21 +182,35 @@ def _schedule(translation: Translation) -> None:
         translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
     steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
     if translation.number(steps) > 0:
-        translation.carry(steps, "--lr-warmup-iters", translation.number(steps))
+        each = translation.number("data.train_batch_size") / translation.count(ACTOR + "ppo_mini_batch_size")
+        each = max(int(each), 1) * translation.count(ACTOR + "ppo_epochs")
+        write_warmup(translation, steps, translation.number(steps), each)
     elif translation.number(share):
         translation.carry(share, "--lr-warmup-fraction", translation.number(share))
+
+
+def _adapter(translation: Translation) -> None:
+    """Translate the adapter of the Megatron backend; the other one's settings are rows of the table."""
+    model, start = "actor_rollout_ref.model.", "actor_rollout_ref.model.lora."
+    if translation.number(start + "rank"):
+        names = "rank", "alpha", "dropout"
+        words = [word for name in names for word in (f"--lora-{name}", translation.number(start + name))]
+        translation.carry(start + "rank", *words)
+        translation.take([start + "alpha", start + "dropout", model + "lora_rank", model + "lora_alpha"])
+    else:
+        translation.take(key for key in translation.table.rows if key.startswith(start))
 
 
 def _estimator(translation: Translation) -> None:
     key = "algorithm.adv_estimator"
     name = translation.text(key)
-    if name not in ESTIMATORS_OF_VERL:
+    if name not in ESTIMATORS:
         translation.fail(
             key,
-            f"is no estimator of verl 0.9.1, which has {', '.join(ESTIMATORS_OF_VERL)}; write yours with "
+            f"is no estimator of verl 0.9.1, which has {', '.join(ESTIMATORS)}; write yours with "
             "--custom-advantage-function-path",
         )
-    write_estimator(translation, key, *ESTIMATORS_OF_VERL[name].split())
+    write_estimator(translation, key, *ESTIMATORS[name].split())
     key = "algorithm.norm_adv_by_std_in_grpo"
     if name in ("grpo", "grpo_vectorized", "grpo_passk") and not translation.switch(key):
         translation.carry(key, "--disable-grpo-std-normalization")
@@ -227,18 +251,18 @@ def _filter(translation: Translation) -> None:
 def _policy(translation: Translation) -> None:
     key = POLICY_LOSS + "loss_mode"
     mode = translation.text(key)
-    if mode not in POLICY_LOSSES_OF_VERL:
+    if mode not in POLICY_LOSSES:
         translation.fail(
             key,
-            f"is no policy loss of verl 0.9.1, which has {', '.join(POLICY_LOSSES_OF_VERL)}; write "
+            f"is no policy loss of verl 0.9.1, which has {', '.join(POLICY_LOSSES)}; write "
             "yours with --custom-policy-loss-function-path",
         )
     low, high = (_clip(translation, end) for end in ("low", "high"))
     ends = ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"
     bound = translation.number(ACTOR + "clip_ratio_c")
-    words: list[object] = [*POLICY_LOSSES_OF_VERL[mode].split()]
+    words: list[object] = [*POLICY_LOSSES[mode].split()]
     if mode == "cispo":
-        words = ["--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{1 - low:.12g}"]
+        words = ["--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{max(1 - low, 0):.12g}"]
     elif mode in ("dppo_tv", "dppo_kl"):
         words = ["--policy-loss", mode, f"--{mode.replace('_', '-')}-delta", high, "--dppo-ratio-max", bound]
     elif mode == "sapo":
@@ -308,7 +332,8 @@ def _engine(translation: Translation) -> None:
     engine = translation.text(ROLLOUT + "name")
     translation.carry(ROLLOUT + "name", "--rollout-engine", engine if engine in ENGINES else "sglang")
     backend, name = ACTOR + "strategy", translation.document.settings.get("--config-name")
-    if translation.text(backend) == "megatron" or (name is not None and "megatron" in str(name.value)):
+    engine = translation.text("model_engine") == "megatron"
+    if engine or translation.text(backend) == "megatron" or (name is not None and "megatron" in str(name.value)):
         translation.carry(backend, "--train-backend", "megatron")
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
@@ -372,7 +397,13 @@ def _objective(translation: Translation) -> Objective:
         formula = "1/B Σ_micro-batches 1/W Σ m l, W = padded width of the micro-batch's responses"
         depends = "padding and micro-batches, because loss_scale_factor is not set"
     translation.take([factor])
-    translation.carry(key, *words)
+    if translation.text(POLICY_LOSS + "loss_mode") == "gspo" and name != "seq-mean-token-mean":
+        why = (
+            "verl 0.6.1 and earlier take the mean of the sequences under gspo: --loss-aggregation sample_mean for them"
+        )
+        translation.differ(key, why, *words)
+    else:
+        translation.carry(key, *words)
     return Objective(
         f"{key} = {name}",
         formula,

@@ -1,5 +1,6 @@
 """``miles translate``: files in, flags and objectives out, through the command's own entry point."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from tolerance import DOUBLE_ERROR
 from miles import cli
 from miles.compat.border import read_command
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
-from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import Expression, Translation, table_of
 from miles.config.parser import judge, parse
+
+ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]
 
 FILES = {
     "trl.py": """
@@ -385,6 +387,7 @@ data: {max_input_seq_length: 512}
 loss_fn: {use_kl_in_reward: true}
 """
 VERL_KL = f"{VERL_SH.removesuffix('grpo')}{{}} algorithm.use_kl_in_reward=True actor_rollout_ref.rollout.n=4"
+VERL_GRPO = f"{VERL_SH} data.train_batch_size=1024 actor_rollout_ref.rollout.n=8"
 TRL_SIZES = "num_generations: 8\nper_device_train_batch_size: 8\n"
 KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
 
@@ -395,7 +398,11 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.sh", VERL_KL.format("gae"), ESTIMATORS_OF_VERL["gae"]),
         ("a.sh", VERL_KL.format("gpg"), ESTIMATORS_OF_VERL["gpg"]),
         ("a.sh", VERL_KL.format("grpo_passk"), ESTIMATORS_OF_VERL["grpo_passk"]),
-        ("a.sh", f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov", POLICY_LOSSES_OF_VERL["kl_cov"]),
+        (
+            "a.sh",
+            f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov",
+            POLICY_LOSSES_OF_VERL["kl_cov"],
+        ),
         ("a.sh", VERL_KL.format("grpo"), KL_IN_THE_LOSS),
         (
             "a.sh",
@@ -597,6 +604,54 @@ RIGHT = [
         "--advantage-estimator=rloo --use-tis --tis-level=token --tis-clip=5",
         "",
     ),
+    ("a.sh", f"{VERL_GRPO} {ACTOR}optim.lr_warmup_steps=10 {ACTOR}ppo_mini_batch_size=64", "--lr-warmup-iters=160", ""),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=cispo {ACTOR}clip_ratio_low=10",
+        "--policy-loss=cispo --ratio-min=0 --ratio-max=1.2",
+        "",
+    ),
+    (
+        "a.sh",
+        "L=${L:-dppo_tv}\ncase $L in\n dppo_tv) C=0.15 ;;\n *) C=0.2 ;;\nesac\n"
+        f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=$L {ACTOR}clip_ratio_low=$C {ACTOR}clip_ratio_high=$C",
+        "--policy-loss=dppo_tv --dppo-tv-delta=0.15",
+        "",
+    ),
+    ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora.rank=16", "--lora-rank=16 --lora-alpha=32", ""),
+    (
+        "a.sh",
+        "accelerate launch --num_processes=7 src/open_r1/grpo.py --num_generations 14 "
+        "--per_device_train_batch_size 16 --gradient_accumulation_steps 4",
+        "--global-batch-size=448 --rollout-batch-size=32 --n-samples-per-prompt=14",
+        "",
+    ),
+    (
+        "a.yaml",
+        "num_generations: 7\nper_device_train_batch_size: 16\nuse_vllm: false\n",
+        "--global-batch-size=112 --rollout-batch-size=16",
+        "",
+    ),
+    (
+        "a.sh",
+        'srun bash -c "pip install ray && python3 -m openrlhf.cli.train_ppo_ray --rollout_batch_size 64 '
+        '--n_samples_per_prompt 4 --train_batch_size 32 --enable_vllm_is_correction --use_icepop"',
+        "--rollout-batch-size=64 --use-tis --tis-mode=icepop",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32}\npolicy: {train_global_batch_size: 512, "
+        "scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 13}}]}\n",
+        "--lr-warmup-iters=52",
+        "",
+    ),
+    (
+        "a.toml",
+        "orchestrator.batch_size = 64\norchestrator.train.group_size = 8\norchestrator.train.algo.type = 'max_rl'\n",
+        "--n-samples-per-prompt=8 --rollout-batch-size=8 --advantage-estimator=maxrl",
+        "",
+    ),
     (
         "a.toml",
         "[orchestrator]\nbatch_size = 64\ngroup_size = 8\n",
@@ -643,4 +698,50 @@ def test_what_the_shell_computes_is_computed_and_the_rest_is_left_out_alone(tmp_
     words = " ".join(translation.words)
     assert "--rollout-batch-size 16" in words and "--rollout-max-response-len 2048" in words
     assert "--global-batch-size" not in words and "--n-samples-per-prompt" not in words
-    assert [setting.value.text for setting in computed(translation)] == ["$HOME/model", "$GROUP"]
+    assert "--hf-checkpoint ~/model" in words and "of-this-user" not in words
+    assert [setting.value.text for setting in computed(translation)] == ["$GROUP"]
+
+
+def test_images_are_read_from_their_column(tmp_path):
+    for name, text, column in (
+        ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.image_key=pictures", "pictures"),
+        ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "images"),
+        ("a.sh", "python3 -m openrlhf.cli.train_ppo_ray --data.max_images_per_prompt 1 --data.image_key p", "p"),
+        ("a.yaml", "model_name_or_path: HuggingFaceTB/SmolVLM2-2.2B\nnum_generations: 4\n", "images"),
+        ("a.yaml", "grpo: {num_prompts_per_step: 8}\npolicy: {model_name: Qwen/Qwen3-VL-4B}\n", "images"),
+    ):
+        _, translation, _ = translated(tmp_path, name, text)
+        assert ("--multimodal-keys", json.dumps({"image": column})) in translation.groups
+        assert json.loads(parse(translation.words).data.multimodal_keys or "")["image"] == column
+    assert "--multimodal-keys" not in translated(tmp_path, "a.sh", VERL_GRPO)[1].words
+
+
+def test_a_program_on_top_of_verl_and_further_commands_are_named(tmp_path, capsys):
+    text = VERL_GRPO.replace("verl.trainer.main_ppo", "recipe.sppo.main_sppo")
+    (tmp_path / "a.sh").write_text(f"{text}\n{text} data.train_batch_size=8\n")
+    assert cli.main(["translate", str(tmp_path / "a.sh")]) == 0
+    shown = capsys.readouterr().out
+    assert "recipe.sppo.main_sppo: another program than verl.trainer.main_ppo" in shown
+    assert (
+        "2 commands train here (lines 1, 2): the last one is translated" in shown and "--rollout-batch-size 8" in shown
+    )
+
+
+def test_a_trainer_without_a_configuration_has_the_defaults(tmp_path, capsys):
+    text = 'GRPOTrainer(model="a/b", train_dataset=load_dataset("c/d", split="train"))'
+    words = " ".join(translated(tmp_path, "a.py", text)[1].words)
+    for flags in (
+        "--hf-checkpoint a/b",
+        "--prompt-data hf:c/d",
+        "--n-samples-per-prompt 8",
+        "--loss-aggregation token_mean",
+    ):
+        assert flags in words
+    for text, what in (
+        ("SFTTrainer(model='a', args=SFTConfig())", "SFTTrainer is SFT"),
+        ("DPOTrainer(args=DPOConfig(beta=0.1))", "DPOTrainer is DPO"),
+        ("GRPOTrainer(args=TrlParser(x).parse())", "its settings are the arguments of its command"),
+    ):
+        (tmp_path / "b.py").write_text(text)
+        assert cli.main(["translate", str(tmp_path / "b.py")]) == 2
+        assert what in capsys.readouterr().err

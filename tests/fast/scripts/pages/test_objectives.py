@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from miles.base.flags import Errors, flag_name
-from miles.compat.translate.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
+from miles.compat.translate.translation import table_of
 from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.objective.aggregation import MODES, Aggregation
@@ -28,6 +28,8 @@ from scripts.pages.objectives import (
     objectives_reference,
     papers,
 )
+
+ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]
 
 VARIANTS = [(weight, variant) for weight in TOKEN_WEIGHTS for variant in weight.variants]
 CHOICES = [*ESTIMATORS.values(), *POLICY_LOSSES.values()]
