@@ -318,7 +318,7 @@ LEVERS = (
     Lever(
         "exponentials summed in memory that stays in the cache",
         ("drawing",),
-        "without, those of all rows at once",
+        "without, of all rows at once",
         constant(sampling, "CACHED_BYTES", 1 << 60),
     ),
 )

@@ -275,7 +275,7 @@ TRIED = (
     Lever(
         "prompt lookup",
         ("decoding, per token",),
-        f"{DRAFTS} proposed tokens are checked in a pass; those of the recorded samples, with a row for each sample",
+        f"{DRAFTS} proposed tokens are checked in a pass; the recorded samples', with a row for each sample",
         pair=longer_decoding,
         tokens_per_pass=tokens_per_pass,
     ),

@@ -1,5 +1,5 @@
 # Source this from the run.sh and the cluster.sh of a recipe; it has what all of them share.
-#   recipe NAME TASK "$@"   prepare a run on CPU; the arguments are those of run.sh: [--smoke] [FLAGS OF train.py…]
+#   recipe NAME TASK "$@"   prepare a run on CPU; the arguments are run.sh's: [--smoke] [FLAGS OF train.py…]
 #                          With --explain and other flags that do not train, earlier results stay.
 #   train FLAGS             train with the flags of the recipe, and print the held-out accuracy before and after
 #   cluster FLAGS "$@"      train on eight GPUs; --explain shows what that would do

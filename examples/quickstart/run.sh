@@ -5,7 +5,7 @@
 #   ENGINE=vllm SEED=1 bash examples/quickstart/run.sh          generate with vLLM (docs/vllm.md)
 #   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     train with Megatron-Core, not FSDP2
 #   PYTHON=python3 SEED=1 bash examples/quickstart/run.sh        use this interpreter unchanged; install nothing
-# It runs `miles quickstart`. Further flags are those of train.py and override the settings of the quickstart:
+# It runs `miles quickstart`. Further flags go to train.py and override the settings of the quickstart:
 #   BACKEND=megatron bash examples/quickstart/run.sh --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

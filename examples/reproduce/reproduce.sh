@@ -1,5 +1,5 @@
 # Source this from the run.sh of a reproduction.
-#   reproduce NAME "$@"    run its sweep, or what is left of it, and print its tables; further flags are those of miles sweep
+#   reproduce NAME "$@"    run its sweep, or what is left of it, and print its tables; further flags go to miles sweep
 # Environment: PYTHON (an interpreter; default: install .venv and use it). All is written to outputs/reproduce.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -409,7 +409,7 @@ def page(names: Sequence[str]) -> str:
         noise = next(differences.pop(variant) for variant in list(differences) if variant.endswith(AGAIN))
         minutes = sum(rows[0]["seconds"] for found in runs.values() for rows in found.values()) / 60
         effects = (f"`{variant}` {in_words(effect, signed=True)}" for variant, effect in differences.items())
-        what = f"{claim.words}, less that of `{baseline}`: {'; '.join(effects)}"
+        what = f"{claim.words}, minus `{baseline}`'s: {'; '.join(effects)}"
         lines.append(
             f"| {link} | {what} | {in_words(noise, signed=True)} | {noise.count} | {minutes:.0f} core minutes |"
         )

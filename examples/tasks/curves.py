@@ -52,8 +52,8 @@ STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`: one more run
 from the same start model, with any seed, ends within it in 95 % of the cases, if runs are normally distributed. It
 states nothing of another start model. `bash examples/tasks/seeds.sh dapo` makes it again, with four seeds. With
-`SEEDS=5` it makes those of GRPO and OPD, which have five. The pages of the agent client and of SFT, then RL say how to
-repeat these recipes."""
+`SEEDS=5` it makes the pages of GRPO and OPD, which have five. The pages of the agent client and of SFT, then RL say how
+to repeat these recipes."""
 NOT_REPEATED = "This recipe has not been repeated with other seeds, so its figure has no interval."
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -35,10 +35,10 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="miles eval", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
     parser.add_argument(
-        "--sets", nargs="+", default=[], metavar="NAME SOURCE", help="sets to evaluate (default: those of the run)"
+        "--sets", nargs="+", default=[], metavar="NAME SOURCE", help="sets to evaluate (default: the run's)"
     )
     parser.add_argument("--n-samples", type=int, metavar="N", help="answers per prompt (default: as in the run)")
-    parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: that of the run)")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also write every answer with its reward, as JSON lines"

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: as in the run)")
     parser.add_argument("--max-response-len", type=int, metavar="N", help="tokens of an answer (default: the run's)")
-    parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: that of the run)")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     given = parser.parse_args(list(argv))
     if given.n < 1:

@@ -79,7 +79,7 @@ def read_estimator(line: Line) -> None:
     has_zero_rewards = rm_type == "zero" if "--rm-type" in line else path is not None and _is_their_reward(path)
     weighs_one = "--opd-kl-coef" not in line or line.value("--opd-kl-coef") in ("1", "1.0")
     if line.value(flag) == name and has_zero_rewards and weighs_one:
-        why = "--use-opd: advantages are those of the teacher alone, since the rewards are 0"
+        why = "--use-opd: advantages come from the teacher alone, since the rewards are 0"
         line.read_as(flag, why, "--use-opd")
 
 

@@ -266,7 +266,7 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
         if checkpoint.save_best is not None:
             metric, mode = read_best(checkpoint.save_best)
             size = "largest" if mode == "max" else "smallest"
-            lines.append(f"{checkpoint.save}: the best checkpoint too, that of the {size} {metric}")
+            lines.append(f"{checkpoint.save}: the best checkpoint too, with the {size} {metric}")
         if checkpoint.async_save:
             lines.append("checkpoints are copied into memory, and written during training")
         if is_url(checkpoint.save):

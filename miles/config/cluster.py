@@ -26,7 +26,7 @@ class ClusterArguments:
     )
     rollout_num_gpus: Optional[int] = flag(
         None,
-        "devices of the rollout engines, without --colocate; default: those of one engine",
+        "devices of the rollout engines, without --colocate; default: as many as one engine has",
         needs="no --colocate, engines on several devices, no --rollout-external",
         within="[1, 100000]",
     )

@@ -69,7 +69,7 @@ class StopTextLimits:
         length = len(stop_pattern(text).encode())
         if length <= self.bytes:
             return None
-        return f"takes a regular expression of at most {self.bytes} bytes, and that of this text has {length}"
+        return f"takes a regular expression of at most {self.bytes} bytes, and for this text it has {length}"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class LoraArguments:
     )
     target_modules: Optional[tuple[str, ...]] = _of_adapter(
         None,
-        "linear layers that get an adapter, by name (q_proj,v_proj); default: all-linear, those of the decoder",
+        "linear layers that get an adapter, by name (q_proj,v_proj); default: all-linear, the layers of the decoder",
         nargs="+",
         type=str,
     )

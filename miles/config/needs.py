@@ -122,7 +122,7 @@ CONDITIONS = {
     "compared groups": Condition(_compares_groups, "equal rewards may have an advantage"),
     "a reference": Condition(
         lambda s: s.loss.needs_reference,
-        "no reference is read without --use-kl-loss or --kl-coef; initial weights are those of --hf-checkpoint",
+        "no reference is read without --use-kl-loss or --kl-coef; initial weights come from --hf-checkpoint",
     ),
     "a KL": Condition(lambda s: s.loss.needs_reference, "without --use-kl-loss or --kl-coef"),
     "a KL in the loss": Condition(lambda s: s.loss.adds_kl, "no KL is part of the loss"),
@@ -168,7 +168,7 @@ CONDITIONS = {
     ),
     "engines larger than a node": Condition(
         lambda s: not s.cluster.colocate and s.sglang.rollout_num_gpus_per_engine > s.sglang.per_node(s.cluster),
-        "no engine is larger than a node, or it has the trainer's devices; Ray knows those of each node",
+        "no engine is larger than a node, or it has the trainer's devices; Ray knows the devices of each node",
         SAME,
     ),
     "shared devices": Condition(

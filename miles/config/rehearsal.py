@@ -26,7 +26,7 @@ class RehearsalArguments:
         metavar="DEVICE",
     )
     gpu_memory: Optional[float] = _of_rehearsal(
-        None, "GiB of memory of one device, that a rank must fit in; default: those of --rehearse-device", above=0
+        None, "GiB of memory of one device, that a rank must fit in; default: as --rehearse-device has", above=0
     )
     rehearse_prompt_len: Optional[int] = _of_rehearsal(
         None, "assumed tokens of a prompt; default: --rollout-max-prompt-len, at most 512", at_least=1

@@ -150,7 +150,7 @@ class RolloutArguments:
     thinking_interruption: str = flag(
         "\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n",
         "the text that is appended, with loss mask 0; it holds --thinking-end. The default is "
-        "that of ScaleRL (arXiv 2510.13786)",
+        "as in ScaleRL (arXiv 2510.13786)",
         needs="--thinking-max-len",
         has_lines=True,
     )
@@ -452,7 +452,7 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
     if rollout.rollout_temperature == 0 and uses_policy_loss and loss.normalizes_rewards:
         yield (
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
-            "log-probs are those of the raw logits"
+            "log-probs come from the raw logits"
         )
     if rollout.truncates_sampling and rollout.no_support_replay and uses_policy_loss:
         yield (

@@ -68,7 +68,7 @@ class TrackingArguments:
     )
     wandb_run_id: Optional[str] = _of_wandb(
         None,
-        "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or that of the "
+        "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or the id of the "
         "checkpoint in --load, or a new one",
     )
     wandb_mode: Optional[str] = _of_wandb(

@@ -92,7 +92,7 @@ class CommonFlags:
     )
     top_entropy_quantile: float = flag(
         1.0,
-        "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all",
+        "fraction of the step's tokens, by the largest entropy, whose policy loss counts; 1 is all",
         within="(0, 1]",
     )
     get_mismatch_metrics: bool = flag(
@@ -109,7 +109,7 @@ class CommonFlags:
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", at_least=0, needs="--use-kl-loss")
     use_unbiased_kl: bool = flag(
         False,
-        "weight the KL in the loss by the importance ratio, so that its gradient is that of the KL",
+        "weight the KL in the loss by the importance ratio, so that its gradient is the KL's",
         needs="a KL in the loss",
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")

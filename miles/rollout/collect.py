@@ -94,7 +94,7 @@ class HasProgress(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        """The groups of the iteration in progress that are ready, and how many a whole one has."""
         ...
 
 
@@ -187,7 +187,7 @@ class BurstCollector:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        """The groups of the iteration in progress that are ready, and how many a whole one has."""
         return min(self._ready, self._batch_size), self._batch_size
 
     def state(self) -> dict[str, Any]:

@@ -255,7 +255,7 @@ class StreamCollector:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        """The groups of the iteration in progress that are ready, and how many a whole one has."""
         return min(len(self._ready) + len(self._picked), self._batch_size), self._batch_size
 
     def state(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class ParallelDims:
     def _check_experts(self, errors: Errors) -> None:
         ep, etp, pp = self.expert_model_parallel_size, self.ranks_per_expert_matrix, self.pipeline_model_parallel_size
         if self.world_size % (ep * etp * pp):
-            chosen = "" if self.expert_tensor_parallel_size else " (by default that of all tensors)"
+            chosen = "" if self.expert_tensor_parallel_size else " (by default the size for all tensors)"
             rule = (
                 f"times --expert-tensor-parallel-size {etp}{chosen} times --pipeline-model-parallel-size {pp} "
                 f"must divide the {count(self.world_size, 'trainer rank')}"

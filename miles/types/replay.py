@@ -127,7 +127,7 @@ class TokenSets:
         if (self.sizes[self.sizes != WHOLE] < 1).any() or (self.sizes > self.vocab_size).any():
             raise ValueError("a set is empty, or larger than the vocabulary")
         if int(self.sizes[listed].sum()) != len(self.ids) or int(in_bits.sum()) != len(self.bits):
-            raise ValueError("the sizes of the sets are not those of their ids and bits")
+            raise ValueError("the sizes of the sets do not fit their ids and bits")
         if (self.ids >= self.vocab_size).any():
             raise ValueError(f"a set has a token outside the vocabulary of {self.vocab_size}")
         row = np.repeat(np.flatnonzero(listed), self.sizes[listed])

@@ -33,7 +33,7 @@ def add_step_flag(parser: argparse._ActionsContainer) -> None:
         "--step",
         type=_step,
         metavar="N",
-        help="the checkpoint after N optimizer steps, or best, that of --save-best (default: the newest complete one)",
+        help="the checkpoint after N optimizer steps, or best, kept by --save-best (default: the newest complete one)",
     )
 
 

@@ -122,7 +122,7 @@ def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any
     wanted = FIXED[name][0]
     if "recompute_granularity" not in given and name != "recompute_granularity":
         return FieldVerdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))
-    note = None if value == wanted else Note(MEMORY, shown, "recomputation is that of whole layers, one by one")
+    note = None if value == wanted else Note(MEMORY, shown, "recomputation covers whole layers, one by one")
     return FieldVerdict(wanted, note)
 
 

@@ -188,7 +188,7 @@ def _check_same_shape(
     found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (other, policy))
     for name, value in wanted.items():
         if found.get(name) != value:
-            rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
+            rule = f"its config gives {name} {found.get(name)}, --hf-checkpoint gives {value}"
             what_to_do = "give a model of the same shape, or use --train-backend fsdp"
             errors.refuse(field, path, rule, what_to_do)
 
@@ -246,7 +246,7 @@ def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -
     if each is None or pp == 1 or not errors.none_about(INTERLEAVED, "pipeline_model_parallel_size"):
         return
     if any(getattr(sizes, name) is not None for name in STAGES):
-        rule = "divides the layers equally, and other flags name those of the first or the last stage"
+        rule = "divides the layers equally, and other flags name the layers of the first or the last stage"
         errors.refuse(INTERLEAVED, each, rule, f"drop it, or {' and '.join(map(flag_name, STAGES))}")
     elif layers % (pp * each):
         rule = f"{layers} layers in {pp} stages are no multiple of it per stage"

@@ -273,7 +273,7 @@ class SglangArguments:
     update_weight_copy_dir: Optional[str] = flag(
         None,
         "folder of the copy of the weights that each engine's host keeps for disk-delta, such as /dev/shm; default: "
-        "that of temporary files",
+        "the folder of temporary files",
         needs="servers or deltas, --update-weight-transfer-mode disk-delta",
         file="new folder",
     )
@@ -284,7 +284,7 @@ class SglangArguments:
     )
     check_weight_update_equal: bool = _of_servers(
         False,
-        "after each update, compare the checksum of every tensor with that of the same weights loaded from a file",
+        "after each update, compare the checksum of every tensor with the same weights loaded from a file",
     )
     use_fault_tolerance: bool = flag(
         False, "restart engines, and the rollout actor, when they fail, instead of stopping the run"

@@ -15,7 +15,7 @@ class Remax(Estimator[AdvantageFlags]):
     """
 
     name = "remax"
-    summary = "the reward less that of the prompt's greedy response, which is generated too"
+    summary = "the reward minus the reward of the prompt's greedy response, which is generated too"
     reads = ("normalize_advantages",)
     greedy_baseline = True
 

@@ -129,7 +129,7 @@ class SessionServer:
             session = self._by_id.get(request.headers.get("X-Session-ID", ""))
         if session is None:
             raise ApiError(
-                "the API key is missing, or that of no open session; use OPENAI_API_KEY of the environment",
+                "the API key is missing, or belongs to no open session; use OPENAI_API_KEY of the environment",
                 status=401,
                 code="invalid_api_key",
             )

@@ -197,7 +197,7 @@ class PromptStream(TrainingStream):
         if state.get("fingerprint", self._fingerprint) != self._fingerprint:  # absent in earlier checkpoints
             name = self._prompts[0].prompt_set
             _logger.warning(
-                "%s: the rows are not those of the run that was saved, though they are as many (%d); this run "
+                "%s: the rows differ from the saved run's, though they are as many (%d); this run "
                 "continues at the same place in them; if this was not meant, give the rows of that run, or start a new "
                 "run from its weights with --finetune",
                 f"the prompt set {name}" if name else "--prompt-data",

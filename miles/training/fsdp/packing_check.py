@@ -105,7 +105,7 @@ def compare_with_transformers(policy: Policy, name: str, parallel: ParallelArgum
     with torch.no_grad():
         own = own_log_probs(policy)
         padded = layout_log_probs(policy, name, packed=False)
-        rule = f"{name}: log-probs of a {kind} are not those of transformers"
+        rule = f"{name}: log-probs of a {kind} differ from transformers'"
         _check_difference(own, padded, allowed, rule, "choose another model")
         if not parallel.pads:
             packed = layout_log_probs(policy, name, packed=True)

@@ -40,7 +40,7 @@ def test_their_example_becomes_flags(read):
     assert (loss.use_tis, loss.tis_mode, loss.tis_level, loss.tis_batch_normalize) == (True, "truncate", "token", True)
     assert (loss.tis_clip_low, loss.tis_clip) == (0, 2), "truncate has no lower bound there"
     assert (loss.use_rs, loss.rs_level, loss.rs_veto_threshold) == (True, "sequence", 1e-4)
-    assert (loss.rs_lower_bound, loss.rs_upper_bound) == (0.5, 2), "bounds that are not given are those of the weights"
+    assert (loss.rs_lower_bound, loss.rs_upper_bound) == (0.5, 2), "without own bounds, the bounds of the weights hold"
     [note] = [note for note in validated.accepted if "compute_mis_weights" in note.written]
     assert "--tis-batch-normalize" in note.why and "over the whole step" in note.why
 

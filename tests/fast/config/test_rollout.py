@@ -130,4 +130,4 @@ def test_texts_that_sglang_does_not_take(refused):
     (message,) = refused("--rollout-engine sglang --rollout-stop " + " ".join(f"text{i}" for i in range(33)))
     assert "SGLang takes at most 32 texts" in message
     (message,) = refused("--rollout-engine sglang --rollout-stop short " + "x" * 257)
-    assert "SGLang takes a regular expression of at most 256 bytes, and that of this text has 257" in message
+    assert "SGLang takes a regular expression of at most 256 bytes, and for this text it has 257" in message

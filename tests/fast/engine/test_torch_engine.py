@@ -553,4 +553,4 @@ def test_the_packed_weights_of_fused_layers_replace_the_models(llama_path):
     products = [m for m in runner.model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(products) == 2 * 7
     assert {m.weight.untyped_storage().nbytes() for m in products} == {4}
-    assert products[0].weight.shape == (32, 32), "the shape is that of the tensor that an update must bring"
+    assert products[0].weight.shape == (32, 32), "an update must bring a tensor of this shape"

@@ -184,7 +184,7 @@ def break_samples(record):
                 ({"support": []}, "support is of type list, not an object"),
                 ({"support": SUPPORT | {"vocab_size": 50}}, "vocab_size of support is 50, and the model's is 100"),
                 ({"support": SUPPORT | {"sizes": [-1, -2, -1]}}, "sizes of support has -2"),
-                ({"support": SUPPORT | {"sizes": [-1, 2, -1]}}, "sizes of the sets are not those of their ids"),
+                ({"support": SUPPORT | {"sizes": [-1, 2, -1]}}, "sizes of the sets do not fit their ids"),
                 ({"support": SUPPORT | {"sizes": [-1, -1], "ids": []}}, "support has 2 entries for 3 response tokens"),
                 ({"support": SUPPORT | {"ids": [100]}}, "ids of support has 100"),
                 ({"support": SUPPORT | {"ids": [99]}}, "support lacks a response token"),

@@ -170,7 +170,7 @@ import os, sys, threading
 from miles.run.restarts import Continuation
 
 held = os.open("/dev/null", os.O_RDONLY)
-os.set_inheritable(held, True)  # as those of some libraries are
+os.set_inheritable(held, True)  # as some libraries' are
 os.environ["ADDED_BY_RAY"] = "1"
 state = {"pid": os.getpid(), "secret": "sesame", "held": held}
 continuation = Continuation("replacing:report", state, {"PATH": os.environ["PATH"]})

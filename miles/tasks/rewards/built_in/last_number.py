@@ -31,7 +31,7 @@ class LastNumber(Reward[None]):
     """
 
     name = "last_number"
-    summary = "1 if the last number of the response is that of the label"
+    summary = "1 if the last number of the response equals the label's"
     data = "label: text with a number, or a number"
 
     def check_prompt(self, prompt: Prompt, flags: None) -> None:

@@ -70,7 +70,7 @@ def test_an_evaluation_repeats_and_says_how_sure_it_is(run, tiny_model, tmp_path
         first, again = (asyncio.run(evaluate_sets(here, (), 4))[0] for _ in range(2))
         (other,) = asyncio.run(evaluate_sets(here, ("other", str(tmp_path / "prompts.jsonl")), None))
     assert (first.name, first.prompts, first.samples_per_prompt, len(first.samples)) == ("own", 3, 4, 12)
-    assert first.estimates == again.estimates, "the seeds are those of the run"
+    assert first.estimates == again.estimates, "the run's seeds"
     mean = sum(sample.reward for sample in first.samples) / 12
     assert first.estimates["reward"].value == pytest.approx(mean)
     assert first.estimates["reward"].low <= mean <= first.estimates["reward"].high

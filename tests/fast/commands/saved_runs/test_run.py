@@ -116,7 +116,7 @@ def test_a_checkpoint_is_named_by_its_optimizer_steps(tmp_path):
     (tmp_path / "a").rename(tmp_path / "moved")
     assert SavedRun(tmp_path / "moved").checkpoint(None).iterations == 2, "checkpoints move with the run's folder"
     write_run(tmp_path / "a", 5, saved=(5,))
-    assert SavedRun(tmp_path / "moved").checkpoint(None).iterations == 2, "not those of a later run in the old place"
+    assert SavedRun(tmp_path / "moved").checkpoint(None).iterations == 2, "not from a later run in the old place"
 
 
 def test_the_best_checkpoint_is_listed(tmp_path, capsys):

@@ -155,7 +155,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
         (
             f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 2",
             LLAMA | SIX,
-            ["--num-layers-per-virtual-pipeline-stage 1", "those of the first or the last stage"],
+            ["--num-layers-per-virtual-pipeline-stage 1", "the layers of the first or the last stage"],
         ),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
@@ -218,7 +218,7 @@ def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
     (reference / "config.json").write_text(json.dumps(LLAMA))
     assert megatron(flags).model.ref_load == str(reference)
     (reference / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 6}))
-    with pytest.raises(ValueError, match=r"--ref-load .*num_layers 6.*--hf-checkpoint 4"):
+    with pytest.raises(ValueError, match=r"--ref-load .*num_layers 6.*--hf-checkpoint gives 4"):
         megatron(flags)
 
 

@@ -52,7 +52,7 @@ def test_the_page_has_curves_verdicts_and_samples(tmp_path: Path) -> None:
     assert len(data["details"]) == 4 * 30
     assert data["details"]["30/0"]["columns"]["weight"] and data["details"]["30/0"]["ledger"]
     groups = data["iterations"]["30"]["groups"]
-    assert [len(group["samples"]) for group in groups] == [2, 2], "four of six answers, those of a group together"
+    assert [len(group["samples"]) for group in groups] == [2, 2], "four of six answers, a group's together"
 
 
 def test_steps_are_those_that_are_done_and_sets_have_their_whole_names(tmp_path: Path) -> None:

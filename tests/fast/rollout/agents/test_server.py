@@ -130,7 +130,7 @@ async def test_errors_have_openais_form(server, open_session, path, method, body
             ["a", "b", "c"],
             "stop: the engine takes at most 32 texts, 30 of them from --rollout-stop; give at most 2 others",
         ),
-        (["." * 129], "the engine takes a regular expression of at most 256 bytes, and that of this text has 258"),
+        (["." * 129], "the engine takes a regular expression of at most 256 bytes, and for this text it has 258"),
     ],
 )
 async def test_stop_texts_beyond_the_limits_of_sglang_are_refused(server, random_engine, new_trajectory, stops, fault):

@@ -119,7 +119,7 @@ def rows(*texts, rendered="{}", name="", label=None):
 def test_other_rows_that_are_as_many_are_continued_with_a_note(caplog, other, where):
     other.restore(rows("a", "b", "c").state())
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{where}: the rows are not those of the run that was saved, ")
+    assert record.getMessage().startswith(f"{where}: the rows differ from the saved run's, ")
     assert other.state()["next_group_index"] == 0
 
 

@@ -257,7 +257,7 @@ def test_a_difference_from_transformers_is_refused_in_either_layout(tmp_path):
     head = policy.language_model.get_output_embeddings()
     head.register_forward_hook(lambda module, args, logits: 1.1 * logits)  # as models that scale their logits
     for parallel in (PACKED, PADDED):
-        with pytest.raises(ValueError, match=r"are not those of transformers: on 17 tokens .*; choose another model$"):
+        with pytest.raises(ValueError, match=r"differ from transformers': on 17 tokens .*; choose another model$"):
             check_untested_model(policy, "--hf-checkpoint", "scaled", parallel, torch.device("cpu"))
 
 

@@ -15,7 +15,7 @@ class OverlongFlags:
 
     overlong_max_len: Optional[int] = flag(
         None,
-        "L_max: response tokens at which the penalty of --rm-type overlong is whole, such as those of "
+        "L_max: response tokens at which the penalty of --rm-type overlong is whole, such as "
         "--rollout-max-response-len",
         at_least=1,
     )
