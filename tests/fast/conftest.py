@@ -132,7 +132,8 @@ def sglang_address(tiny_model, tmp_path_factory):
     server.stop()
 
 
-VLLM_SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # it has no 8
+# vLLM's attention on CPU takes no heads of 8.
+VLLM_SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
 def save_tiny_model(folder, **shape):

@@ -124,6 +124,7 @@ class VllmProgram:
             "PYTHONPATH": str(path),
             "VLLM_SERVER_DEV_MODE": "1",  # pauses, weights and versions, behind the guard
             "VLLM_NO_USAGE_STATS": "1",
+            **({"VLLM_PLUGINS": f"{chosen},miles"} if (chosen := given.get("VLLM_PLUGINS")) is not None else {}),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not run DIE_WITH_PARENT
             KEY: self.keys.server,
             ADMIN_KEY: self.keys.admin,
