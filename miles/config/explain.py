@@ -48,6 +48,7 @@ def explain(validated: Validated) -> str:
             "Precision and memory",
             [explain_precision(settings), *explain_memory(settings), *explain_lora(settings.lora)],
         ),
+        ("Replaced settings of files", [*filter(None, [", ".join(validated.replaced)])]),
         ("Read as", list(validated.readings)),
         ("Notes", list(validated.surprises)),
         ("Accepted (--strict-flags refuses what has no effect)", grouped(validated.accepted)),

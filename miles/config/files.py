@@ -25,6 +25,7 @@ from miles.base.flags import LONGEST_VALUE, Errors, collect_errors, flag_name, r
 from miles.base.secrets import HIDDEN, public
 from miles.base.text import one_line
 from miles.config.model import ModelArguments, is_on_hub, local_config
+from miles.config.notes import written
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.suggest import suggestion
@@ -70,10 +71,12 @@ class Expanded:
     Attributes:
         words: The words.
         origins: The line, ``FILE:LINE``, of each flag that a file sets.
+        replaced: The flags of files that later words replace, as ``--flag value (FILE:LINE)``.
     """
 
     words: list[str]
     origins: Mapping[str, str]
+    replaced: tuple[str, ...] = ()
 
 
 def located(messages: Iterable[str], origins: Mapping[str, str]) -> list[str]:
@@ -102,19 +105,19 @@ def expand_configs(
         keywords: Settings by name, as plain Python values; they replace the same flags among the words.
     """
     reader = _Reader(actions, further, errors)
-    entries = list[_Entry]()
+    entries, replaced = list[_Entry](), list[str]()
+
+    def put(entry: _Entry, replaces_all: bool) -> None:
+        same = [e for e in entries if reader.destination(e.flag) == reader.destination(entry.flag)]
+        if not replaces_all:  # a word of the command repeats another word, and the parser takes the last one
+            same = [e for e in same if (e.origin if entry.origin is not None else e.origin is not None)]
+        replaced.extend(f"{written(e.flag, e.text)} ({e.origin})" for e in same if e.origin and e.words)
+        entries[:] = [*(e for e in entries if e not in same), entry]
+
     for entry in reader.entries(words):
-        same = reader.destination(entry.flag)
-        if entry.origin is None:
-            entries = [e for e in entries if e.origin is None or reader.destination(e.flag) != same]
-        elif not entry.words:
-            entries = [e for e in entries if reader.destination(e.flag) != same]
-        else:
-            entries = [e for e in entries if not e.origin or reader.destination(e.flag) != same]
-        entries.append(entry)
-    by_name = list(reader.keywords(keywords))
-    replaced = {reader.destination(entry.flag) for entry in by_name}
-    entries = [e for e in entries if reader.destination(e.flag) not in replaced] + by_name
+        put(entry, replaces_all=not entry.words)
+    for entry in reader.keywords(keywords):
+        put(entry, replaces_all=True)
     for entry in entries:
         if entry.origin and HIDDEN in entry.text:
             what_to_do = f"give {entry.flag} after {FLAG} FILE, or set it to null"
@@ -122,6 +125,7 @@ def expand_configs(
     return Expanded(
         [word for entry in entries for word in entry.words],
         {entry.flag: entry.origin for entry in entries if entry.origin},
+        tuple(replaced),
     )
 
 

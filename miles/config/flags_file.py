@@ -23,7 +23,8 @@ from typing import NoReturn
 from miles.base.flags import LONGEST_VALUE
 from miles.base.shell_text import arithmetic
 from miles.base.text import one_line
-from miles.config.spelling import flags_in, without_flags
+from miles.config.notes import written
+from miles.config.spelling import flags_in, group_words, without_flags
 
 LARGEST_FILE = 1_000_000  # characters
 _STACKED = "--config"  # its files add up, and a later one does not replace an earlier one
@@ -46,22 +47,24 @@ _COMPUTED = re.compile(r"\$\(\([^)]*\)?\)?|\$\([^)]*\)?|`[^`]*`?")
 _RUN_IT = "start the script itself with bash, or keep only its variables and arrays in the file"
 
 
-def with_words_of_files(words: Iterable[str]) -> list[str]:
+def with_words_of_files(words: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command, with the words of each file instead of its ``@file``. A file may name others.
 
-    Flags after a file replace the same flags in it.
+    Flags after a file replace the same flags in it; they are returned too, as ``--flag value (file)``.
 
     Raises:
         ValueError: A file cannot be read, or files include each other without end; the message states what to do.
     """
     files, given = _Files(), list(words)
     parts = [files.words([word]) for word in given]
-    later = set[str]()
+    later, replaced = set[str](), list[str]()
     for number, word in reversed([*enumerate(given)]):
         if word.startswith("@"):
+            of_file = group_words(parts[number])
+            replaced[:0] = [f"{written(flag, values)} ({word[1:]})" for flag, values in of_file if flag in later]
             parts[number] = without_flags(parts[number], later)
         later |= {*flags_in(parts[number])} - {_STACKED}
-    return [word for part in parts for word in part]
+    return [word for part in parts for word in part], replaced
 
 
 class _Files:

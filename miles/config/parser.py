@@ -206,6 +206,7 @@ class Command:
         words: Its words as they were written, after each ``@file``, ``--config`` and keyword is replaced.
         later: Judges what was read of it and depends on the settings: adds errors, and returns notes.
         remarks: Yields notes on a valid run, by its settings and the fields that the command sets.
+        replaced: The flags of files that other words replace.
     """
 
     settings: Settings
@@ -221,6 +222,7 @@ class Command:
     words: tuple[str, ...] = ()
     later: Callable[[Settings, Errors], list[Note]] = lambda settings, errors: []
     remarks: Callable[[Settings, Collection[str]], Iterable[str]] = lambda settings, given: ()
+    replaced: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -251,7 +253,8 @@ def expand(argv: Sequence[str], keywords: Mapping[str, Any], elsewhere: Collecti
     """
     parser = _own_flags().for_command(errors)
     try:
-        words = cut_spaced_words(with_words_of_files(argv), {files.FLAG})
+        words, replaced = with_words_of_files(argv)
+        words = cut_spaced_words(words, {files.FLAG})
     except ValueError as error:
         parser.error(str(error))
 
@@ -261,7 +264,8 @@ def expand(argv: Sequence[str], keywords: Mapping[str, Any], elsewhere: Collecti
             flags |= {field.flag for field in megatron_fields().values()}
         return flags
 
-    return expand_configs(words, parser._option_string_actions, further, errors, keywords)
+    expanded = expand_configs(words, parser._option_string_actions, further, errors, keywords)
+    return replace(expanded, replaced=(*replaced, *expanded.replaced))
 
 
 def read_words(
@@ -305,7 +309,14 @@ def read_words(
     written = flags_in(expanded.words)
     given = sorted([*given, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
     command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), errors)
-    return replace(command, origins=expanded.origins, words=tuple(expanded.words), later=later, remarks=remarks)
+    return replace(
+        command,
+        origins=expanded.origins,
+        replaced=expanded.replaced,
+        words=tuple(expanded.words),
+        later=later,
+        remarks=remarks,
+    )
 
 
 def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[str]:
@@ -482,7 +493,15 @@ def _judge(command: Command, starts: bool) -> Validated:
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)
-    return Validated(settings, validated.readings, surprising, tuple(notes), command.choice, command.given)
+    return replace(
+        validated,
+        settings=settings,
+        surprises=surprising,
+        accepted=tuple(notes),
+        choice=command.choice,
+        given=command.given,
+        replaced=command.replaced,
+    )
 
 
 def _with_defaults(command: Command) -> Settings:

@@ -75,6 +75,7 @@ class Validated:
         accepted: Flags that were accepted and have no effect themselves.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
         given: The fields that the command sets.
+        replaced: The flags of files that other words of the command replace.
         inputs: The findings of the check of rows and functions; None if it was not made yet.
     """
 
@@ -84,6 +85,7 @@ class Validated:
     accepted: tuple[Note, ...] = ()
     choice: str = ""
     given: frozenset[str] = frozenset()
+    replaced: tuple[str, ...] = ()
     inputs: Inputs | None = None
 
     @property

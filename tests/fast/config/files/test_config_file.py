@@ -106,6 +106,18 @@ def test_what_comes_later_wins(nested, tmp_path):
     assert "given twice" in note.why
 
 
+def test_the_settings_of_files_that_are_replaced_are_named(nested, tmp_path):
+    (tmp_path / "flags").write_text("--lr 3 --seed 4\n--wandb-key sesame\n")
+    assert read_command(["--config", nested]).replaced == ()
+    words = ["--config", nested, "rollout_seed=9", f"@{tmp_path / 'flags'}", "--lr", "5", "--wandb-key", "x"]
+    assert read_command(words).replaced == (
+        f"--lr 3 ({tmp_path / 'flags'})",
+        f"--wandb-key (hidden) ({tmp_path / 'flags'})",
+        f"--rollout-seed 012 ({nested}:20)",
+        f"--lr 1e-5 ({nested}:13)",
+    )
+
+
 def test_false_asks_for_the_other_precision(tmp_path):
     for text, words in (
         ("bf16: false\nfp32: true", ["--fp32"]),
