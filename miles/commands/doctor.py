@@ -410,6 +410,8 @@ PACKAGES = (
     Package("sglang-router", "sglang_router.launch_router", "more than one SGLang engine", "sglang", SGLANG),
     Package("wandb", "wandb", "--use-wandb", "wandb", is_imported=False),
     Package("mlflow-skinny", "mlflow", "--use-mlflow", "mlflow", is_imported=False),
+    Package("trackio", "trackio", "--report-to trackio", "trackio", is_imported=False),
+    Package("swanlab", "swanlab", "--report-to swanlab", "swanlab", is_imported=False),
     Package("prometheus-client", "prometheus_client", "--prometheus-port", "prometheus", is_imported=False),
     Package("if-verifiable", "if_verifiable", "--rm-type ifeval", "ifeval", is_imported=False),
     Package("s3fs", "s3fs", "s3:// in --save, --load and --save-hf", "s3", is_imported=False),

@@ -440,7 +440,7 @@ def _notes(given: Settings, small: Settings) -> Iterator[str]:
         yield "the teacher is the tiny model, in the trainer"
     if given.checkpoint.load is not None:
         yield "--load is left out: the run starts fresh"
-    elsewhere = ["use_wandb", "use_mlflow", "notify_url", "prometheus_port"]
+    elsewhere = ["use_wandb", "use_mlflow", "report_to", "notify_url", "prometheus_port"]
     if left_out := [flag_name(name) for name in changed(given.tracking, elsewhere)]:
         yield f"{', '.join(left_out)}: left out"
     if given.server_flags != ServerFlags():

@@ -194,7 +194,7 @@ CONDITIONS = {
     "experts": Condition(_may_have_experts, "the model has no experts", OTHER_PART),
 }
 _HEADINGS = {
-    **dict.fromkeys(("--use-wandb", "--use-mlflow", "no --no-report"), REPORTING),
+    **dict.fromkeys(("--use-wandb", "--use-mlflow", "--report-to", "no --no-report"), REPORTING),
     "no --device cpu": MEMORY,
     "--rollout-engine torch": OTHER_PART,
 }

@@ -59,6 +59,10 @@ class TrackingArguments:
         needs="--use-mlflow",
     )
     mlflow_experiment: str = flag("miles", "MLflow experiment", needs="--use-mlflow")
+    report_to: Optional[str] = flag(
+        None, "log to this service too (extra of its name)", choices=("trackio", "swanlab"), metavar="SERVICE"
+    )
+    report_project: str = flag("miles", "project in the service of --report-to", needs="--report-to")
     use_wandb: bool = flag(False, "log to Weights & Biases too (extra wandb)")
     wandb_project: Optional[str] = _of_wandb(None, "W&B project")
     wandb_group: Optional[str] = _of_wandb(None, "W&B group")
@@ -122,3 +126,5 @@ def explain_tracking(tracking: TrackingArguments) -> Iterator[str]:
         yield f"W&B{mode}: the project {tracking.wandb_project or 'of WANDB_PROJECT, or uncategorized'}"
     if tracking.use_mlflow:
         yield f"MLflow: the experiment {tracking.mlflow_experiment}"
+    if tracking.report_to is not None:
+        yield f"{tracking.report_to}: the project {tracking.report_project}"

@@ -1,4 +1,4 @@
-"""Sinks of metrics outside the output folder: TensorBoard, MLflow, Prometheus. Each is one class; W&B has its file."""
+"""Sinks of metrics outside the output folder: TensorBoard, MLflow, Trackio, SwanLab, Prometheus, W&B."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from miles.base.connections import BoundedServer
@@ -272,6 +272,80 @@ def check_mlflow(tracking: TrackingArguments) -> None:
             del os.environ[_MLFLOW_RETRIES]
 
 
+class ServiceSink:
+    """One run of Trackio or SwanLab: both have ``init``, and ``log`` and ``finish`` of the run that it returns.
+
+    A thread makes all calls, so that a service that does not answer stops nothing. Begun in the main thread, SwanLab
+    would take Ctrl-C for itself.
+    """
+
+    def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
+        self.status: Status = "FINISHED"
+        self._run: Any = None
+        name = f"{Path(tracking.output_dir).name}-{secrets.token_hex(3)}"
+        given = {"project": tracking.report_project, "name": name, "config": header.public_settings()}
+        self._begin, self._ends = _trackio() if tracking.report_to == "trackio" else _swanlab(tracking.output_dir)
+        self._calls = OrderedCalls(f"--report-to {tracking.report_to}")
+        self._calls.add(partial(self._start, given))
+
+    def _start(self, given: dict[str, Any]) -> None:
+        self._run = self._begin(**given)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Have one step sent."""
+        self._calls.add(lambda: self._run.log(dict(values), step=step))
+
+    def close(self) -> None:
+        """End the run, and wait for that up to ``CLOSE_SECONDS``."""
+        self._calls.add(lambda: self._run.finish(**self._ends[self.status]))
+        self._calls.close()
+
+
+# The function that begins a run of a service, and what its ``finish`` takes for each end of a run.
+_Service: TypeAlias = tuple[Callable[..., Any], Mapping[Status, Mapping[str, str]]]
+
+
+def _trackio() -> _Service:
+    import trackio
+
+    return trackio.init, {"FINISHED": {}, "FAILED": {}, "KILLED": {}}
+
+
+def _swanlab(output_dir: str) -> _Service:
+    import swanlab
+
+    quiet = swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none"))  # or it sends what is printed
+    begin = partial(swanlab.init, log_dir=f"{output_dir}/swanlog", settings=quiet)
+    failed = {"state": "crashed", "error": "the run failed"}
+    return begin, {"FINISHED": {"state": "success"}, "FAILED": failed, "KILLED": {"state": "aborted"}}
+
+
+def check_swanlab(tracking: TrackingArguments) -> None:
+    """Check SwanLab's key before anything of a run starts. SwanLab itself would ask for one in the middle of it.
+
+    Raises:
+        InputError: There is no key.
+        ValueError: The server does not answer, or refuses the key.
+    """
+    if tracking.report_to != "swanlab":
+        return
+    import swanlab
+
+    found = swanlab.Settings()
+    offline = "or set SWANLAB_MODE=offline, which writes files for swanlab sync"
+    if found.mode != "online":
+        return
+    if found.api_key is None:
+        raise InputError(f"--report-to swanlab: no API key; set SWANLAB_API_KEY, run swanlab login, {offline}")
+    try:
+        swanlab.login(api_key=found.api_key)
+    except Exception as error:
+        cause = one_line(hide_in_text(str(error), [found.api_key]), CAUSE_LENGTH).strip().rstrip(".")
+        raise ValueError(
+            f"--report-to swanlab: SwanLab cannot be used ({cause}); check SWANLAB_API_KEY and the network, {offline}"
+        ) from error
+
+
 def mlflow_name(name: str) -> str:
     """Return the name of a metric with underscores for the characters that MLflow refuses, as in ``pass@1``."""
     return re.sub(r"[^\w\-. :/]", "_", name)
@@ -381,6 +455,7 @@ def check_packages(tracking: TrackingArguments) -> None:
         "wandb": ("--use-wandb", tracking.use_wandb),
         "mlflow": ("--use-mlflow", tracking.use_mlflow),
         "prometheus": ("--prometheus-port", tracking.prometheus_port is not None),
+        **{name: (f"--report-to {name}", tracking.report_to == name) for name in ("trackio", "swanlab")},
     }
     modules = {"prometheus": "prometheus_client"}
     missing = [

@@ -17,12 +17,14 @@ from miles.observe.run_files import CONFIG, TENSORBOARD, RunFiles, RunHeader, Ru
 from miles.observe.sinks import (
     MlflowSink,
     SampleTables,
+    ServiceSink,
     Sink,
     Status,
     TensorBoardSink,
     WandbSink,
     check_mlflow,
     check_packages,
+    check_swanlab,
     failure_note,
     log_in,
 )
@@ -38,6 +40,7 @@ def check_services(tracking: TrackingArguments) -> None:
     """
     check_packages(tracking)
     check_mlflow(tracking)
+    check_swanlab(tracking)
     log_in(tracking)
 
 
@@ -75,7 +78,8 @@ class Tracker:
         self._wandb = WandbSink(tracking, header, wandb_run) if tracking.use_wandb else None
         self._mlflow = MlflowSink(tracking, header) if tracking.use_mlflow else None
         self._noted = False
-        self._sinks: list[Sink] = [] if self._mlflow is None else [self._mlflow]
+        self._service = ServiceSink(tracking, header) if tracking.report_to is not None else None
+        self._sinks: list[Sink] = [each for each in (self._mlflow, self._service) if each is not None]
         output = JsonSink if tracking.log_format == "json" else ConsoleSink
         self._console: RunOutput = output(header, tracking.output_dir)
         self._sinks.append(self._console)
@@ -223,11 +227,11 @@ class Tracker:
                 self._files.mark_end(_STATES[status], why)
             except WriteFailed as error:
                 print(f"note: {error}", file=sys.stderr)
-        services = [each for each in (self._wandb, self._mlflow) if each is not None]
+        services = [each for each in (self._wandb, self._mlflow, self._service) if each is not None]
         for service in services:
             service.status = status
         # Local sinks first: a service may take long.
-        ours: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink is not self._mlflow]
+        ours: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink not in services]
         if self._tensorboard is not None:
             ours.append(self._tensorboard)  # every event is in its file already
         first: Exception | None = None

@@ -74,8 +74,11 @@ def _model(translation: Translation) -> str:
 
 def _reports(translation: Translation) -> None:
     names = translation.raw("report_to")
-    if {"wandb", "all"} & {*(names if isinstance(names, list) else [names])}:
+    chosen = {*(names if isinstance(names, list) else [names])}
+    if {"wandb", "all"} & chosen:
         translation.carry("report_to", "--use-wandb")
+    for name in sorted({"trackio", "swanlab"} & chosen):
+        translation.carry("report_to", "--report-to", name)
 
 
 def _processes(translation: Translation) -> int | None:

@@ -426,6 +426,7 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.yaml", f"{TRL_SIZES}loss_type: vespo\nvespo_k_pos: 2.5\n", "--vespo-power-pos 2.5"),
         ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss gspo"),
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
+        ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: trackio\n", "--report-to trackio"),
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
     ],
 )

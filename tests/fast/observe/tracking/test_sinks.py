@@ -3,7 +3,9 @@
 import json
 import os
 import socket
+import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,8 @@ from miles.config.parser import parse
 from miles.config.tracking import TrackingArguments
 from miles.observe.run_files import RunHeader, SampleRecord
 from miles.observe.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
-from miles.observe.tracker import check_services
+from miles.observe.tracker import Tracker, check_services
+from miles.types.metrics import Metric
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -106,6 +109,114 @@ def test_an_mlflow_server_that_does_not_answer_is_told_at_once(monkeypatch):
     assert "sesame" not in str(told.value) and "\n" not in str(told.value)
     assert time.monotonic() - began < 30, "MLflow itself asks again for minutes"
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+# Trackio and SwanLab have the same three calls. This package records them, with the thread that made each.
+RECORDING = """
+import json, os, threading
+from types import SimpleNamespace
+
+class Settings(SimpleNamespace):
+    Terminal = SimpleNamespace
+    mode = os.environ.get("SWANLAB_MODE", "online")
+    api_key = os.environ.get("SWANLAB_API_KEY")
+
+def record(call, *words, **named):
+    in_main = threading.current_thread() is threading.main_thread()
+    with open(os.environ["RECORD"], "a") as file:
+        print(json.dumps([call, in_main, words, named], default=vars), file=file)
+
+def init(**named):
+    record("init", **named)
+    if os.environ.get("FAILS"):
+        raise RuntimeError("no server")
+    return SimpleNamespace(log=lambda *a, **n: record("log", *a, **n), finish=lambda **n: record("finish", **n))
+
+def login(api_key):
+    if api_key != "right":
+        raise ValueError(f"the key {api_key} is wrong\\nsorry")
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    for name in ("trackio", "swanlab"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(RECORDING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield lambda: [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    for name in ("trackio", "swanlab"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "ends"),
+    [
+        ("trackio", {}, [{}, {}, {}]),
+        (
+            "swanlab",
+            {"log_dir": "OUT/swanlog", "settings": {"terminal": {"proxy_type": "none"}}},
+            [{"state": "success"}, {"state": "crashed", "error": "the run failed"}, {"state": "aborted"}],
+        ),
+    ],
+)
+def test_a_service_has_settings_without_secrets_every_step_and_the_end_of_the_run(
+    name, more, ends, recorded, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SWANLAB_API_KEY", "right")
+    tracking = TrackingArguments(report_to=name, report_project="mine", output_dir=str(tmp_path / "out"))
+    for error in (None, RuntimeError("full"), KeyboardInterrupt()):
+        check_services(tracking)
+        with suppress(RuntimeError, KeyboardInterrupt), Tracker(tracking, HEADER) as tracker:
+            for step in (1, 2):
+                tracker.log(step, {"train/loss": step / 4, "eval/x/pass@1": Metric(1, 4)})
+            if error is not None:
+                raise error
+    calls = recorded()
+    assert not any(in_main for _, in_main, *_ in calls), "SwanLab would take Ctrl-C from the run"
+    more = json.loads(json.dumps(more).replace("OUT", str(tmp_path / "out")))
+    for number, end in enumerate(ends):
+        (_, _, _, begun), *steps, (last, _, _, finished) = calls[4 * number : 4 * number + 4]
+        assert begun.pop("name").startswith("out-")
+        config = {"tracking": {"wandb_key": "(hidden)", "output_dir": "out"}}
+        assert begun == {"project": "mine", "config": config} | more
+        assert [(words, named) for _, _, words, named in steps] == [
+            ([{"train/loss": step / 4, "eval/x/pass@1": 0.25}], {"step": step}) for step in (1, 2)
+        ]
+        assert (last, finished) == ("finish", end)
+
+
+def test_a_service_that_fails_is_one_note(recorded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAILS", "1")
+    with Tracker(TrackingArguments(report_to="trackio", output_dir=str(tmp_path / "out")), HEADER) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: --report-to trackio")]
+    assert notes == ["note: --report-to trackio: not all was recorded (RuntimeError: no server)"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, "--report-to swanlab: no API key; set SWANLAB_API_KEY"),
+        ({"SWANLAB_API_KEY": "sesame"}, "SwanLab cannot be used (the key"),
+        ({"SWANLAB_MODE": "offline"}, None),
+        ({"SWANLAB_API_KEY": "right"}, None),
+    ],
+)
+def test_the_key_of_swanlab_is_checked_before_the_run(environ, told, recorded, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    tracking = TrackingArguments(report_to="swanlab")
+    if told is None:
+        check_services(tracking)
+        return
+    with pytest.raises(ValueError) as refused:
+        check_services(tracking)
+    text = str(refused.value)
+    assert told in text and "SWANLAB_MODE=offline" in text and "sesame" not in text and "\n" not in text
 
 
 def test_names_of_metrics_are_such_as_mlflow_takes():
