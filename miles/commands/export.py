@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.base.text import InputError
+from miles.commands.saved_runs.hub import model_card, open_repository, push
 from miles.commands.saved_runs.run import SavedRun, on_this_machine, run_folder
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
@@ -38,6 +39,13 @@ def main(argv: Sequence[str]) -> int:
         default="hf",
         help="the format: a Hugging Face folder, or the adapter of a run with --lora-rank as peft reads it",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="NAME",
+        help="also upload the folder, with a model card, to this repository of the Hugging Face hub (HF_TOKEN, "
+        "HF_ENDPOINT); it is made if need be, and checked before the export",
+    )
+    parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub private")
     given = parser.parse_args(list(argv))
     if given.out.exists():
         parser.error(f"{given.out}: is there already; give a new folder, or remove it")
@@ -45,9 +53,12 @@ def main(argv: Sequence[str]) -> int:
         run = SavedRun(given.run)
         checkpoint = run.checkpoint(given.step)
         write, what = WRITERS[given.to]
+        repository = None if given.push_to_hub is None else open_repository(given.push_to_hub, given.private)
         with on_this_machine(run.settings.checkpoint, checkpoint.folder) as whole:
             write(run, whole, given.out)
+        print(f"{given.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")
+        if repository is not None:
+            print(push(repository, given.out, model_card(run, checkpoint, repository, given.to == "peft")))
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"{given.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")
     return 0
