@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "runs", type=run_folder, nargs="+", metavar="RUN", help="the --output-dir of each run, or its --save URL"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a page with all curves over each other")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write a page with all curves over each other")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -31,15 +31,15 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if not 0 <= given.tolerance < float("inf"):
         parser.error(f"--tolerance {given.tolerance:g}: must be finite and at least 0; give 0 or more")
-    if given.out is not None and (fault := why_not_written(given.out)) is not None:
-        parser.error(f"--out {given.out}: {fault}")
+    if given.page is not None and (fault := why_not_written(given.page)) is not None:
+        parser.error(f"--page {given.page}: {fault}")
     try:
         comparison = Comparison(given.runs, given.tolerance)
         print(comparison.text())
-        if given.out is not None:
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_bytes(comparison.page())
-            print(f"\npage: {given.out}")
+        if given.page is not None:
+            given.page.parent.mkdir(parents=True, exist_ok=True)
+            given.page.write_bytes(comparison.page())
+            print(f"\npage: {given.page}")
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

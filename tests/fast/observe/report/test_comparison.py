@@ -50,7 +50,7 @@ def test_a_difference_within_the_tolerance_is_none(tmp_path: Path) -> None:
 def test_the_command_prints_and_writes_a_page_of_all_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", lr=1e-6, change_from=7)]
     page = tmp_path / "new" / "page.html"
-    assert compare.main([*map(str, folders), "--out", str(page)]) == 0
+    assert compare.main([*map(str, folders), "--page", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "optimizer.lr" in printed and "first difference: step 7" in printed
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])  # type: ignore[index]
@@ -73,8 +73,8 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path: Path, capsys: pytest.
     first, second = write(tmp_path / "a"), write(tmp_path / "b")
     for path, fault in ((first / "metrics.jsonl", "is a file of a run"), (first, "is a folder")):
         with pytest.raises(SystemExit, match="2"):
-            compare.main([str(first), str(second), "--out", str(path)])
-        assert f"--out {path}: {fault}" in capsys.readouterr().err
+            compare.main([str(first), str(second), "--page", str(path)])
+        assert f"--page {path}: {fault}" in capsys.readouterr().err
     assert (first / "metrics.jsonl").read_text().startswith('{"step"')
 
 
