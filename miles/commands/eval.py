@@ -10,7 +10,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sets", nargs="+", default=[], metavar="NAME SOURCE", help="sets to evaluate (default: the run's)"
     )
+    parser.add_argument(
+        "--benchmarks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="public benchmarks instead of sets: aime24, gsm8k, ifeval, math500; NAME=FOLDER for a set on this machine",
+    )
+    parser.add_argument(
+        "--max-response-len", type=int, metavar="N", help="tokens of the longest answer (default: the set's)"
+    )
     parser.add_argument("--n-samples", type=int, metavar="N", help="answers per prompt (default: as in the run)")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -46,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     if given.n_samples is not None and given.n_samples < 1:
         parser.error(f"--n-samples {given.n_samples}: must be at least 1; give 1 or more")
+    if given.max_response_len is not None and given.max_response_len < 1:
+        parser.error(f"--max-response-len {given.max_response_len}: must be at least 1; give 1 or more")
+    if given.sets and given.benchmarks:
+        parser.error("--benchmarks: cannot be used with --sets; give one of the two")
     if len(given.sets) % 2:
         parser.error(f"--sets {' '.join(given.sets)}: must be NAME SOURCE pairs; write a name before each source")
     if given.out is not None:
@@ -76,9 +90,15 @@ def _evaluate(given: argparse.Namespace) -> list[SetResult]:
         hugging_face_folder(run, given.step, given.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-eval-") as logs,
     ):
+        from miles.commands.saved_runs.benchmarks import benchmark_settings
         from miles.commands.saved_runs.generation import evaluate_sets, settings_for  # imports torch
 
-        here = settings_for(settings, model, Path(logs), given.engine)
+        here, longest = settings_for(settings, model, Path(logs), given.engine), given.max_response_len
+        if given.benchmarks:
+            each = [*benchmark_settings(here, given.benchmarks, Path(logs), longest)]
+            return [result for one in each for result in asyncio.run(evaluate_sets(one, (), given.n_samples))]
+        if longest is not None:
+            here = replace(here, evaluation=replace(here.evaluation, eval_max_response_len=longest))
         return asyncio.run(evaluate_sets(here, given.sets, given.n_samples))
 
 

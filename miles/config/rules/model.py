@@ -32,7 +32,7 @@ def check_model_context(settings: Settings, errors: Errors) -> None:
     if not errors.none_about("hf_checkpoint", "sglang_context_length"):
         return
     with errors.catching():
-        limit, name = _limit(settings)
+        limit, name = sequence_limit(settings)
         for field, length in _lengths(settings, limit):
             if length >= limit and errors.none_about(field):
                 rule = f"leaves no room for a prompt in {name} {limit}"
@@ -41,7 +41,7 @@ def check_model_context(settings: Settings, errors: Errors) -> None:
 
 def notes_on_model_context(settings: Settings) -> Iterator[str]:
     """Say which prompts would end the run, if such prompts are not rare."""
-    limit, name = _limit(settings)
+    limit, name = sequence_limit(settings)
     prompt = settings.data.rollout_max_prompt_len or min(PROMPT, limit // 4)
     for field, length in _lengths(settings, limit):
         if prompt + length > limit:
@@ -69,7 +69,7 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
         yield "rollout_max_response_len" if of_evaluation == longest else "eval_max_response_len", of_evaluation
 
 
-def _limit(settings: Settings) -> tuple[int, str]:
+def sequence_limit(settings: Settings) -> tuple[int, str]:
     """Return the most tokens of a sequence, and the setting that limits them; an unlimited number if it is not known.
 
     Raises:

@@ -220,7 +220,7 @@ class _HuggingFace(Rows):
 
     def __init__(self, source: str) -> None:
         name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
-        self._source, self._set = source, _load_hugging_face(source, name, split or "train")
+        self._source, self._set = source, load_hugging_face(source, name, split or "train")
         _leave_encoded(self._set.info.features)
         self._types = {field.name: field.type for field in self._set.features.arrow_schema}
         files = [os.stat(file["filename"]) for file in self._set.cache_files]
@@ -309,12 +309,17 @@ def _as_written(value: Any, kind: pa.DataType, read_json: Callable[[str], Any] |
     return value
 
 
-def _load_hugging_face(source: str, name: str, split: str) -> Any:
+def load_hugging_face(source: str, name: str, split: str, config: str | None = None) -> Any:
+    """Load a split of a set on the hub, in a folder of its files, or in one that ``save_to_disk`` wrote.
+
+    Raises:
+        InputError: It cannot be loaded; the message begins with ``source``.
+    """
     import datasets
 
     try:
         if not _is_saved(name):
-            return datasets.load_dataset(name, split=split)
+            return datasets.load_dataset(name, config, split=split)
         loaded = datasets.load_from_disk(name)
     except Exception as error:  # the library's, the hub client's, pyarrow's: each has its own family
         _refuse(
