@@ -1,7 +1,8 @@
 """Hooks of MkDocs: make pages and tables from the code and from measurements, and check pages for network loads.
 
 Three pages exist only in the built site: ``flags.md``, ``objectives.md`` and ``launch-scripts.md``. A line
-``<!-- table: NAME -->`` of any page becomes the table of that name. A warning fails ``mkdocs build --strict``.
+``<!-- table: NAME -->`` of any page becomes the table of that name, and each lesson gets
+a notebook. A warning fails ``mkdocs build --strict``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
+LESSONS = "tutorials/"
 PAGES = {
     "flags.md": ("scripts.pages.flags", "flags_reference"),
     "objectives.md": ("scripts.pages.objectives", "objectives_reference"),
@@ -94,16 +96,26 @@ def page(name: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made from the code, for MkDocs."""
+    """Add the pages that are made from the code, and the notebooks of lessons, for MkDocs."""
     from mkdocs.structure.files import File
 
     for name in PAGES:
         files.append(File.generated(config, name, content=page(name)))
+    for lesson in [file for file in files if file.src_uri.startswith(LESSONS)]:
+        made = _module("scripts.notebooks").notebook(lesson.content_string)
+        files.append(File.generated(config, _notebook(lesson.src_uri), content=made))
     return files
 
 
+def _notebook(lesson: str) -> str:
+    return lesson.removesuffix(".md") + ".ipynb"
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fill in the tables of a page, for MkDocs."""
+    """Fill in the tables of a page, and link the notebook of a lesson, for MkDocs."""
+    if page.file.src_uri.startswith(LESSONS):
+        name = _notebook(page.file.src_uri).removeprefix(LESSONS)
+        markdown = markdown.replace("\n\n", f"\n\n[This lesson as a notebook]({name})\n\n", 1)
     return TABLE.sub(lambda match: table(match[1]).strip(), markdown)
 
 

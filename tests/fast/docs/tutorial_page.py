@@ -17,8 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.notebooks import FENCE
+
 REPO = Path(__file__).resolve().parents[3]
-FENCE = re.compile(r'^```(?P<language>[^\s`]*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
 INTERPRETERS = {"bash": ("bash", "-euo", "pipefail", "-c"), "python": (sys.executable, "-c")}
 
 # The command of a tutorial's reader. Flags of TUTORIAL_FLAGS come last, and win.
@@ -65,17 +66,7 @@ def run_page(page: Path, folder: Path, short_flags: str = "") -> None:
         folder: The reader's folder.
         short_flags: Further flags of ``miles train`` and ``miles quickstart``, which shorten a run.
     """
-    commands = folder / ".commands"
-    commands.mkdir(exist_ok=True)
-    (commands / "miles").write_text(MILES)
-    (commands / "miles").chmod(0o755)
-    environ = os.environ | {
-        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(REPO),
-        "TUTORIAL_PYTHON": sys.executable,
-        "TUTORIAL_FLAGS": short_flags,
-        "OMP_NUM_THREADS": "1",
-    }
+    environ = reader_environment(folder, short_flags)
     output = ""
     for block in read_blocks(page):
         if block.title is not None:
@@ -97,6 +88,21 @@ def run_page(page: Path, folder: Path, short_flags: str = "") -> None:
         elif block.language == "text":
             lacking = missing_line(block.text, output)
             assert lacking is None, f"{block.place}: the output has no line {lacking!r} there:\n{output}"
+
+
+def reader_environment(folder: Path, short_flags: str) -> dict[str, str]:
+    """Return the environment of a reader, where the command ``miles`` is this checkout's."""
+    commands = folder / ".commands"
+    commands.mkdir(exist_ok=True)
+    (commands / "miles").write_text(MILES)
+    (commands / "miles").chmod(0o755)
+    return os.environ | {
+        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPO),
+        "TUTORIAL_PYTHON": sys.executable,
+        "TUTORIAL_FLAGS": short_flags,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def missing_line(shown: str, output: str) -> str | None:
