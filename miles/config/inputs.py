@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     if checked:
         found.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, found)
+    (found.faults if starts else found.unchecked).extend(_faults_of_weights(settings))
     if found.faults:
         raise FlagError(*found.faults)
     return found
@@ -216,6 +217,7 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
     reward = settings.reward
     if not settings.generates or not reward.weights:
         return
+    from miles.tasks.rewards.base import NotAReward
     from miles.tasks.rewards.registry import get_reward_function
     from miles.tasks.rewards.reward_process import RewardProcess, RewardProcessDied
 
@@ -225,12 +227,16 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
         is_here = reward.has_custom and not settings.cluster.ray_address
         (found.faults if starts or is_here else found.unchecked).append(str(error))
         return
+    if reward.is_sum and reward.has_custom:
+        function = get_reward_function(replace(reward, rm_type=None), memory_limit(reward.reward_memory))
     if not isinstance(function, RewardProcess) or found.first is None:
         return
     answer = str(found.first.label or "a stand-in answer")
     sample = Sample(found.first, 0, 0, [0], answer, [1], [0.0], SampleStatus.COMPLETED)
     try:
-        asyncio.run(asyncio.wait_for(function([sample]), CALL_SECONDS))
+        (result,) = asyncio.run(asyncio.wait_for(function([sample]), CALL_SECONDS))
+        if isinstance(result, NotAReward):
+            raise UserCodeError(result)
     except (UserCodeError, UserCodeTimeout, RewardProcessDied, TimeoutError) as error:
         frames = re.findall(r'File "([^"]+)", line (\d+)', "".join(getattr(error, "__notes__", ())))
         own = [f"{file}:{line}: " for file, line in frames if os.sep + "miles" + os.sep not in file]
@@ -242,6 +248,31 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
         makes_own = any(name in OF_SAMPLES for name, _, _ in given_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
         (found.faults if is_wrong else found.warnings).append(one_line(f"{message}; correct it", 1000))
+
+
+def _faults_of_weights(settings: Settings) -> Iterator[str]:
+    """Yield a message for each file of weights that is not whole: a copy that broke off, or a pointer of git-lfs."""
+    folder = str(settings.model.hf_checkpoint)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        size = file.stat().st_size
+        try:
+            tensors, start = _header(file)
+            whole = start + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            fault = "is no file of safetensors (a pointer of git-lfs, perhaps)"
+        else:
+            if size >= whole:
+                continue
+            fault = f"broke off: it has {size:,} of {whole:,} bytes"
+        yield f"--hf-checkpoint {folder}: {file.name} {fault}; fetch it again"
+
+
+def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return type, shape and place of each tensor in a file of safetensors, and where the tensors begin."""
+    with file.open("rb") as weights:
+        length = int.from_bytes(weights.read(8), "little")
+        header = json.loads(weights.read(min(length, file.stat().st_size)))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}, 8 + length
 
 
 def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
@@ -269,10 +300,7 @@ def _trained(settings: Settings) -> str:
     shapes, lora = dict[str, list[int]](), settings.lora
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # they may be broken
         for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):
-            with file.open("rb") as weights:
-                length = min(int.from_bytes(weights.read(8), "little"), file.stat().st_size)
-                header = json.loads(weights.read(length))
-            shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+            shapes |= {name: tensor["shape"] for name, tensor in _header(file)[0].items()}
     total = sum(map(math.prod, shapes.values()))
     if not total or not lora.trains_adapter:
         return f"{total:,} parameters" if total else ""

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save
 
 from miles.base.flags import FlagError
 from miles.compat.border import read_command
@@ -36,6 +38,9 @@ def sentence(samples):
 
 def keep(args, samples):
     return True
+
+def nothing(samples):
+    return [None for sample in samples]
 """
 
 
@@ -112,6 +117,7 @@ def test_each_set_of_a_mixture_is_checked_with_its_own_flags(folder):
         ("nowhere:reward", "cannot import module nowhere"),
         ("{}:divides", "{}.py:10: called with the answer '1' to rows.jsonl:1, it raised ZeroDivisionError"),
         ("{}:sentence", "called with the answer '1' to rows.jsonl:1, it returned str 'right'; return a list"),
+        ("{}:nothing", "it returned NoneType None, which is not a finite number (a float, say); correct it"),
     ],
 )
 def test_a_reward_function_that_cannot_work_is_told_with_its_line(folder, path, fault):
@@ -123,6 +129,30 @@ def test_a_reward_function_that_cannot_work_is_told_with_its_line(folder, path, 
     write(folder / "bad.jsonl", ["{"])
     both = faults(folder, f"--custom-rm-path {path.format(name)}", "--rm-type", data="bad.jsonl")
     assert both[0].startswith("--prompt-data bad.jsonl:1: not JSON") and len(both) <= 2
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (lambda whole: whole[:-4], "model.safetensors broke off: it has "),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "model.safetensors is no file of safetensors"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told(folder, content, fault):
+    whole = save({"weight": np.ones((4, 4), np.float32)})
+    (folder / "model" / "model.safetensors").write_bytes(whole)
+    check(folder)
+    (folder / "model" / "model.safetensors").write_bytes(content(whole))
+    (message,) = faults(folder)
+    assert message.startswith(f"--hf-checkpoint {folder}/model: {fault}") and message.endswith("; fetch it again")
+    assert check(folder, starts=False).unchecked == [message]
+
+
+def test_the_function_within_a_sum_is_called_too(folder):
+    (functions,) = folder.glob("functions_*.py")
+    flags = f"--custom-rm-path {functions.stem}:nothing --rm-type last_number:1,custom:0.5"
+    (message,) = faults(folder, flags, "--rm-type")
+    assert "it returned NoneType None" in message
 
 
 def test_a_reward_that_fails_on_a_stand_in_is_a_warning_where_the_run_would_go_on(folder):
