@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from miles.base.flags import flag_name
 from miles.base.secrets import hide_in_text, public_words
 from miles.base.text import InputError, one_line
 from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags
 from miles.observe.health import MetricsFile
 from miles.observe.run_files import METRICS
 from miles.tasks.data.settings import HUGGING_FACE
 
 LONGEST_CAUSE = 300
 MOST_ROWS = 12  # of the curve
-_PASSED_ON = {"server": SERVER, "router": ROUTER, "vllm": VLLM}
+_PASSED_ON = dict(zip((field.name for field in fields(ServerFlags)), (SERVER, ROUTER, VLLM), strict=True))
 _CURVES = ("rollout/reward", "train/loss")  # the first that the run has, and the held-out ones
 
 

@@ -113,7 +113,9 @@ def test_an_export_is_pushed_with_a_card(run, hub, tiny_model, tmp_path):
     assert "after 1 of 2 optimizer steps" in card and "Each step learns." in card
     assert "| step | rollout/reward | eval/own/reward |\n|---|---|---|\n| 1 | 0.250 | 0.125 |\n\n" in card
     assert "- `hf:some/set:train`\n- `rows.jsonl` (7 bytes, SHA-256 `abc`)" in card
-    assert f"miles train \\\n    --hf-checkpoint {tiny_model}" in card and "--rm-type length" in card
+    assert (
+        "miles train \\\n    --" in card and f"--hf-checkpoint {tiny_model} \\\n" in card and "--rm-type length" in card
+    )
     assert "sesame" not in card and "--rollout-seed" not in card, "no secrets and no defaults"
 
 
