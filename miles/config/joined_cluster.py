@@ -42,6 +42,11 @@ class JoinedCluster:
         return f"the Ray cluster at {self.address} has {count(self.gpus, 'GPU') if self.gpus else 'no GPU'}"
 
     @property
+    def is_absent(self) -> bool:
+        """Whether nothing listens at the address: a run would wait for it, and never start."""
+        return self.gpus is None and "refused" in self.fault
+
+    @property
     def doubt(self) -> str:
         """The note on GPUs that are not known."""
         planned = "the run is planned for CPU; give --device cuda if the cluster has GPUs, else --device cpu"

@@ -483,6 +483,9 @@ def _judge(command: Command, starts: bool) -> Validated:
     if not errors.messages:
         check_devices(validated.settings, of_start)
         check_engine_is_there(validated.settings, of_start)
+    if starts and command.joined is not None and command.joined.is_absent:
+        rule = f"no Ray cluster answers there ({command.joined.fault})"
+        errors.refuse("ray_address", command.joined.address, rule, "start one with ray start, or correct the address")
     for message in of_start.messages if starts else ():
         errors.add_unless_refused(message)
     errors.raise_if_any()

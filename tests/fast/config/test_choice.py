@@ -5,12 +5,14 @@ from socket import socket
 
 import pytest
 
+from miles.base.flags import FlagError
 from miles.base.host import has_bf16
 from miles.compat import border
 from miles.config import parser
 from miles.config.choice import ChosenValue, choose_backend, choose_device, choose_engine
 from miles.config.explain import explain
 from miles.config.joined_cluster import JoinedCluster, joined_cluster
+from tests.fast.config.conftest import minimal
 from tests.fast.support.rows import rows
 
 
@@ -228,6 +230,9 @@ def test_gpus_that_are_not_known_are_noted(accepted, cluster):
         "CPU; give --device cuda if the cluster has GPUs, else --device cpu"
     )
     assert "are not known (Connection refused)" in validated.choice
+    with pytest.raises(FlagError) as told:
+        parser.judge(border.read_command(minimal(f"--ray-address {HEAD}")), starts=True)
+    assert any(message.startswith(f"--ray-address {HEAD}: no Ray cluster answers") for message in told.value.messages)
 
 
 @pytest.mark.parametrize("flags", ["--device cpu", "--device cuda", "--device cpu --ray-address auto"])
