@@ -41,6 +41,7 @@ from miles.run.failures import cause_of, in_one_line
 from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
+from miles.run.stored_images import without_images
 from miles.run.stored_weights import UpdateWeights
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
@@ -76,7 +77,8 @@ class GeneratedIteration:
     """A generated iteration as the main loop sees it. The shards stay in the object store."""
 
     summary: IterationSummary
-    shards_by_rank: list[ray.ObjectRef[Any]]  # per token rank, a list of TrainShard: one per optimizer step
+    # Per token rank, a list of TrainShard, one per optimizer step; stored ones after the images of the iteration.
+    shards_by_rank: list[Any]
 
 
 class RolloutDriver:
@@ -121,7 +123,7 @@ class RolloutDriver:
 
         def ask() -> IterationSummary | None:
             for start in self._planner.start_until(iteration):
-                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.replicas)
+                generate = self.worker.generate_stored.options(num_returns=2 + self.settings.dims.replicas)
                 self._started[start.iteration] = generate.remote(start)
             summary: IterationSummary | None = self._result(self._started[iteration][0])
             return summary
@@ -130,8 +132,8 @@ class RolloutDriver:
         if summary is None:
             return None
         self._position = summary.prompts_after
-        dims, of_replica = self.settings.dims, self._started.pop(iteration)[1:]
-        by_rank = [of_replica[dims.replica_of(rank)] for rank in range(dims.token_ranks)]
+        dims, (_, images, *of_replica) = self.settings.dims, self._started.pop(iteration)
+        by_rank = [(images, of_replica[dims.replica_of(rank)]) for rank in range(dims.token_ranks)]
         return GeneratedIteration(summary, by_rank)
 
     def _surviving(self, call: Callable[[], T]) -> T:
@@ -323,9 +325,8 @@ class RolloutActor:
     async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard] | None, ...]:
         """Collect an iteration when its turn comes; return its summary, and for each replica the shards of its ranks.
 
-        The ranks that share all of their sequences have the same shards, which are stored once. The caller asks for as
-        many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few prompts are left, the
-        summary is None, and there are no shards.
+        The ranks that share all of their sequences have the same shards. If too few prompts are left, the summary is
+        None, and there are no shards.
         """
         try:
             async with self.pipeline.collecting(start) as collected:
@@ -336,6 +337,16 @@ class RolloutActor:
         metrics = collected.metrics | {"perf/rollout_memory_gib": Metric(resident_bytes() / GIB)}
         summary = IterationSummary(metrics, samples, collected.prompts_after)
         return summary, *(shards[rank] for rank in self._settings.dims.first_token_ranks)
+
+    async def generate_stored(self, start: Start) -> tuple[Any, ...]:
+        """As ``generate``, for the object store: the summary, the images of all shards, and the shards without them.
+
+        The caller asks for as many ``num_returns``. Then it owns the objects, and they outlive this actor.
+        """
+        found: tuple[Any, ...] = await self.generate(start)
+        summary, *shards = found
+        images, numbered = without_images(shards)
+        return summary, images, *numbered
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
         with span("convert and schedule"):

@@ -39,6 +39,7 @@ from miles.run.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
 from miles.run.session import Placement
+from miles.run.stored_images import with_images
 from miles.run.stored_weights import UpdateWeights, store, store_packed
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from miles.run.remote_checkpoints import Uploads
     from miles.training.backend import TrainBackend
     from miles.training.trainer import Trainer
+    from miles.types.images import ImageTensors
 
 
 MEMORY = "perf/trainer_memory_gib"
@@ -111,7 +113,7 @@ class TrainDriver:
             self.start_building(total_steps)
         self._workers.results(self._building)
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
+    def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration:
         """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens.
 
         Raises ``WriteFailed`` if the checkpoint that was being written has failed.
@@ -121,8 +123,8 @@ class TrainDriver:
         trains_policy = self.settings.trains_policy(iteration)
         refreshes = self.settings.refreshes_reference(iteration)
         calls = [
-            actor.train.remote(
-                shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes, iteration
+            actor.train_stored.remote(
+                *shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes, iteration
             )
             for rank, actor in enumerate(self.actors)
         ]
@@ -360,6 +362,10 @@ class TrainActor:
         used = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
         steps[-1][MEMORY] = Metric(used / GIB)
         return TrainedIteration(steps, self.trainer.recorder.read())
+
+    def train_stored(self, images: Sequence[ImageTensors], shards: Sequence[TrainShard], *due: Any) -> TrainedIteration:
+        """As ``train``, with shards whose images are stored apart."""
+        return self.train(with_images(shards, images), *due)
 
     def export_weights(self) -> UpdateWeights:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.

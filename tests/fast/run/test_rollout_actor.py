@@ -83,11 +83,11 @@ async def test_ranks_that_share_their_sequences_get_one_object():
     driver = object.__new__(RolloutDriver)
     driver.settings = settings
     driver._planner = SimpleNamespace(start_until=lambda iteration: [])
-    driver._started = {3: list(answer)}
+    driver._started = {3: [summary, "images", *shards]}
     driver._replaces = driver._dead = False
     driver._result = lambda call: call
     generated = driver.generate(3)
-    assert generated.shards_by_rank == ["first", "first", "second", "second"]
+    assert generated.shards_by_rank == [("images", replica) for replica in ("first", "first", "second", "second")]
     assert driver._position == {"position": 7}
 
 
