@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.models.reading import read_config
+from miles.models.reading import WITH_IMAGES, class_of, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,6 +76,10 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
     (2, 8, 2, 151936)
     """
     small = {name: value for name, value in config.items() if name not in _DROPPED}
+    if isinstance(tower := small.pop("vision_config", None), Mapping):
+        language = shrunk_config(small)
+        hidden = language.get("text_config", language).get("hidden_size", HIDDEN)
+        return language | {"vision_config": _tower(tower, hidden)}
     if isinstance(config.get("text_config"), Mapping):
         return small | {"text_config": shrunk_config(config["text_config"]), "dtype": "float32"}
     kept = _kept_layers(config)
@@ -98,6 +102,16 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(config.get(name), Mapping):
             small[name] = _rope(config[name], small)
     return small | {"num_hidden_layers": len(kept), "dtype": "float32"}
+
+
+def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
+    """Return a small vision tower for a language part of width ``hidden``, whose patches are as large as before."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "out_hidden_size": hidden}
+    sizes |= dict.fromkeys(("num_heads", "num_attention_heads"), 4) | dict.fromkeys(
+        ("depth", "num_hidden_layers"), LAYERS
+    )
+    layers = {"fullatt_block_indexes": [LAYERS - 1], "deepstack_visual_indexes": list(range(LAYERS))}
+    return {**config, **{name: size for name, size in {**sizes, **layers}.items() if name in config}}
 
 
 def _kept_layers(config: Mapping[str, Any]) -> list[int]:
@@ -210,11 +224,12 @@ def write_like(source: str, folder: Path, seed: int = 1) -> None:
         OSError: There is no configuration or no tokenizer at ``source``.
         ValueError: The configuration, shrunk, is none that transformers builds a causal language model of.
     """
-    from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+    from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(source)
     write_model(shrunk_config(config), folder, seed)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    reader = AutoProcessor if config.get("model_type") in WITH_IMAGES else AutoTokenizer
+    reader.from_pretrained(source).save_pretrained(folder)
     try:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # many models have none; the configuration's is written already
@@ -229,13 +244,13 @@ def write_model(config: Mapping[str, Any], folder: Path, seed: int = 1) -> None:
         ValueError: It is none that transformers builds a causal language model of.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(read_config(str(folder)), dtype=torch.float32)
+        read = read_config(str(folder))
+        model = class_of(read).from_config(read, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(
             f"transformers makes no tiny model of the family {config.get('model_type')} "
@@ -323,7 +338,14 @@ IMAGE_TEMPLATE = (
 
 
 def write_small_vision_model(
-    folder: Path, seed: int, *, hidden: int = 64, layers: int = 2, patch: int = 4, characters: str = string.printable
+    folder: Path,
+    seed: int,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    patch: int = 4,
+    characters: str = string.printable,
+    deviation: float = 0.02,
 ) -> None:
     """Write a random Qwen2.5-VL whose tokens are characters, with its processor.
 
@@ -334,6 +356,7 @@ def write_small_vision_model(
         layers: The number of layers of each.
         patch: The width and height of a patch in pixels; two by two patches are a token.
         characters: The characters that have a token.
+        deviation: The standard deviation of the weights. So small a model learns sooner from larger ones.
     """
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
@@ -345,7 +368,7 @@ def write_small_vision_model(
     ids: Any = tokenizer.convert_tokens_to_ids(list(IMAGE_TOKENS))
     start, image, end, video = ids
     heads = max(1, hidden // 32)
-    common = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    common = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "initializer_range": deviation}
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
     config = Qwen2_5_VLConfig(
         text_config=common

@@ -12,6 +12,7 @@ from miles.config.parallel import ParallelArguments
 from miles.config.training import TrainingArguments
 from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
+from miles.types.images import ImageTensors, PromptImages
 from miles.types.replay import TokenSets
 from miles.types.sample import Prompt, PromptGroup, Sample
 from miles.types.train_batch import TokenColumns
@@ -20,6 +21,9 @@ VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``
 TEMPERATURE = 0.8
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+IMAGE_START, IMAGE, IMAGE_END = 60, 61, 62  # tokens of the model with a vision tower
+PATCH = 4  # width and height in pixels; an image token is two by two patches of two frames
+GRIDS = (((1, 2),), ((1, 1), (2, 1), (1, 3)), ())  # tokens of the images of each prompt, in turn
 VALUE_HEAD = np.random.default_rng(11).normal(0, 0.3, (1, 32)).astype(np.float32)  # a critic that predicts something
 
 Mask = tuple[int, ...]
@@ -120,6 +124,7 @@ class Case:
     equal_group: int = 0
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
+    images: bool = False  # prompts have one image, three or none
     restricted: bool = False  # tokens were drawn from sets, and every log-prob is over these
     routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
     records_routing: bool = False  # experts are those that scored the old log-probs
@@ -172,6 +177,8 @@ def rows_of(case: Case) -> list[Row]:
     rollout = 0
     for number, group in enumerate(case.spec):
         prompt = Prompt("", tuple(rng.integers(0, VOCABULARY, 3).tolist()))
+        if case.images:
+            prompt = _with_images(rng, GRIDS[number % len(GRIDS)])
         for masks in group:
             reward = 1.0 if case.equal_rewards and number == case.equal_group else float(rng.normal())
             samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
@@ -193,11 +200,25 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
         prompt,
         group,
         rollout,
-        response_ids=rng.integers(0, VOCABULARY, n).tolist(),
+        response_ids=rng.integers(0, IMAGE_START if prompt.images else VOCABULARY, n).tolist(),
         loss_mask=list(mask),
         rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
         reward=reward,
     )
+
+
+def _with_images(rng: np.random.Generator, grids: tuple[tuple[int, int], ...]) -> Prompt:
+    ids = rng.integers(0, IMAGE_START, 3).tolist()
+    counts = tuple(height * width for height, width in grids)
+    for count in counts:
+        ids += [IMAGE_START, *[IMAGE] * count, IMAGE_END]
+    if not grids:
+        return Prompt("", tuple(ids))
+    pixels = rng.normal(0, 1, (4 * sum(counts), 3 * 2 * PATCH * PATCH)).astype(np.float32)
+    patches = np.array([(1, 2 * height, 2 * width) for height, width in grids])
+    tensors = {"pixel_values": pixels, "image_grid_thw": patches}
+    made = ImageTensors(tensors, counts, IMAGE, np.array([(1, *grid) for grid in grids]))
+    return Prompt("", tuple(ids), images=PromptImages((), (), counts, IMAGE, (), "", cache={"tensors": made}))
 
 
 def _experts(sample: Sample, routing: tuple[int, int, int], seed: int) -> np.ndarray:

@@ -39,12 +39,21 @@ def off_policy(case: Case, model: Any) -> Case:
 
 def _scores_of(model: Any, samples: Sequence[OracleSample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return ``scores_of`` samples, computed once."""
-    what = "scores", [(s.tokens, len(s.mask), s.support, s.experts) for s in samples]
+    what = "scores", [(s.tokens, len(s.mask), s.support, s.experts, s.images) for s in samples]
     return _once(model, what, lambda: scores_of(model, samples, TEMPERATURE))
 
 
 def sets_of(sample: Any) -> list[Any] | None:
     return None if sample.support is None else sample.support.sets()
+
+
+def images_of(sample: Any) -> dict[str, torch.Tensor] | None:
+    if sample.prompt.images is None:
+        return None
+    made = sample.prompt.images.cache["tensors"]
+    tensors = {name: torch.from_numpy(array) for name, array in made.tensors.items()}
+    is_image = torch.tensor([sample.tokens]) == made.placeholder_id
+    return tensors | {"pixel_values": tensors["pixel_values"].double(), "mm_token_type_ids": is_image.int()}
 
 
 def samples_of(case: Case) -> list[OracleSample]:
@@ -54,7 +63,7 @@ def samples_of(case: Case) -> list[OracleSample]:
         assert sample.trajectory_id is not None and sample.rollout_log_probs is not None
         plain = OracleSample(
             sample.tokens, sample.loss_mask, sample.trajectory_id, sample.group_index, row.advantage,
-            sample.rollout_log_probs, support=sets_of(sample), experts=sample.experts,
+            sample.rollout_log_probs, support=sets_of(sample), experts=sample.experts, images=images_of(sample),
         )  # fmt: skip
         if case.off_policy:
             plain = replace(

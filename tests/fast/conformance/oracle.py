@@ -30,6 +30,7 @@ class OracleSample:
     ref_log_probs: Sequence[float] | None = None
     support: Sequence[Any] | None = None  # the tokens that each was drawn from; None: all
     experts: Any = None  # [tokens - 1, layers, k]; None: the routers' own
+    images: Any = None  # the arguments of transformers' model for its images
 
 
 def load_oracle(path: str) -> torch.nn.Module:
@@ -43,11 +44,12 @@ def token_scores(
     temperature: float,
     support: Sequence[Any] | None = None,
     experts: Any = None,
+    images: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
     ids = torch.as_tensor(tokens)
     with given_experts(model, experts):
-        logits = model(input_ids=ids[None]).logits[0] / temperature
+        logits = model(input_ids=ids[None], **(images or {})).logits[0] / temperature
     logits = logits[len(ids) - response - 1 : len(ids) - 1]
     if support is not None:
         return _restricted_scores(logits, ids[len(ids) - response :].tolist(), support)
@@ -160,7 +162,7 @@ class Aggregate:
 
 def scores_of(model, samples: Sequence[OracleSample], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return log-probs and entropies of each sample's response, with their graph."""
-    return [token_scores(model, s.tokens, len(s.mask), temperature, s.support, s.experts) for s in samples]
+    return [token_scores(model, s.tokens, len(s.mask), temperature, s.support, s.experts, s.images) for s in samples]
 
 
 def objective(

@@ -5,6 +5,7 @@ Fast tests have each value at least once, slow tests the whole product.
 
 from __future__ import annotations
 
+import string
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from oracle import chosen_experts, load_oracle, token_scores
 from quick_pairs import quick_pairs
 from tiny_llama import SHAPE
 from tolerance import RELATIVE_ERROR
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from miles.models.tiny import write_small_vision_model
 
 AT_THREE = ("dp3", "dp3, padded by budget", "cp3", "cp3, packed", "dynamic cp, 3 ranks")
 EVERY_LAYOUT = [  # 3 divides neither the width nor the vocabulary of the model
@@ -422,6 +425,31 @@ def check_steps(case, results, samples, oracle) -> None:
         with torch.no_grad():
             for name, parameter in oracle.named_parameters():
                 parameter.copy_(initial[name])
+
+
+@pytest.fixture(scope="module")
+def vision_model(ranks) -> torch.nn.Module:
+    """Write a model with a vision tower in the ranks' folder, and return its oracle."""
+    folder, characters = ranks.folder / "vision", string.printable[: VOCABULARY - 5]
+    write_small_vision_model(folder, 7, hidden=32, characters=characters, deviation=0.15)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").train()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["alone, packed"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("alone, padded", "dp2, packed", "dp3", "dp4")],
+)
+def test_every_mode_with_images(ranks, vision_model, layout):
+    """Prompts have one image, three or none, in one micro-batch."""
+    for mode, batch in zip(MODES, ("uneven", "masked", "compacted", "even"), strict=True):
+        case = Case(BATCHES[batch], loss_of(mode, **FULL), LAYOUTS[layout], model="vision", images=True)
+        case = off_policy(case, vision_model)
+        assert_conforms(case, ranks, vision_model)
+    (result,) = ranks.run(case)
+    samples = samples_of(case)
+    other = replace(samples[0], images=samples[0].images | {"pixel_values": -samples[0].images["pixel_values"]})
+    assert differences(result, *wanted(case, vision_model, [other, *samples[1:]])) != [], "another image is noticed"
 
 
 @pytest.mark.parametrize("layout", ["alone", "dp2, packed", pytest.param("dp2 x cp2", marks=pytest.mark.slow)])
