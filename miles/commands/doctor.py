@@ -408,6 +408,7 @@ PACKAGES = (
         needs_gpu=True,
     ),
     Package("sglang-router", "sglang_router.launch_router", "more than one SGLang engine", "sglang", SGLANG),
+    Package("torchvision", "torchvision", "prompts with images (--multimodal-keys)", "images"),
     Package("wandb", "wandb", "--use-wandb", "wandb", is_imported=False),
     Package("mlflow-skinny", "mlflow", "--use-mlflow", "mlflow", is_imported=False),
     Package("trackio", "trackio", "--report-to trackio", "trackio", is_imported=False),

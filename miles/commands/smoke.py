@@ -244,7 +244,7 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
             settings.critic, num_critic_only_steps=min(settings.critic.num_critic_only_steps, iterations - 1)
         ),
         checkpoint=_checkpoint(settings.checkpoint, folder),
-        evaluation=_evaluation(settings.evaluation, folder, iterations),
+        evaluation=_evaluation(settings.evaluation, folder, iterations, settings.data.multimodal_keys is not None),
         tracking=TrackingArguments(
             output_dir=str(folder / RUN),
             report_samples=settings.tracking.report_samples,
@@ -370,11 +370,13 @@ def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments
     )
 
 
-def _evaluation(evaluation: EvaluationArguments, folder: Path, iterations: int) -> EvaluationArguments:
+def _evaluation(
+    evaluation: EvaluationArguments, folder: Path, iterations: int, with_images: bool
+) -> EvaluationArguments:
     if not evaluation.has_sets:
         return evaluation
     words = evaluation.eval_prompt_data
-    if words is not None:
+    if words is not None and not with_images:
         names, sources = words[::2], words[1::2]
         cut = [_cut(source, folder, f"eval_{number}", EVAL_ROWS) for number, source in enumerate(sources)]
         words = tuple(str(word) for pair in zip(names, cut, strict=True) for word in pair)
@@ -389,7 +391,9 @@ def _evaluation(evaluation: EvaluationArguments, folder: Path, iterations: int) 
 
 
 def _data(data: DataArguments, folder: Path) -> DataArguments:
-    """Return the prompts with the first rows of each file."""
+    """Return the prompts with the first rows of each file. Rows with images may name files by their own folder."""
+    if data.multimodal_keys is not None:
+        return data
     mix = data.prompt_mix
     if mix is not None:
         mix = tuple(str(_cut(word, folder, f"prompts_{i}", ROWS)) if i % 2 else word for i, word in enumerate(mix))

@@ -295,6 +295,24 @@ def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
     return lines
 
 
+_LAYERS = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")  # of the language part
+
+
+def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) -> str:
+    """Say how many of the parameters are trained, and how many encode images."""
+    config = readable_config(settings.model)
+    if config is None or not reads_images(config):
+        return f"{total:,} parameters"
+    from miles.models.images import vision_family  # a text model reads none of it
+
+    family = vision_family(config["model_type"])
+    assert family is not None
+    tower = sum(math.prod(shape) for name, shape in shapes.items() if {*name.split(".")[:2]} & {*family.encoders})
+    if settings.training.freeze_vision_tower:
+        return f"{total - tower:,} parameters of the language part; {tower:,} of the vision tower stay unchanged"
+    return f"{total:,} parameters, {tower:,} of them of the vision tower"
+
+
 def _trained(settings: Settings) -> str:
     """Say how many parameters are trained, by the headers of the weights; nothing if these are not on this machine."""
     shapes, lora = dict[str, list[int]](), settings.lora
@@ -303,10 +321,10 @@ def _trained(settings: Settings) -> str:
             shapes |= {name: tensor["shape"] for name, tensor in _header(file)[0].items()}
     total = sum(map(math.prod, shapes.values()))
     if not total or not lora.trains_adapter:
-        return f"{total:,} parameters" if total else ""
+        return _with_tower(settings, total, shapes) if total else ""
     adapted = [
         sum(shape)
         for name, shape in shapes.items()
-        if len(shape) == 2 and name.startswith("model.layers.") and lora.adapts(name.split(".")[-2])
+        if len(shape) == 2 and name.startswith(_LAYERS) and lora.adapts(name.split(".")[-2])
     ]
     return f"{lora.lora_rank * sum(adapted):,} parameters of an adapter, alongside {total:,} that stay unchanged"

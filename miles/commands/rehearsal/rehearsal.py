@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import memory
@@ -19,7 +19,8 @@ from miles.commands.rehearsal.roofline import NOTHING, Device, Seconds, device_o
 from miles.commands.rehearsal.trace import Job, RankTrace, Tracers, step_of_one_rank, trace_rank
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.settings import Settings
-from miles.models.reading import read_config
+from miles.models.packing import reads_images
+from miles.models.reading import class_of, read_config
 from miles.models.registry import CONVERTED, megatron_shape
 
 IMBALANCE = 2.0  # load of the experts of the busiest rank, relative to the average
@@ -267,17 +268,25 @@ def foresee_trainer(settings: Settings) -> int:
     return max(memory.allocated_by_trainer(settings, trace) for trace in traces)
 
 
-def model_size(config: object) -> ModelSize:
+def model_size(config: Any) -> ModelSize:
     """Count the numbers of a model, built without memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    text = config.get_text_config()  # type: ignore[attr-defined]
+        model = class_of(config).from_config(config)
+    text = config.get_text_config()
     experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
+    encoders = set[str]()
+    if reads_images(config.to_dict()):
+        from miles.models.images import vision_family  # a text model reads none of it
+
+        family = vision_family(config.model_type)
+        encoders = set() if family is None else set(family.encoders)
     total = active = 0
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         total += count
+        if set(name.split(".")) & encoders:  # of images, not of each token
+            continue
         if "embed_tokens" in name and not getattr(config, "tie_word_embeddings", False):
             continue
         active += count * chosen // experts if experts and ".experts." in name else count

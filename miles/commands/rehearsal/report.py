@@ -15,8 +15,9 @@ from miles.commands.rehearsal.meter import MemoryKind, OperationCounts, Phase, U
 from miles.commands.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.commands.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
 from miles.commands.rehearsal.timeline import WAITS, Side, Timeline, timeline_of
-from miles.commands.rehearsal.trace import contract_data, contract_text, prompt_length, response_length
+from miles.commands.rehearsal.trace import assumed_image, contract_data, contract_text, prompt_length, response_length
 from miles.config.explain import explain_layout
+from miles.config.settings import Settings
 
 
 def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
@@ -42,7 +43,8 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
         f"ranks     {'; '.join(explain_layout(settings)[:1])}, {settings.training.train_backend}",
         f"device    {rehearsal.device.name}, {rehearsal.memory / GIB:.1f} GiB, "
         f"{rehearsal.device.gpus_per_node} in a node",
-        f"samples   {prompt_length(settings)} tokens of prompt, {response_length(settings)} of response, all alike",
+        f"samples   {_prompt(settings)}, {response_length(settings)} of response, all alike",
+        *_images(settings),
         f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
     ]
     if size.experts and rehearsal.imbalanced is None:
@@ -50,6 +52,24 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
     elif size.experts:
         lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
     return lines
+
+
+def _prompt(settings: Settings) -> str:
+    image = assumed_image(settings)
+    shown = "" if image is None else f", {image.counts[0]} of them of an image"
+    return f"{prompt_length(settings)} tokens of prompt{shown}"
+
+
+def _images(settings: Settings) -> Iterator[str]:
+    """Yield the size of the assumed images, and of all in the object store."""
+    image, prompts = assumed_image(settings), settings.rollout.rollout_batch_size
+    if image is None or prompts is None:
+        return
+    from miles.models.images import tensors_of  # a text model reads none of it
+
+    width, height = image.sizes[0]
+    stored = prompts * tensors_of(image).nbytes / GIB
+    yield f"images    {width} x {height} pixels; {stored:.3g} GiB of an iteration in host memory, each prompt's once"
 
 
 def _number(parameters: int) -> str:

@@ -7,6 +7,8 @@ work is multiplied.
 from __future__ import annotations
 
 import gc
+import io
+import math
 import multiprocessing
 import os
 import textwrap
@@ -16,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,14 +54,57 @@ from miles.types.dims import ParallelDims
 from miles.types.sample import Prompt, PromptGroup, Sample
 from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
+
 # The step that is rehearsed: every response has the assumed length, and micro-batches are cut as in a run.
 
 
 PROMPT = 512  # tokens, if neither flag states how many
+IMAGE_SIDE = 512  # pixels, if --image-max-pixels does not bound them
+
+
+def assumed_image(settings: Settings) -> PromptImages | None:
+    """Return the image of every prompt, a square; None for a run without images."""
+    if settings.data.multimodal_keys is None:
+        return None
+    return _image(str(settings.model.hf_checkpoint), math.isqrt(settings.data.image_max_pixels or IMAGE_SIDE**2))
+
+
+@lru_cache(maxsize=1)
+def _image(model: str, side: int) -> PromptImages:
+    from PIL import Image
+
+    from miles.models.images import expansions, load_processor
+    from miles.types.images import PromptImages
+
+    processor, sizes = load_processor(model), ((side, side),)
+    file = io.BytesIO()
+    Image.new("RGB", sizes[0]).save(file, "PNG")
+    counts = (expansions(model, sizes)[0].count(processor.image_token),)
+    return PromptImages((file.getvalue(),), sizes, counts, processor.image_token_id, (), model)
 
 
 def prompt_length(settings: Settings) -> int:
-    """Return the assumed tokens of a prompt. Without a flag, a short context is mostly left to the response."""
+    """Return the assumed tokens of a prompt, those of its image included.
+
+    Raises:
+        ValueError: Its image has no room in it.
+    """
+    image, length = assumed_image(settings), _prompt_length(settings)
+    if image is None or length > image.counts[0]:
+        return length
+    given, longest = settings.rehearsal.rehearse_prompt_len, settings.data.rollout_max_prompt_len
+    if given is None and longest is None and settings.rollout.rollout_max_context_len is None:
+        return image.counts[0] + PROMPT
+    raise ValueError(
+        f"--rehearse: an image of {image.sizes[0][0]} x {image.sizes[0][1]} pixels takes {image.counts[0]} tokens, and "
+        f"a prompt is assumed to have {length}; give more with --rehearse-prompt-len, or fewer --image-max-pixels"
+    )
+
+
+def _prompt_length(settings: Settings) -> int:
+    """Without a flag, a short context is mostly left to the response."""
     given, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
     if given.rehearse_prompt_len is not None:
         return given.rehearse_prompt_len
@@ -87,7 +132,8 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     whole = settings.parallel.dynamic_context_parallel
     replicas = 1 if whole else dims.replicas
     samples = max(1, -(-settings.global_batch_size // replicas))
-    batch = _batch(samples, per_prompt, prompt_length(settings), response_length(settings), settings.loss)
+    lengths = prompt_length(settings), response_length(settings)
+    batch = _batch(samples, per_prompt, *lengths, settings.loss, assumed_image(settings))
     ranks = dims.token_ranks if whole else dims.context_parallel_size
     share = not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay)  # as ShardBuilder does
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
@@ -109,7 +155,14 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
 
 
 @lru_cache(maxsize=2)  # most changes that are tried have the same samples
-def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int, given: LossArguments) -> TrainBatch:
+def _batch(
+    samples: int,
+    per_prompt: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    given: LossArguments,
+    image: PromptImages | None = None,
+) -> TrainBatch:
     """Convert samples to the batch that a replica trains on.
 
     The converter gets responses of one token, and its columns are made longer afterwards: numbers that are all alike
@@ -123,8 +176,16 @@ def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: i
     for i, row in enumerate(tokens):
         _write_digits(i // per_prompt, row[:prompt_tokens])
         _write_digits(i % per_prompt, row[prompt_tokens:])
+    images = None
+    if image is not None:
+        from miles.models.images import tensors_of
+
+        tokens[:, prompt_tokens - image.counts[0] : prompt_tokens] = image.placeholder_id
+        of_prompts = [replace(tensors_of(image)) for _ in range(0, samples, per_prompt)]  # each encoded by itself
+        images = [of_prompts[i // per_prompt] for i in range(samples)]
     return replace(
         batch,
+        images=images,
         tokens=[*tokens],
         response_lengths=[response_tokens] * samples,
         loss_masks=[ones] * samples,

@@ -13,7 +13,8 @@ import torch
 from rank_scripts import run_checks
 from rehearsed_layouts import FSDP, LAYOUTS, MEGATRON, Layout, save_135m, save_models
 from tiny_kinds import CONFIGS, config_of
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
+from vision_models import write_vision_model
 
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import command as rehearsal_command
@@ -73,6 +74,32 @@ def test_an_fsdp_run(tmp_path):
     assert "<svg" in as_page(found, [], 1.0)
     needs_more = replace(found, memory=1)
     assert "DOES NOT FIT" in as_text(needs_more, [], 1.0)
+
+
+def test_a_vision_tower_and_the_tokens_of_images_are_counted(tmp_path):
+    write_vision_model(tmp_path / "vision", "qwen2_5_vl")
+    text = validate(Layout(2, model="vision").settings(tmp_path)).settings
+
+    def rehearsed(side, **training):
+        data = replace(text.data, multimodal_keys='{"image": "images"}', image_max_pixels=side * side)
+        return rehearse_settings(replace(text, data=data, training=replace(text.training, **training)), Tracers())
+
+    small, large, frozen = rehearsed(16), rehearsed(32), rehearsed(32, freeze_vision_tower=True)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path / "vision"))
+    weights = list(model.model.visual.parameters())
+    tower = sum(weight.numel() for weight in weights)
+    assert large.size.parameters == model.num_parameters() and large.size.active <= model.num_parameters() - tower
+    flops = [found.worst.trace.tallies[Phase.TRAIN].flops for found in (small, large, frozen)]
+    assert flops[0] < flops[1] and flops[2] < flops[1]
+    rows = [-(-len(weight) // 2) * weight[0].numel() for weight in weights]  # of each on the first of two ranks
+    states = sum(2 * -(-4 * size // 512) * 512 + 512 for size in rows)  # two moments and the step, 512 bytes at once
+    moments = [found.worst.trace.resident[MemoryKind.OPTIMIZER] for found in (large, frozen)]
+    assert moments[0] - moments[1] == states
+    shown = as_text(large, [], 1.0)
+    assert "40 tokens of prompt, 16 of them of an image" in shown and "32 x 32 pixels; 9.16e-05 GiB" in shown
+    with pytest.raises(ValueError, match=r"an image of 64 x 64 pixels takes 64 tokens.* --rehearse-prompt-len"):
+        rehearsed(64)
 
 
 def test_ranks_are_on_the_nodes_of_the_command(tmp_path):
