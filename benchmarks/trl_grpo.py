@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import re
 import time
 from pathlib import Path
 
 from datasets import Dataset
+from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -97,11 +100,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, default=16, help="samples per forward pass")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--images", action="store_true", help="rows have the column images: PNGs in base64")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
     rows = [json.loads(line) for line in options.prompts.read_text().splitlines()]
     data = [{"prompt": [{"role": "user", "content": row["input"]}], "label": row["label"]} for row in rows]
+    if options.images:
+        for entry, row in zip(data, rows, strict=True):
+            entry["prompt"][0]["content"] = row["input"].removeprefix("<image>")
+            entry["image"] = Image.open(io.BytesIO(base64.b64decode(row["images"][0])))
     timer = StepTimer()
     trainer = TimedTrainer(
         model=options.model,

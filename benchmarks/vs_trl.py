@@ -1,6 +1,7 @@
 """Compare the seconds per step of miles and TRL 1.16 on one job, measured alternately in one run.
 
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
+    python benchmarks/vs_trl.py --images           with an image per prompt, and a random model that is written here
 
 The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. The sides take turns, so
 that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -33,9 +35,30 @@ def ensure_trl(venv: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, f"trl=={TRL_VERSION}", torch], check=True)
+    subprocess.run([*pip, f"trl=={TRL_VERSION}", torch, "pillow"], check=True)
+    vision = next(x for x in (ROOT / "constraints.txt").read_text().splitlines() if x.startswith("torchvision=="))
+    subprocess.run([*pip, "--no-deps", vision], check=True)  # it would replace torch
+    if subprocess.run([str(python), "-c", "import torchvision"], capture_output=True).returncode:
+        packages = next(venv.glob("lib/python*/site-packages"))
+        shutil.copy(ROOT / "scripts" / "torchvision_operators.py", packages)
+        (packages / "torchvision_operators.pth").write_text("import torchvision_operators\n")
     stamp.write_text(TRL_VERSION)
     return python
+
+
+def write_image_job(folder: Path) -> tuple[Path, Path]:
+    """Write a random Qwen2.5-VL of 5.5 million parameters, and prompts with images of 16 tokens; return both."""
+    sys.path.insert(0, str(ROOT / "examples" / "vision"))
+    import write
+
+    from miles.models.tiny import write_rows, write_small_vision_model
+
+    write.SIDE, write.CELL = 4, 28  # cells, and pixels of a cell, which is one token
+    rng = random.Random(1)
+    cells = (tuple(rng.choices(range(len(write.PALETTE)), k=write.SIDE**2)) for _ in range(256))
+    write_rows(folder / "train.jsonl", (write.row([drawn], rng)[0] for drawn in cells))
+    write_small_vision_model(folder / "model", 1, hidden=256, layers=4, patch=write.CELL // 2)
+    return folder / "model", folder / "train.jsonl"
 
 
 def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
@@ -47,6 +70,8 @@ def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
         "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --device cpu --actor-num-gpus-per-node 1 "
         f"--colocate --no-report --output-dir {folder}"
     )
+    if options.images:
+        flags += ' --multimodal-keys {"image":"images"}'
     subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -63,6 +88,7 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
+    command += ["--images"] * options.images
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return json.loads(out.read_text())
@@ -78,23 +104,23 @@ def medians(turns: list[Steps]) -> dict[str, float]:
 def main() -> None:
     """Measure, write the JSON and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        help="jsonl with input and label, such as miles quickstart writes",
-    )
+    parser.add_argument("--model", help="Hugging Face folder")
+    parser.add_argument("--prompts", type=Path, help="jsonl with input and label, such as miles quickstart writes")
+    parser.add_argument("--images", action="store_true")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))
     options = parser.parse_args()
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: the first step of a turn is not counted; give 2 or more")
+    folder = options.out.resolve().parent
+    if options.images:
+        options.model, options.prompts = write_image_job(folder)
+    if options.model is None or options.prompts is None:
+        parser.error("give --model and --prompts, or --images")
     options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()
 
     trl_python = ensure_trl(ROOT / ".venv-trl")
-    folder = options.out.resolve().parent
     shutil.rmtree(folder / "turns", ignore_errors=True)
     turns: dict[str, list[Steps]] = {"miles": [], "trl": []}
     for turn in range(options.turns):
