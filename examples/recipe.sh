@@ -12,6 +12,7 @@ source scripts/trains.sh
 SEED="${SEED:-1}"
 OUTPUTS="${OUTPUTS:-outputs}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
+IMAGES=(--multimodal-keys '{"image": "images"}')
 
 PLACE=(--colocate) # of trainer and engine; a recipe that generates during training sets its own
 # One trainer rank with the embedded engine, in fp32.
@@ -38,25 +39,27 @@ recipe() {
     if trains "${MORE[@]}"; then rm -rf "$OUT"; fi
     TASKS="$OUTPUTS/tasks" WRITE=examples/tasks/write.py
     [ "$TASK" != shop ] || TASKS="$OUTPUTS/shop_task" WRITE=examples/tools/write.py
+    [ "$TASK" != count ] || TASKS="$OUTPUTS/count_task" WRITE=examples/vision/write.py
     [ -d "$TASKS/model" ] || "$PYTHON" "$WRITE" "$TASKS"
     case "$TASK" in
         backward) DATA_FLAGS=(--label-key label --rm-type exact_match --rollout-max-response-len 8) ;;
         record) DATA_FLAGS=(--rm-type json_schema --rollout-max-response-len 36) ;;
         shop) DATA_FLAGS=(--label-key label --rollout-max-response-len 48 --rollout-max-context-len 96) ;;
-        *) echo "recipe: $TASK is no task; give backward, record or shop" >&2 && return 2 ;;
+        count) DATA_FLAGS=("${IMAGES[@]}" --label-key label --rm-type exact_match --rollout-max-response-len 4) ;;
+        *) echo "recipe: $TASK is no task; give backward, record, shop or count" >&2 && return 2 ;;
     esac
     POLICY=examples/tasks/base
     [ "$TASK" != shop ] || POLICY=examples/tools/base
 }
 
-fine_tune() { # FOLDER SEED: train the random model on the demonstrations of its tasks; export it to FOLDER/hf
+fine_tune() { # FOLDER SEED [FLAGS]: train the random model on the demonstrations of its tasks; export it to FOLDER/hf
     rm -rf "$1"
     "$PYTHON" train.py "${ON_CPU[@]}" \
         --hf-checkpoint "$TASKS/model" --prompt-data "$TASKS/chats.jsonl" --input-key chat --rollout-shuffle \
         --loss-type sft_loss --debug-train-only --loss-aggregation token_mean \
         --num-rollout "$SFT_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 1 --rollout-max-response-len 40 \
         --lr 5e-3 --lr-warmup-iters 20 --lr-decay-style cosine \
-        --save-hf "$1/hf" --output-dir "$1" --seed "$2" --rollout-seed "$2"
+        --save-hf "$1/hf" --output-dir "$1" --seed "$2" --rollout-seed "$2" "${@:3}"
 }
 
 train() {

@@ -41,7 +41,7 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
-OWN_WEIGHTS = ("sft_then_rl",)  # recipes whose runs make the weights that they start from
+OWN_WEIGHTS = ("sft_then_rl", "vision")  # recipes whose runs make the weights that they start from
 OWN_TASKS = {"agent_client": "guess"}  # of recipes that do not share theirs through recipe.sh
 # Conditions of the runs whose examples have no conditions.txt.
 CONDITIONS = """One run with seed 1, by the command itself, on two cores of an AMD EPYC that other programs used too.

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 for NAME in "$@"; do
-    if [ "$NAME" = agent_client ] || [ "$NAME" = sft_then_rl ]; then
+    if [ "$NAME" = agent_client ] || [ "$NAME" = sft_then_rl ] || [ "$NAME" = vision ]; then
         echo "seeds.sh: $NAME does more than train.py does once, and is not repeated here. For each N run" \
             "OUTPUTS=outputs/sN SEED=N bash examples/$NAME/run.sh" >&2
         exit 2

@@ -55,6 +55,10 @@ def outputs(tmp_path_factory):
     (folder / "tasks" / "chats.jsonl").write_text('{"chat": []}\n')
     shutil.copytree(folder / "tasks", folder / "shop_task")
     (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")
+    written = subprocess.run(
+        [sys.executable, EXAMPLES / "vision" / "write.py", folder / "count_task"], capture_output=True
+    )
+    assert written.returncode == 0, written.stderr
     (folder / "words").write_text(WORDS)
     (folder / "words").chmod(0o755)
     return folder
@@ -115,7 +119,7 @@ def test_cluster_finds_the_environment_without_PYTHON(outputs, tmp_path):
     assert f"\n{tmp_path}/bin/python examples/agent_client/agent.py\n" in ended.stdout
 
 
-@pytest.mark.parametrize("name", ["agent_client", "sft_then_rl"])
+@pytest.mark.parametrize("name", ["agent_client", "sft_then_rl", "vision"])
 def test_seeds_refuses_what_is_more_than_one_run_of_training_before_it_runs_anything(outputs, name):
     command = ["bash", EXAMPLES / "tasks" / "seeds.sh", "grpo", name]
     environment = os.environ | {"PYTHON": str(outputs / "words")}
@@ -136,13 +140,15 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
         shutil.copy(rows, outputs / "agent_client" / "data" / "prompts.jsonl")
     if folder.name == "sft_then_rl":  # the fine-tuning would have written it
         write_config(outputs / "sft_then_rl_sft" / "hf")
+    if folder.name == "vision":
+        shutil.copytree(outputs / "count_task" / "model", outputs / "vision_sft" / "hf")
     for words in commands:
         assert "\n  no effect" not in explanation([*words, "--explain"], capsys)
 
 
 def calls(folder, outputs, *arguments, **environment):
     """Return how run.sh ended, and its calls of the interpreter; the data of the tasks are there."""
-    for tasks in ("tasks", "shop_task"):
+    for tasks in ("tasks", "shop_task", "count_task"):
         (outputs / tasks / "model").mkdir(parents=True, exist_ok=True)
     (outputs / "calls").write_text(CALLS)
     (outputs / "calls").chmod(0o755)
