@@ -196,7 +196,7 @@ def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
     ``--version`` print to stdout and exit with 0.
     """
     with _exiting_on_wrong_flags():
-        command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts))
+        command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts), starts)
         validated = with_inputs(command, validated, starts)
     if command.explains:
         print(explain(validated))

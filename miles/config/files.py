@@ -380,11 +380,17 @@ class Fetched:
 
     Attributes:
         is_any: Whether a config is on this machine now that was not before.
-        notes: Which models could not be fetched, and why.
+        absent: Which models could not be fetched, and why.
     """
 
     is_any: bool
-    notes: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes on models that could not be fetched, for a run that starts elsewhere or later."""
+        later = "so flags that contradict the model are refused when it is loaded"
+        return tuple(f"{fault}, {later}" for fault in self.absent)
 
 
 def fetch_configs(model: ModelArguments) -> Fetched:
@@ -395,7 +401,7 @@ def fetch_configs(model: ModelArguments) -> Fetched:
     """
     named = {field: getattr(model, field) for field in _FIELDS}
     missing = {field: name for field, name in named.items() if name is not None and is_on_hub(name)}
-    is_any, notes = False, list[str]()
+    is_any, absent = False, list[str]()
     with collect_errors() as errors:
         for field, name in missing.items():
             with errors.catching():
@@ -404,9 +410,8 @@ def fetch_configs(model: ModelArguments) -> Fetched:
                 why = _fetch(field, name)
                 is_any |= why is None
                 if why is not None:
-                    later = "so flags that contradict the model are refused when it is loaded"
-                    notes.append(f"--{field.replace('_', '-')} {name}: {why}, {later}")
-    return Fetched(is_any, tuple(notes))
+                    absent.append(f"{flag_name(field)} {name}: {why}")
+    return Fetched(is_any, tuple(absent))
 
 
 def _fetch(field: str, name: str) -> str | None:

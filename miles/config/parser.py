@@ -541,11 +541,12 @@ def with_inputs(command: Command, validated: Validated, starts: bool) -> Validat
 
 
 def judge_with_hub(
-    read: Callable[[], Command], judged: Callable[[Command], Validated] = judge
+    read: Callable[[], Command], judged: Callable[[Command], Validated] = judge, starts: bool = False
 ) -> tuple[Command, Validated]:
     """Read and judge a command; again, if the config of a model is on the hub only and could be fetched.
 
-    Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
+    Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model. A run that
+    ``starts`` here is refused if a model is not on this machine and the hub cannot be reached.
     """
     command = read()
     validated = judge_without_hub(command, judged)
@@ -555,6 +556,9 @@ def judge_with_hub(
         validated = judged(command)
     if isinstance(validated, FlagError):
         raise validated
+    given = validated.settings
+    if starts and not (command.explains or given.rehearsal.rehearse or given.cluster.ray_address) and fetched.absent:
+        raise FlagError(*(f"{fault}; check the network, or give a folder" for fault in fetched.absent))
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 
 

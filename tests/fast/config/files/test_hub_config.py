@@ -71,10 +71,10 @@ def explained(command, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.asked = 0
 
-    def run(name, flags="", **environment):
+    def run(name, flags="", last="--explain", **environment):
         words = [*command(flags, without="--hf-checkpoint"), "--hf-checkpoint", name, "--actor-num-gpus-per-node", "1"]
         hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        program = [sys.executable, "-m", "miles", "train", *words, "--explain"]
+        program = [sys.executable, "-m", "miles", "train", *words, *last.split()]
         return subprocess.run(program, env={**os.environ, **hub, **environment}, capture_output=True, text=True)
 
     yield run
@@ -124,6 +124,9 @@ def test_without_the_hub_a_note_says_that_the_model_is_judged_later(explained, e
     accepted = explained("of/qwen3", "--num-layers 4", **environment)
     assert accepted.returncode == 0, accepted.stderr
     assert why in accepted.stdout and Hub.asked == 0
+    refused = explained("of/qwen3", last="", **environment)
+    assert refused.returncode == 2 and "--hf-checkpoint of/qwen3: " in refused.stderr and why in refused.stderr
+    assert "; check the network, or give a folder" in refused.stderr
 
 
 def test_wrong_flags_are_reported_without_the_hub(explained):
