@@ -175,7 +175,6 @@ class _Reader:
                 if any(fnmatchcase(word.text, self._joined(pattern).text) for pattern in patterns):
                     return [child for child in item.named_children if child not in patterns]
             return []
-        branch: Node = node
         branches = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
         for branch in (node, *branches):
             inner = [child for child in branch.named_children if child not in branches]

@@ -59,17 +59,11 @@ def _prompts(translation: Translation) -> None:
     if not translation.has("dataset_prompt_column"):
         translation.carry("the column of prompts", "--input-key", "prompt")
     why = "a column image or images is found by its name there"
-    write_images(translation, "the column of images", "images", _model(translation), why)
+    write_images(translation, "the column of images", "images", translation.first("model", "model_name_or_path"), why)
     if "--multimodal-keys" in translation.words or translation.has("system_prompt") or translation.has("chat_template"):
         translation.carry("the rows", "--apply-chat-template")
     else:
-        translation.differ(
-            "the rows", "messages are rendered by the chat template there: --apply-chat-template for them"
-        )
-
-
-def _model(translation: Translation) -> str:
-    return "model" if translation.has("model") else "model_name_or_path"
+        translation.differ("the rows", "messages are rendered by the chat template there: add --apply-chat-template")
 
 
 def _reports(translation: Translation) -> None:

@@ -182,9 +182,9 @@ def _schedule(translation: Translation) -> None:
         translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
     steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
     if translation.number(steps) > 0:
-        each = translation.number("data.train_batch_size") / translation.count(ACTOR + "ppo_mini_batch_size")
-        each = max(int(each), 1) * translation.count(ACTOR + "ppo_epochs")
-        write_warmup(translation, steps, translation.number(steps), each)
+        each = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
+        passes = translation.count(ACTOR + "ppo_epochs")
+        write_warmup(translation, steps, translation.number(steps), max(each, 1) * passes)
     elif translation.number(share):
         translation.carry(share, "--lr-warmup-fraction", translation.number(share))
 
