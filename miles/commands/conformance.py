@@ -145,11 +145,7 @@ def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dic
     ours, paper = (float((gradient - their_gradient).norm() / their_gradient.norm()) for _, gradient in sides)
     why = [] if objective is None or objective.exact else [f"depends on {objective.depends}"]
     why += [entry.why for entry in translation.differences if entry.worst < 2 and "process" not in entry.why]
-    told = ["loss_aggregation", "policy_loss", *(["kl_loss_type"] if loss.use_kl_loss else [])]
-    told += [field for field in ("use_unbiased_kl", "use_tis", "use_rs") if getattr(loss, field)]
-    flags = {f"--{field.replace('_', '-')}": getattr(loss, field) for field in told if getattr(loss, field)}
-    shown = [flag if value is True else f"{flag} {value}" for flag, value in flags.items()]
-    return Row(case, " ".join(shown), theirs["loss"] / sides[0][0], ours, paper, "; ".join(why))
+    return Row(case, translation.loss, theirs["loss"] / sides[0][0], ours, paper, "; ".join(why))
 
 
 def _document(name: str, settings: Any) -> Document:

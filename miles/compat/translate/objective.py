@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from miles.objective.aggregation import MODES, Aggregation, step_denominators
 
-# Two small optimizer steps on which objectives are compared: the worked example, and an uneven one that is split.
+# A small optimizer step on which objectives are compared: an uneven one that is split.
 
 
-LONGEST = 8  # the longest response in both examples: L, and the padded width
+LONGEST = 8  # the longest response: L, and the padded width
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,6 @@ class Step:
         return sum(response.tokens for response in self.responses)
 
 
-# docs/loss-aggregation.md: every token of trajectory 1 has loss 1, all others 0.
-WORKED = Step(
-    "worked example",
-    (Response(0, 2, 1.0), Response(0, 6, 0.0), Response(1, 4, 0.0), Response(1, 8, 0.0)),
-    (((0, 1, 2, 3),),),
-    20.0,
-)
-
 # Both prompts are on both ranks, and no two micro-batches have as many tokens. One response is fully masked.
 UNEVEN = Step(
     "uneven batch",
@@ -84,8 +76,6 @@ UNEVEN = Step(
     (((0, 4), (1, 2)), ((3, 5), (6, 7))),
     40.0,  # a second step of the same generation has 48 tokens: (32 + 48) / 2
 )
-
-STEPS = (WORKED, UNEVEN)
 
 
 def our_value(mode: Aggregation, step: Step, divisor: float | None) -> float:
@@ -142,11 +132,6 @@ def sequence_mean_of_unmasked(step: Step) -> float:
     return _mean([_token_mean([response]) for response in step.responses if response.tokens])
 
 
-def sequence_mean_of_unmasked_in_micro_batches(step: Step) -> float:
-    """Average, over micro-batches, the mean of the responses that have a loss token."""
-    return _mean([_mean([_token_mean([r]) for r in micro if r.tokens]) for micro in step.micro_batches])
-
-
 def token_sum(step: Step) -> float:
     """Add up all token losses."""
     return _total(step.responses)
@@ -155,11 +140,6 @@ def token_sum(step: Step) -> float:
 def sequence_sum_mean(step: Step) -> float:
     """Average the sums of all responses."""
     return _total(step.responses) / len(step.responses)
-
-
-def sequence_sum_mean_of_unmasked_in_micro_batches(step: Step) -> float:
-    """Average, over micro-batches, the mean sum of the responses that have a loss token."""
-    return _mean([_mean([r.total for r in micro if r.tokens]) for micro in step.micro_batches])
 
 
 def over_longest(reduction: Reduction) -> Reduction:
@@ -213,7 +193,6 @@ class Objective:
         divisor: L of ``constant`` in the examples; ``None`` for 1/N, the N of each example.
         words: The flags that ask for our mode.
         depends: What changes the result there alongside the batch; empty if nothing does.
-        variants: Other things that the same setting computes, by the condition.
         exact: Whether our mode computes the same, whatever the batch.
     """
 
@@ -225,19 +204,12 @@ class Objective:
     words: tuple[str, ...]
     divisor: float | None = float(LONGEST)
     depends: str = ""
-    variants: Mapping[str, Reduction] = field(default_factory=dict)
     exact: bool = True
 
     @property
     def our_formula(self) -> str:
         """Our mode's formula."""
         return MODES[self.mode].formula
-
-    def values(self) -> dict[str, list[float]]:
-        """Return the value of the worked example and of the uneven batch, by the name of what computes it."""
-        rows = {"there": [self.reduce(step) for step in STEPS]}
-        rows |= {f"there, {when}": [reduce(step) for step in STEPS] for when, reduce in self.variants.items()}
-        return rows | {mode: [self.ours(mode)(step) for step in STEPS] for mode in MODES}
 
     def ours(self, mode: Aggregation) -> Reduction:
         """Return one of our modes as a reduction, with this objective's divisor."""

@@ -27,6 +27,8 @@ def report(name: str, translation: Translation, objective: Objective | None) -> 
         ("Not read, and could change learning", unread or ["nothing"]),
     ]
     text = [f"{translation.document.path}: {name}, {settings} settings, with the defaults of {version}"]
+    if objective is not None and objective.exact and translation.is_proven:
+        text[0] += "\nThe gradient of a step's loss is the same: docs/conformance.md"
     text += ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts]
     if translation.quiet:
         plural = "s" * (translation.quiet != 1)

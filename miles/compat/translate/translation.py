@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 
 LONGEST_SHOWN = 120
+# Flags that choose the loss of a step; conformance compares them.
+LOSS_FLAGS = ("--loss-aggregation", "--policy-loss", "--kl-loss-type", "--use-unbiased-kl", "--use-tis", "--use-rs")
+LOSS_FLAGS += ("--tis-level", "--tis-mode", "--use-rollout-logprobs", "--entropy-coef", "--top-entropy-quantile")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Table:
         quiet: Patterns of further names that do not change learning.
         rows: The settings by name.
         names: Names that it registers, by their kind, and our words for them.
+        proven: Our flags of the losses whose gradients are equal (docs/conformance.md).
     """
 
     version: str
@@ -145,6 +149,7 @@ class Table:
     quiet: tuple[str, ...]
     rows: Mapping[str, Row]
     names: Mapping[str, Any] = field(default_factory=dict)
+    proven: tuple[str, ...] = ()
 
     def row(self, key: str) -> Row:
         """Return the row of ``key``. A name that the table lacks may change learning."""
@@ -158,7 +163,14 @@ def table_of(name: str) -> Table:
     """Read ``launchers/NAME.toml``."""
     table = tomllib.loads(Path(__file__).with_name("launchers").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     rows = {key: Row(**{**row, "neutral": tuple(row.get("neutral", ()))}) for key, row in table["settings"].items()}
-    return Table(table["version"], table["source"], tuple(table["quiet"]), rows, table.get("names", {}))
+    return Table(
+        table["version"],
+        table["source"],
+        tuple(table["quiet"]),
+        rows,
+        table.get("names", {}),
+        tuple(table.get("proven", ())),
+    )
 
 
 _SEES = re.compile(r"vlm|(^|[\d\W_])vl([\W_]|$)|vision|llava", re.IGNORECASE)  # the name of a model that reads images
@@ -384,6 +396,17 @@ class Translation:
         return list(groups.values())
 
     @property
+    def loss(self) -> str:
+        """Our flags that choose the loss of a step, in alphabetical order."""
+        return " ".join(sorted(" ".join(group) for group in self.groups if group[0] in LOSS_FLAGS))
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether ``miles conformance`` has found the gradient of this loss equal, and nothing else may change it."""
+        others = [entry for entry in self.differing if not entry.worst or {*entry.words} & {*LOSS_FLAGS}]
+        return not (others or self.unread) and self.loss in self.table.proven
+
+    @property
     def words(self) -> list[str]:
         """Our flags as the words of a command line."""
         return [word for group in self.groups for word in group]
@@ -475,6 +498,15 @@ def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
         translation.differ(key, row.why, *words)
     else:
         translation.carry(key, *words)
+
+
+def write_template(translation: Translation, key: str) -> None:
+    """Record the arguments of the chat template, which are the settings within ``key``."""
+    given = [name for name in translation.document.settings if name.startswith(f"{key}.")]
+    if given:
+        values = {name[len(key) + 1 :]: translation.raw(name) for name in given}
+        translation.carry(given[0], "--apply-chat-template-kwargs", json.dumps(values))
+        translation.take([key, *given])
 
 
 def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:

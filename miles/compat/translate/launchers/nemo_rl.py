@@ -14,6 +14,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_template,
     write_warmup,
 )
 
@@ -174,6 +175,7 @@ def _images(translation: Translation) -> None:
     template = translation.document.settings.get("policy.tokenizer.chat_template")
     if template is None or template.value is not None:
         translation.carry("the rows", "--apply-chat-template")
+        write_template(translation, "policy.tokenizer.chat_template_kwargs")
     why = "images come with the set there: name their column"
     write_images(translation, "the column of images", "images", "policy.model_name", why)
 

@@ -16,7 +16,7 @@ from miles.compat.translate.objective import (
     token_mean_of_generation,
     token_mean_of_micro_batches,
 )
-from miles.compat.translate.translation import Document, Translation, apply, table_of, write_images
+from miles.compat.translate.translation import Document, Translation, apply, table_of, write_images, write_template
 from miles.objective.aggregation import Aggregation
 
 RECOGNIZED, SHAPES, OWN = table_of("trl").names.values()
@@ -60,6 +60,7 @@ def _prompts(translation: Translation) -> None:
         translation.carry("the column of prompts", "--input-key", "prompt")
     why = "a column image or images is found by its name there"
     write_images(translation, "the column of images", "images", translation.first("model", "model_name_or_path"), why)
+    write_template(translation, "chat_template_kwargs")
     if "--multimodal-keys" in translation.words or translation.has("system_prompt") or translation.has("chat_template"):
         translation.carry("the rows", "--apply-chat-template")
     else:
@@ -252,7 +253,7 @@ def _delta(translation: Translation) -> None:
         translation.carry("delta", "--eps-clip-c", delta)
     else:
         why = f"at or below 1 + epsilon_high = {bound:g} it also cuts the ratios of positive advantages"
-        translation.miss("delta", why)
+        translation.differ("delta", why, worst=0)
 
 
 def _kl(translation: Translation) -> None:

@@ -9,11 +9,8 @@ from miles.compat.translate.objective import (
     over_longest,
     over_padded_width,
     sequence_mean,
-    sequence_mean_of_unmasked_in_micro_batches,
     sequence_sum_mean,
-    sequence_sum_mean_of_unmasked_in_micro_batches,
     token_mean,
-    token_mean_of_micro_batches,
     token_sum,
 )
 from miles.compat.translate.translation import (
@@ -24,6 +21,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_template,
     write_warmup,
 )
 from miles.config.components import ENGINES
@@ -39,30 +37,14 @@ CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with -
 # mean of sequences
 OWN_MODE = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
-# loss_agg_mode -> mode, divisor there and here, reduction, formula, what it is without the counts of the whole batch
-MODES: dict[str, tuple[Aggregation, Reduction, str, Reduction]] = {
-    "token-mean": ("token_mean", token_mean, "1/T Σ m l", token_mean_of_micro_batches),
-    "token-sum": ("constant", token_sum, "Σ m l", token_sum),
-    "seq-mean-token-mean": (
-        "sample_mean",
-        sequence_mean,
-        "1/B Σ_i 1/(M_i + 1e-8) Σ_t m l",
-        sequence_mean_of_unmasked_in_micro_batches,
-    ),
-    "seq-mean-token-sum": (
-        "constant",
-        sequence_sum_mean,
-        "1/B Σ_i Σ_t m l",
-        sequence_sum_mean_of_unmasked_in_micro_batches,
-    ),
-    "seq-mean-token-sum-norm": (
-        "constant",
-        over_longest(sequence_sum_mean),
-        "1/(L B) Σ m l, L = loss_scale_factor",
-        over_longest(sequence_sum_mean_of_unmasked_in_micro_batches),
-    ),
+# loss_agg_mode -> mode, reduction, formula
+MODES: dict[str, tuple[Aggregation, Reduction, str]] = {
+    "token-mean": ("token_mean", token_mean, "1/T Σ m l"),
+    "token-sum": ("constant", token_sum, "Σ m l"),
+    "seq-mean-token-mean": ("sample_mean", sequence_mean, "1/B Σ_i 1/(M_i + 1e-8) Σ_t m l"),
+    "seq-mean-token-sum": ("constant", sequence_sum_mean, "1/B Σ_i Σ_t m l"),
+    "seq-mean-token-sum-norm": ("constant", over_longest(sequence_sum_mean), "1/(L B) Σ m l, L = loss_scale_factor"),
 }
-LOCAL = "without the whole batch's counts"
 
 
 class Verl(Launcher):
@@ -107,6 +89,7 @@ def _prompts(translation: Translation) -> None:
     key = "data.train_files"
     translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
     translation.carry("the rows", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
+    write_template(translation, "data.apply_chat_template_kwargs")
     write_images(translation, "data.image_key", translation.text("data.image_key"), "actor_rollout_ref.model.path")
     if not translation.has(key):
         return
@@ -305,11 +288,18 @@ def _kl_in_loss(translation: Translation) -> None:
         if name not in KL_TYPES:
             translation.fail(kind, f"is no estimator of the KL here; the kinds are {', '.join(KL_TYPES)}")
         words = ("--use-kl-loss", "--kl-loss-coef", translation.number(weight), "--kl-loss-type", KL_TYPES[name])
-        if _mode(translation) in ("token-mean", "seq-mean-token-mean"):
-            translation.carry(switch, *words)
-        else:
-            translation.differ(switch, FOLLOWS, *words, worst=1)
+        _follow(translation, switch, *words)
     translation.take([weight, kind])
+    entropy = ACTOR + "entropy_coeff"
+    if translation.number(entropy):
+        _follow(translation, entropy, "--entropy-coef", translation.number(entropy))
+
+
+def _follow(translation: Translation, key: str, *words: object) -> None:
+    if _mode(translation) in ("token-mean", "seq-mean-token-mean"):
+        translation.carry(key, *words)
+    else:
+        translation.differ(key, FOLLOWS, *words, worst=1)
 
 
 def _kl_in_rewards(translation: Translation) -> None:
@@ -380,7 +370,7 @@ def _objective(translation: Translation) -> Objective:
     name = _mode(translation)
     if name not in MODES:
         translation.fail(key, f"is no mode of {translation.table.source}; it has {', '.join(MODES)}")
-    mode, reduce, formula, local = MODES[name]
+    mode, reduce, formula = MODES[name]
     words, divisor, depends, exact = ["--loss-aggregation", mode], 8.0, "", True
     if name == "token-sum":
         n = translation.count(ACTOR + "ppo_mini_batch_size") * translation.count(ROLLOUT + "n")
@@ -413,7 +403,6 @@ def _objective(translation: Translation) -> Objective:
         tuple(words),
         None if name == "token-sum" else divisor,
         depends,
-        {} if name == "token-sum" or not exact else {LOCAL: local},
         exact,
     )
 

@@ -6,7 +6,15 @@ import pytest
 from tolerance import DOUBLE_ERROR
 
 from miles.compat.translate import objective as r
-from miles.compat.translate.objective import UNEVEN, WORKED, our_value
+from miles.compat.translate.objective import UNEVEN, Response, Step, our_value
+
+# docs/loss-aggregation.md: every token of trajectory 1 has loss 1, all others 0.
+WORKED = Step(
+    "worked example",
+    (Response(0, 2, 1.0), Response(0, 6, 0.0), Response(1, 4, 0.0), Response(1, 8, 0.0)),
+    (((0, 1, 2, 3),),),
+    20.0,
+)
 
 # reduction -> worked example (S_1 = 2, T = 20, N = 4), uneven batch (S = 1 2 3 0 -4 3 -4 4, T = 32, N = 8)
 BY_HAND = {
@@ -17,10 +25,8 @@ BY_HAND = {
     r.token_mean_of_ranks: ("2/20", "13/84"),  # (2/14 + 3/18) / 2
     r.sequence_mean: ("1/4", "7/16"),
     r.sequence_mean_of_unmasked: ("1/4", "1/2"),
-    r.sequence_mean_of_unmasked_in_micro_batches: ("1/4", "1/2"),  # (1/4 + 1 + 1/2 + 1/4) / 4
     r.token_sum: ("2", "5"),
     r.sequence_sum_mean: ("1/2", "5/8"),
-    r.sequence_sum_mean_of_unmasked_in_micro_batches: ("1/2", "1"),  # (-3/2 + 5/2 + 3 + 0) / 4
     r.over_padded_width: ("1/16", "43/192"),  # (-3/8 + 5/3 + 3/6 + 0/8) / 8
 }
 

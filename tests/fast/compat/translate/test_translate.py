@@ -11,6 +11,7 @@ from tolerance import DOUBLE_ERROR
 from miles import cli
 from miles.compat.border import read_command
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
+from miles.compat.translate.objective import UNEVEN
 from miles.compat.translate.reading import read_document
 from miles.compat.translate.translation import Expression, Translation, table_of
 from miles.config.parser import judge, parse
@@ -133,10 +134,9 @@ def test_a_file_becomes_flags_and_an_objective(tmp_path, name):
     assert launcher.name == expected
     command = " ".join(translation.words)
     assert [flag for flag in flags if flag not in command] == []
-    values = objective.values()
-    assert values["there"][1] == pytest.approx(uneven, rel=DOUBLE_ERROR)
+    assert objective.reduce(UNEVEN) == pytest.approx(uneven, rel=DOUBLE_ERROR)
     assert objective.exact is exact
-    assert (values[objective.mode] == pytest.approx(values["there"])) is exact
+    assert (objective.ours(objective.mode)(UNEVEN) == pytest.approx(uneven, rel=DOUBLE_ERROR)) is exact
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -241,7 +241,7 @@ def test_a_file_that_a_command_of_hydra_names_must_be_there(tmp_path, capsys):
 def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
     text = "actor_rollout_ref: {actor: {loss_agg_mode: seq-mean-token-sum-norm}}\n"
     _, _, objective = translated(tmp_path, "verl.yaml", text)
-    assert objective.values()["there"][1] == pytest.approx(43 / 192)
+    assert objective.reduce(UNEVEN) == pytest.approx(43 / 192)
     assert not objective.exact
 
 
@@ -288,7 +288,7 @@ def test_weights_that_adapt_and_a_reference_that_follows(tmp_path, name, text, w
 def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
     text = '{"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}'
     _, _, objective = translated(tmp_path, "trl.json", text)
-    assert objective.values()["there"][1] == pytest.approx(5 / 40)
+    assert objective.reduce(UNEVEN) == pytest.approx(5 / 40)
     assert not objective.exact
     _, _, objective = translated(tmp_path, "trl.json", '{"loss_type": "dapo", "gradient_accumulation_steps": 2}')
     assert objective.exact
@@ -620,6 +620,7 @@ RIGHT = [
         "",
     ),
     ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora.rank=16", "--lora-rank=16 --lora-alpha=32", ""),
+    ("a.sh", f"{VERL_GRPO} {ACTOR}entropy_coeff=0.01", "--entropy-coef=0.01", ""),
     (
         "a.sh",
         "accelerate launch --num_processes=7 src/open_r1/grpo.py --num_generations 14 "
@@ -703,6 +704,16 @@ def test_what_the_shell_computes_is_computed_and_the_rest_is_left_out_alone(tmp_
     assert [setting.value.text for setting in computed(translation)] == ["$GROUP"]
 
 
+def test_the_arguments_of_the_chat_template_are_written(tmp_path):
+    for name, text in (
+        ("a.sh", f"{VERL_GRPO} +data.apply_chat_template_kwargs.enable_thinking=False"),
+        ("a.yaml", "num_generations: 4\nchat_template_kwargs: {enable_thinking: false}\n"),
+        ("b.yaml", "grpo: {seed: 1}\npolicy: {tokenizer: {chat_template_kwargs: {enable_thinking: false}}}\n"),
+    ):
+        groups = translated(tmp_path, name, text)[1].groups
+        assert ("--apply-chat-template-kwargs", '{"enable_thinking": false}') in groups
+
+
 def test_images_are_read_from_their_column(tmp_path):
     for name, text, column in (
         ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.image_key=pictures", "pictures"),
@@ -715,6 +726,26 @@ def test_images_are_read_from_their_column(tmp_path):
         assert ("--multimodal-keys", json.dumps({"image": column})) in translation.groups
         assert json.loads(parse(translation.words).data.multimodal_keys or "")["image"] == column
     assert "--multimodal-keys" not in translated(tmp_path, "a.sh", VERL_GRPO)[1].words
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_same"),
+    [
+        ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", True),
+        ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo made.up=1", False),
+        ("a.sh", f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {ACTOR}entropy_coeff=0.01", False),
+        ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=geo_mean", False),
+        ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=kl_cov", False),
+        ("a.yaml", "num_generations: 8\nloss_type: grpo\nbeta: 0.1\n", True),
+        ("a.yaml", "num_generations: 8\nloss_type: bnpo\n", False),
+        ("a.yaml", "num_generations: 8\ndelta: 1.1\n", False),
+        ("a.yaml", "grpo: {num_prompts_per_step: 8}\n", False),
+    ],
+)
+def test_a_loss_is_called_the_same_only_where_conformance_has_proved_it(tmp_path, name, text, is_same, capsys):
+    (tmp_path / name).write_text(text)
+    assert cli.main(["translate", str(tmp_path / name)]) == 0
+    assert ("The gradient of a step's loss is the same" in capsys.readouterr().out) is is_same
 
 
 def test_a_program_on_top_of_verl_and_further_commands_are_named(tmp_path, capsys):
