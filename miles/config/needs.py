@@ -79,7 +79,8 @@ def _bounds_turns(s: Settings) -> bool:
 
 def _compares_groups(s: Settings) -> bool:
     """Return whether a group of equal rewards has advantages of 0."""
-    return s.loss.normalizes_rewards and not build_objective(s.loss).estimator.reads_score_norms
+    objective = build_objective(s.loss)
+    return objective.normalizes_rewards and not objective.estimator.reads_score_norms
 
 
 def _has_ratio(s: Settings) -> bool:

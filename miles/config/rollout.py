@@ -14,6 +14,7 @@ from miles.base.storage import PLACEHOLDER
 from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
 from miles.config.components import ENGINES
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.tasks.environments.built_in import ENVIRONMENTS
 
@@ -449,7 +450,7 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
 def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator[str]:
     """Yield notes on settings that are allowed, and may surprise."""
     uses_policy_loss = loss.type.uses_policy_loss
-    if rollout.rollout_temperature == 0 and uses_policy_loss and loss.normalizes_rewards:
+    if rollout.rollout_temperature == 0 and uses_policy_loss and build_objective(loss).normalizes_rewards:
         yield (
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs come from the raw logits"

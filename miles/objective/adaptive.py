@@ -12,21 +12,18 @@ trajectories of their means over tokens. The paper's target is the KL of a whole
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
-from miles.base.flags import flag
+from miles.base.flags import Errors, flag
+from miles.objective.kl import KlFlags
 from miles.objective.registry import Term
 from miles.types.metrics import Metric
-
-if TYPE_CHECKING:
-    from miles.base.flags import Errors
-    from miles.objective.settings import LossArguments
 
 _LARGEST_ERROR = 0.2
 
 
 @dataclass(frozen=True)
-class AdaptiveKlFlags:
+class AdaptiveKlFlags(KlFlags):
     """loss: a target for the KL, to which its weight adapts."""
 
     kl_target: Optional[float] = flag(
@@ -52,10 +49,11 @@ def next_kl_weight(weight: float, kl: float, trajectories: int, target: float, h
 class AdaptiveKl:
     """The weight of the KL in the reward or in the loss, whichever the run has."""
 
-    def __init__(self, flags: "LossArguments") -> None:
+    def __init__(self, flags: AdaptiveKlFlags) -> None:
         self.field = "kl_coef" if flags.kl_coef else "kl_loss_coef"
         self.value: float = getattr(flags, self.field)
         self._metric = "train/reward_kl" if flags.kl_coef else "train/kl_loss"
+        assert flags.kl_target is not None, "without a target no weight adapts"
         self._target, self._horizon = flags.kl_target, flags.kl_horizon
 
     @property
@@ -78,7 +76,7 @@ class AdaptiveKl:
         self.value = state["value"]
 
 
-def check_adaptive_kl(flags: "LossArguments", trajectories: int, errors: "Errors") -> None:
+def check_adaptive_kl(flags: AdaptiveKlFlags, trajectories: int, errors: Errors) -> None:
     """Check that a KL has a weight to adapt, and that no step of so many ``trajectories`` can make it negative."""
     if flags.kl_target is None:
         return
@@ -91,7 +89,7 @@ def check_adaptive_kl(flags: "LossArguments", trajectories: int, errors: "Errors
         errors.refuse("kl_horizon", flags.kl_horizon, rule, f"give more than {shortest:g} (10000 is usual)")
 
 
-def adaptive_kl_formula(flags: "LossArguments") -> list[Term]:
+def adaptive_kl_formula(flags: AdaptiveKlFlags) -> list[Term]:
     """Return how the weight changes, if it does."""
     if flags.kl_target is None:
         return []
@@ -119,8 +117,9 @@ _OF_TARGET = ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
 @dataclass(frozen=True)
 class AdaptiveEntropyFlags:
-    """loss: the entropy below which it is rewarded, and by how much."""
+    """loss: the weight of the entropy, and the entropy below which it is rewarded."""
 
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
     entropy_target: Optional[float] = flag(
         None,
         "reward entropy up to this, in nats per token, with a weight that starts at --entropy-coef and adapts",
@@ -141,7 +140,7 @@ class AdaptiveEntropy:
 
     field = "entropy_coef"
 
-    def __init__(self, flags: "LossArguments") -> None:
+    def __init__(self, flags: AdaptiveEntropyFlags) -> None:
         self._flags = flags
         self.value: float = flags.entropy_coef
         self.is_low = True
@@ -156,6 +155,7 @@ class AdaptiveEntropy:
         if "train/entropy_loss" not in metrics:  # a step without a loss token has none
             return
         flags = self._flags
+        assert flags.entropy_target is not None, "without a target no weight adapts"
         self.is_low = metrics["train/entropy_loss"].value <= flags.entropy_target
         if self.is_low:
             self.value = min(self.value + flags.entropy_coef_delta, flags.entropy_coef_max)
@@ -171,7 +171,7 @@ class AdaptiveEntropy:
         self.value, self.is_low = state["value"], bool(state["is_low"])
 
 
-def check_adaptive_entropy(flags: "LossArguments", errors: "Errors") -> None:
+def check_adaptive_entropy(flags: AdaptiveEntropyFlags, errors: Errors) -> None:
     """Check the target and the bounds."""
     if flags.entropy_target is None:
         return
@@ -183,7 +183,7 @@ def check_adaptive_entropy(flags: "LossArguments", errors: "Errors") -> None:
         errors.refuse("entropy_coef", flags.entropy_coef, rule, "change one of the three")
 
 
-def adaptive_entropy_formula(flags: "LossArguments") -> list[Term]:
+def adaptive_entropy_formula(flags: AdaptiveEntropyFlags) -> list[Term]:
     """Return how the weight changes, if it does."""
     if flags.entropy_target is None:
         return []

@@ -1,116 +1,25 @@
-"""The objective that a run uses: built once from its flags, with every part found by its name."""
+"""Build the objective that a run uses, once from its flags, with every part found by its name; check its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.base.flags import changed
 from miles.objective.adaptive import check_adaptive_entropy
-from miles.objective.distillation import check_distillation, distillation_needs
+from miles.objective.distillation import check_distillation
 from miles.objective.estimators import ESTIMATORS
-from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.hooks import CustomAdvantages, CustomPolicyLoss
 from miles.objective.kl import check_kl
 from miles.objective.loss_types import LOSS_TYPES
-from miles.objective.loss_types.base import LossType
+from miles.objective.loss_types.base import Objective
 from miles.objective.policy_losses import POLICY_LOSSES
-from miles.objective.policy_losses.base import PolicyLoss
-from miles.objective.registry import Needs
-from miles.objective.token_weights import TokenWeight, check_token_weights, token_weights_of
+from miles.objective.token_weights import check_token_weights, token_weights_of
 
 if TYPE_CHECKING:
-    import torch
-
     from miles.base.flags import Errors
-    from miles.objective.output import LossOutput
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
-    from miles.types.train_batch import MicroBatch
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Hold the parts of a run's objective. KL, entropy and aggregation are settings of ``flags``.
-
-    ``args`` has all flags of the run by their names, for functions of the user's that read them.
-    """
-
-    flags: LossArguments
-    loss_type: LossType
-    estimator: Estimator[Any]
-    policy_loss: PolicyLoss[Any]
-    token_weights: tuple[TokenWeight, ...]
-    args: Any = field(default=None, compare=False)
-
-    @property
-    def needs(self) -> Needs:
-        """The quantities that the trainer scores before the loss is computed."""
-        return self.loss_type.needs_of(self)
-
-    @property
-    def advantages_need(self) -> Needs:
-        """The trainer's scores before it makes advantages of tokens, and shows them to the user's function."""
-        is_shown = self.flags.rollout_data_postprocess_path is not None
-        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags) | Needs(old_log_probs=is_shown)
-
-    @property
-    def selects_tokens(self) -> bool:
-        """Whether the policy loss chooses tokens from the whole step before it."""
-        return self.loss_type.uses_policy_loss and self.policy_loss.selects_tokens
-
-    @property
-    def ranks_entropies(self) -> bool:
-        """Whether tokens are chosen from the whole step by their entropy before it."""
-        return self.loss_type.uses_policy_loss and self.flags.top_entropy_quantile != 1
-
-    def sample_advantages(self, samples: SampleRewards) -> list[float]:
-        """Compute phase 1 of the advantages: one number per sample, from whole groups.
-
-        Raises:
-            ValueError: If a reward is NaN or infinite.
-        """
-        samples.check_finite()
-        if not self.loss_type.uses_advantages:
-            return list(samples.rewards)
-        return self.estimator.sample_advantages(self.flags, samples)
-
-    def samples_with_gradient(self, advantages: Sequence[float]) -> list[bool]:
-        """Return which samples' losses can have a gradient, given what phase 1 made of their rewards.
-
-        A sample of advantage 0 has none, unless a part of the objective may give it one. Groups whose samples were all
-        right or all wrong are such samples.
-        """
-        zero_too = self.zero_advantage_has_gradient
-        return [advantage != 0.0 or zero_too for advantage in advantages]
-
-    @property
-    def zero_advantage_has_gradient(self) -> bool:
-        """Whether a part of the objective may give a sample of advantage 0 a gradient. Every part is asked."""
-        flags = self.flags
-        return (
-            self.loss_type.zero_advantage_has_gradient(flags)
-            or self.estimator.zero_advantage_has_gradient(flags)
-            or self.policy_loss.zero_advantage_has_gradient(flags)
-            or flags.kl_loss_coef != 0.0
-            or flags.entropy_coef != 0.0
-            or flags.entropy_target is not None
-            or flags.use_opd
-            or flags.custom_pg_loss_reducer_function_path is not None
-            or flags.rollout_data_postprocess_path is not None
-        )
-
-    def language_model_loss(
-        self,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
-        """Compute the loss of one micro-batch from a model's ``log_probs`` and ``entropy``, [R]."""
-        return self.loss_type.language_model_loss(self, micro, log_probs, entropy, canary)
 
 
 @lru_cache
@@ -147,7 +56,7 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
 
 
 def _check_contradictions(objective: Objective, errors: Errors) -> None:
-    """Report flags that ask for a part of the objective that this one does not have."""
+    """Report parts that exclude each other, and flags that ask for a part that this objective does not have."""
     flags, loss_type = objective.flags, objective.loss_type
     for name in changed(flags, [*LOSS_TYPES.reads, *loss_type.lacks]):
         if name not in loss_type.reads:
@@ -158,6 +67,14 @@ def _check_contradictions(objective: Objective, errors: Errors) -> None:
             )
     if loss_type.uses_advantages:
         ESTIMATORS.check_instead(objective.estimator, flags, errors)
+    if flags.use_opd and not (loss_type.uses_advantages and loss_type.trains_policy):
+        rule = f"contradicts --loss-type {flags.loss_type}: the policy learns from no advantages"
+        errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
+    if flags.use_opsm and (flags.use_opd or ESTIMATORS[flags.advantage_estimator].by_token):
+        by_token = f"--advantage-estimator {flags.advantage_estimator} has one for each token"
+        other = "--use-opd gives each token its own advantage" if flags.use_opd else by_token
+        what_to_do = "drop one of the two" if flags.use_opd else "use --advantage-estimator grpo"
+        errors.refuse("use_opsm", True, f"drops sequences of negative advantage, and {other}", what_to_do)
     if loss_type.uses_policy_loss and flags.policy_loss is not None and flags.custom_policy_loss_function_path:
         rule = "names a second policy loss, alongside --custom-policy-loss-function-path"
         errors.refuse("policy_loss", flags.policy_loss, rule, "keep one of the two")

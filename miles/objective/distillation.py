@@ -7,14 +7,10 @@ arXiv 2306.13649; the per-token policy gradient is from Thinking Machines' "On-P
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
-from miles.base.flags import flag
+from miles.base.flags import Errors, flag
 from miles.objective.registry import Needs, Term
-
-if TYPE_CHECKING:
-    from miles.base.flags import Errors
-    from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,12 @@ def _teacher(word: str) -> tuple[str, str]:
     return name, url.rstrip("/").removesuffix("/generate").removesuffix("/completions").rstrip("/")
 
 
-def distillation_needs(flags: "LossArguments") -> Needs:
+def distillation_needs(flags: DistillationFlags) -> Needs:
     """Return the quantities that the trainer scores for the KL to the teacher."""
     return Needs(old_log_probs=flags.use_opd, teacher_log_probs=flags.use_opd)
 
 
-def distillation_formula(flags: "LossArguments") -> list[Term]:
+def distillation_formula(flags: DistillationFlags) -> list[Term]:
     """Return the change of an advantage by the teacher."""
     if not flags.use_opd:
         return []
@@ -84,21 +80,10 @@ def distillation_formula(flags: "LossArguments") -> list[Term]:
     return [Term(text, __name__)]
 
 
-def check_distillation(flags: "LossArguments", errors: "Errors") -> None:
-    """Report servers of a teacher that are missing, or that nothing asks for; arguments/loss.py checks the model."""
-    if not flags.use_opd:
+def check_distillation(flags: DistillationFlags, errors: Errors) -> None:
+    """Report servers of a teacher that are missing, or lack an address or name; rules/loss.py checks the model."""
+    if not flags.teacher_is_served:
         return
-    if not (flags.type.uses_advantages and flags.type.trains_policy):
-        rule = f"contradicts --loss-type {flags.loss_type}: the policy learns from no advantages"
-        errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
-    if flags.use_opsm:
-        rule = "drops sequences of negative advantage, and --use-opd gives each token its own advantage"
-        errors.refuse("use_opsm", True, rule, "drop one of the two")
-    if flags.teacher_is_served:
-        _check_servers(flags, errors)
-
-
-def _check_servers(flags: "LossArguments", errors: "Errors") -> None:
     words = flags.opd_teacher_urls or ()
     if not words:
         errors.refuse("opd_type", "server", "needs the teacher's address", "add --opd-teacher-urls URL")

@@ -542,7 +542,7 @@ class CustomPolicyLoss(PolicyLoss[Any]):
         return TokenLosses(losses.float().masked_fill(tokens.micro.loss_mask == 0, 0.0), None)
 
 
-def custom_importance_weights(path: str, loss: LossArguments, ratios: Ratios) -> torch.Tensor:
+def custom_importance_weights(path: str, loss: Any, ratios: Ratios) -> torch.Tensor:
     """Gather, call, and slice: the weights of this rank's tokens, fp32 [R], without a graph."""
     function, micro = IMPORTANCE.load(path), ratios.micro
     whole = gather_whole(micro)

@@ -11,20 +11,50 @@ KL(reference || policy), and the gradient of k2 is right on-policy. Two ways to 
   section 3.1), which is right off-policy too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from miles.base.flags import Errors, flag
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import torch
 
-    from miles.base.flags import Errors
-    from miles.objective.settings import LossArguments
-
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k1+", "k3+"]
+
+
+@dataclass(frozen=True)
+class KlFlags:
+    """loss: the KL to the reference model, in each token's reward or in the loss."""
+
+    kl_coef: float = flag(
+        0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef", at_least=0
+    )
+    kl_loss_type: KlEstimator = flag(
+        "k1",
+        "estimator of the KL, in the loss or the reward; low_var_kl is k3 clamped to [-10, 10]; k1+ and k3+ have the "
+        "gradient of k2",
+        needs="a KL",
+    )
+    use_kl_loss: bool = flag(
+        False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
+    )
+    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", at_least=0, needs="--use-kl-loss")
+    use_unbiased_kl: bool = flag(
+        False,
+        "weight the KL in the loss by the importance ratio, so that its gradient is the KL's",
+        needs="a KL in the loss",
+    )
+
+    @property
+    def adds_kl(self) -> bool:
+        """Whether the KL to the reference model is part of the loss."""
+        return self.use_kl_loss and self.kl_loss_coef != 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs of a reference model are read."""
+        return self.use_kl_loss or self.kl_coef != 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +97,7 @@ _VALUES: dict[KlEstimator, KlEstimator] = {"k1+": "k1", "k3+": "k3"}  # of estim
 _BOUND = 80.0
 
 
-def masked_log_ratio(log_probs: torch.Tensor, reference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def masked_log_ratio(log_probs: "torch.Tensor", reference: "torch.Tensor", loss_mask: "torch.Tensor") -> "torch.Tensor":
     """Subtract log-probs in a form that is safe to exponentiate.
 
     Returns:
@@ -78,7 +108,7 @@ def masked_log_ratio(log_probs: torch.Tensor, reference: torch.Tensor, loss_mask
     return difference.masked_fill(loss_mask == 0, 0.0).clamp(-_BOUND, _BOUND)
 
 
-def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+def approximate_kl(log_ratio: "torch.Tensor", estimator: KlEstimator) -> "torch.Tensor":
     """Estimate the KL per token from ``log_ratio = log policy - log reference`` of tokens sampled from the policy; [R].
 
     ``k1`` is unbiased and may be negative; ``k2`` is biased, never negative; ``k3`` is unbiased and never negative;
@@ -99,7 +129,7 @@ def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Ten
     raise ValueError(f"--kl-loss-type {estimator}: no such estimator; give one of {', '.join(KL_FORMS)}")
 
 
-def check_kl(loss: LossArguments, errors: Errors) -> None:
+def check_kl(loss: KlFlags, errors: Errors) -> None:
     """Report coefficients that count the KL twice, and corrections that exclude each other."""
     if loss.kl_coef and loss.kl_loss_coef:
         rule = f"alongside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
@@ -113,7 +143,7 @@ def check_kl(loss: LossArguments, errors: Errors) -> None:
         errors.refuse("kl_loss_type", loss.kl_loss_type, rule, f"use {_VALUES[loss.kl_loss_type]}")
 
 
-def kl_formula(loss: LossArguments) -> list[Term]:
+def kl_formula(loss: KlFlags) -> list[Term]:
     """Return the KL of a token in the loss, if it is part of the loss."""
     if not loss.adds_kl:
         return []
@@ -123,6 +153,6 @@ def kl_formula(loss: LossArguments) -> list[Term]:
     return [Term(f"KL_{loss.kl_loss_type} = {formula} of each token, d = log p - log p_reference", __name__)]
 
 
-def reward_penalty(loss: Any) -> str:
+def reward_penalty(loss: KlFlags) -> str:
     """Return the penalty that is subtracted from a token's reward, as the end of a formula."""
     return f" - {loss.kl_coef:g} KL_{loss.kl_loss_type}(p_old, reference)" if loss.kl_coef else ""

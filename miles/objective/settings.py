@@ -10,7 +10,6 @@ from typing import Literal, Optional
 from miles.base.flags import flag
 from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags
-from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types import LOSS_TYPES
@@ -23,41 +22,9 @@ _of_rs = partial(flag, needs="--use-rs")
 
 
 @dataclass(frozen=True)
-class CommonFlags:
-    """loss: the flags that belong to no single estimator or policy loss."""
+class TokenWeightFlags:
+    """loss: what multiplies the loss of a token, and whose probabilities its ratios are made of."""
 
-    loss_type: str = flag("policy_loss", f"what is trained. {LOSS_TYPES.help}", choices=tuple(LOSS_TYPES))
-    advantage_estimator: str = flag(
-        "grpo", f"how rewards become advantages. {ESTIMATORS.help}", choices=tuple(ESTIMATORS)
-    )
-    policy_loss: Optional[str] = flag(
-        None, f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}", choices=tuple(POLICY_LOSSES)
-    )
-    drop_zero_std_groups: bool = flag(
-        False,
-        "leave groups whose advantages are all 0, as with equal rewards, out of the step and its denominators, and do "
-        "not replace them (ScaleRL's zero-variance filtering)",
-        needs="advantages, compared groups",
-    )
-    value_clip: float = flag(
-        0.2, "how far the value loss follows the critic from its values at the iteration's start", above=0
-    )
-    custom_advantage_function_path: Optional[str] = flag(
-        None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
-    )
-    custom_policy_loss_function_path: Optional[str] = flag(
-        None, "your token losses, instead of --policy-loss, module:function or module.function"
-    )
-    custom_loss_function_path: Optional[str] = flag(
-        None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
-    )
-    custom_tis_function_path: Optional[str] = _of_tis(
-        None, "your weights of token losses, module:function or module.function"
-    )
-    rollout_data_postprocess_path: Optional[str] = flag(
-        None,
-        "your function of what an iteration trains on, scored and with advantages, module:function or module.function",
-    )
     use_rollout_logprobs: bool = flag(
         False,
         "p_old of every ratio is what the engine reported when it sampled; the trainer does not score it",
@@ -95,24 +62,52 @@ class CommonFlags:
         "fraction of the step's tokens, by the largest entropy, whose policy loss counts; 1 is all",
         within="(0, 1]",
     )
+    custom_tis_function_path: Optional[str] = _of_tis(
+        None, "your weights of token losses, module:function or module.function"
+    )
     get_mismatch_metrics: bool = flag(
         False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)", needs="a policy loss"
+    )
+
+
+@dataclass(frozen=True)
+class CommonFlags:
+    """loss: the flags that belong to no single estimator or policy loss."""
+
+    loss_type: str = flag("policy_loss", f"what is trained. {LOSS_TYPES.help}", choices=tuple(LOSS_TYPES))
+    advantage_estimator: str = flag(
+        "grpo", f"how rewards become advantages. {ESTIMATORS.help}", choices=tuple(ESTIMATORS)
+    )
+    policy_loss: Optional[str] = flag(
+        None, f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}", choices=tuple(POLICY_LOSSES)
+    )
+    drop_zero_std_groups: bool = flag(
+        False,
+        "leave groups whose advantages are all 0, as with equal rewards, out of the step and its denominators, and do "
+        "not replace them (ScaleRL's zero-variance filtering)",
+        needs="advantages, compared groups",
+    )
+    value_clip: float = flag(
+        0.2, "how far the value loss follows the critic from its values at the iteration's start", above=0
+    )
+    custom_advantage_function_path: Optional[str] = flag(
+        None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
+    )
+    custom_policy_loss_function_path: Optional[str] = flag(
+        None, "your token losses, instead of --policy-loss, module:function or module.function"
+    )
+    custom_loss_function_path: Optional[str] = flag(
+        None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
+    )
+    rollout_data_postprocess_path: Optional[str] = flag(
+        None,
+        "your function of what an iteration trains on, scored and with advantages, module:function or module.function",
     )
     loss_canary: Literal["first-step", "always", "off"] = flag(
         "first-step",
         "check that the weights of all tokens add up to what the objective states, and stop if not",
         needs="weights that are known",
     )
-    use_kl_loss: bool = flag(
-        False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
-    )
-    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", at_least=0, needs="--use-kl-loss")
-    use_unbiased_kl: bool = flag(
-        False,
-        "weight the KL in the loss by the importance ratio, so that its gradient is the KL's",
-        needs="a KL in the loss",
-    )
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
     log_probs_chunk_size: int = flag(1024, "response tokens whose logits are in memory at once; -1 is all")
 
 
@@ -126,7 +121,7 @@ _OWN_FLAGS = (
 
 
 @dataclass(frozen=True)
-class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlags):  # type: ignore[misc]
+class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, TokenWeightFlags, CommonFlags):  # type: ignore[misc]
     """loss: advantages, policy loss, aggregation, KL and entropy."""
 
     @property
@@ -143,26 +138,3 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
     def reads_greedy_baseline(self) -> bool:
         """Whether a greedy response to each prompt is generated and scored, for the estimator."""
         return self.type.uses_advantages and ESTIMATORS[self.advantage_estimator].greedy_baseline
-
-    @property
-    def estimates_by_token(self) -> bool:
-        """Whether a token has its own advantage, made by the trainer before the first step of an iteration."""
-        return self.use_opd or build_objective(self).estimator.estimates_by_token(self)
-
-    @property
-    def normalizes_rewards(self) -> bool:
-        """Whether rewards are compared within their prompt group, so that a group of one has no advantage.
-
-        With a teacher, its tokens still have one.
-        """
-        return not self.use_opd and build_objective(self).estimator.smallest_group(self) > 1
-
-    @property
-    def adds_kl(self) -> bool:
-        """Whether the KL to the reference model is part of the loss."""
-        return self.use_kl_loss and self.kl_loss_coef != 0
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the log-probs of a reference model are read."""
-        return self.use_kl_loss or self.kl_coef != 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from miles.objective.chosen import Objective
 from miles.objective.kl import approximate_kl
+from miles.objective.loss_types.base import Objective
 from miles.objective.rounding import FP32, FP64, centred, magnitude
 from miles.objective.settings import LossArguments
 from miles.types.metrics import Metric

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from miles.base.flags import Errors, flag_name
-from miles.objective.estimators import ESTIMATORS
 from miles.objective.hooks import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
 from miles.objective.registry import Needs, Term, Variant
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from miles.objective.settings import LossArguments
+    from miles.objective.settings import TokenWeightFlags
     from miles.types.train_batch import MicroBatch
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -75,23 +74,23 @@ class TokenWeight(ABC):
     reads: ClassVar[tuple[str, ...]]
     variants: ClassVar[tuple[Variant, ...]]
 
-    def is_on(self, loss: LossArguments) -> bool:
+    def is_on(self, loss: TokenWeightFlags) -> bool:
         """Return whether the run uses it."""
         return bool(getattr(loss, self.switch))
 
-    def needs(self, loss: LossArguments) -> Needs:
+    def needs(self, loss: TokenWeightFlags) -> Needs:
         """Return the quantities that the trainer scores for it."""
         return Needs()
 
-    def check(self, loss: LossArguments, errors: Errors) -> None:  # noqa: B027
+    def check(self, loss: TokenWeightFlags, errors: Errors) -> None:  # noqa: B027
         """Report the rules that ``loss`` breaks."""
 
     @abstractmethod
-    def formula(self, loss: LossArguments) -> list[Term]:
+    def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Return what multiplies a token's loss."""
 
     @abstractmethod
-    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+    def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Compute the weights of all tokens of a micro-batch."""
 
 
@@ -118,16 +117,16 @@ class Truncation(TokenWeight):
         Variant("IcePop", {"use_tis": True, "tis_mode": "icepop"}, ("2510.18855",)),
     )
 
-    def needs(self, loss: LossArguments) -> Needs:
+    def needs(self, loss: TokenWeightFlags) -> Needs:
         """Ask for the old log-probs of every step: the mean of a step's weights is known before the step is taken."""
         return Needs(old_log_probs=loss.tis_batch_normalize)
 
-    def check(self, loss: LossArguments, errors: Errors) -> None:
+    def check(self, loss: TokenWeightFlags, errors: Errors) -> None:
         """Check the order of the bounds."""
         _check_order(loss, "tis_clip_low", "tis_clip", errors)
         _refuse_engines_old_log_probs(self, loss, errors)
 
-    def formula(self, loss: LossArguments) -> list[Term]:
+    def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Return the bounded ratio, or the user's function."""
         if loss.custom_tis_function_path is not None:
             path = loss.custom_tis_function_path
@@ -143,7 +142,7 @@ class Truncation(TokenWeight):
             terms.append(Term(f"w is divided by its mean over the {what} of the step", __name__))
         return terms
 
-    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+    def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Bound the ratios; ``tis`` and ``tis_clipfrac`` are logged."""
         if loss.custom_tis_function_path is not None:
             weights = custom_importance_weights(loss.custom_tis_function_path, loss, ratios)
@@ -155,7 +154,7 @@ class Truncation(TokenWeight):
         return Weights(weights, {"tis": weights, "tis_clipfrac": outside.float()})
 
 
-def bounded(loss: LossArguments, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def bounded(loss: TokenWeightFlags, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of ratios as ``--tis-mode`` bounds them, and whether each ratio is out of its bounds."""
     outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
     if loss.tis_mode == "truncate":
@@ -172,7 +171,7 @@ class WeightSum(NamedTuple):
     number: int
 
 
-def sum_of_weights(loss: LossArguments, log_ratio: torch.Tensor) -> WeightSum:
+def sum_of_weights(loss: TokenWeightFlags, log_ratio: torch.Tensor) -> WeightSum:
     """Return the sum of the weights of one sample, and their number: one per loss token, or 1 for its sequence.
 
     Args:
@@ -213,12 +212,12 @@ class Rejection(TokenWeight):
         Variant("veto", {"use_rs": True, "rs_veto_threshold": 1e-4}, ("verl's `rollout_token_veto_threshold`",)),
     )
 
-    def check(self, loss: LossArguments, errors: Errors) -> None:
+    def check(self, loss: TokenWeightFlags, errors: Errors) -> None:
         """Check the order of the bounds."""
         _check_order(loss, "rs_lower_bound", "rs_upper_bound", errors)
         _refuse_engines_old_log_probs(self, loss, errors)
 
-    def formula(self, loss: LossArguments) -> list[Term]:
+    def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Name the tokens whose weight is 0."""
         bounds = f"[{loss.rs_lower_bound:g}, {loss.rs_upper_bound:g}]"
         terms = [Term(f"w = 0 where p_old / p_engine of the {_LEVELS[loss.rs_level]} is outside {bounds}", __name__)]
@@ -227,7 +226,7 @@ class Rejection(TokenWeight):
             terms.append(Term(text, __name__))
         return terms
 
-    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+    def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Give weight 0 to rejected tokens; ``rs_rejected`` is logged, and ``rs_vetoed`` with a veto."""
         ratio = importance_ratio(ratios, loss.rs_level)
         rejected = ((ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)).float()
@@ -250,21 +249,12 @@ class OffPolicyMasking(TokenWeight):
     reads = ("opsm_delta",)
     variants = (Variant("OPSM", {"use_opsm": True}, ("2512.02556",)),)
 
-    def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Check that a sequence has one advantage."""
-        if self.is_on(loss) and ESTIMATORS[loss.advantage_estimator].by_token:
-            rule = (
-                "drops sequences of negative advantage, and "
-                f"--advantage-estimator {loss.advantage_estimator} has one for each token"
-            )
-            errors.refuse("use_opsm", True, rule, "use --advantage-estimator grpo")
-
-    def formula(self, loss: LossArguments) -> list[Term]:
+    def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Name the tokens whose weight is 0."""
         text = f"w = 0 in sequences with A < 0 and a mean of log p_old - log p above {loss.opsm_delta:g}"
         return [Term(text, __name__)]
 
-    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+    def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Give weight 0 to the tokens of dropped sequences; ``opsm_clipfrac`` is logged."""
         micro = ratios.micro
         divergence = sequence_means(-ratios.policy, micro)[micro.sample_index]
@@ -284,16 +274,16 @@ class TopEntropy(TokenWeight):
     reads = ()
     variants = (Variant("top-entropy mask", {"top_entropy_quantile": 0.2}, ("2506.01939",)),)
 
-    def is_on(self, loss: LossArguments) -> bool:
+    def is_on(self, loss: TokenWeightFlags) -> bool:
         """Return whether any token is left out."""
         return loss.top_entropy_quantile != 1
 
-    def formula(self, loss: LossArguments) -> list[Term]:
+    def formula(self, loss: TokenWeightFlags) -> list[Term]:
         """Name the tokens whose weight is 0."""
         share = f"{100 * loss.top_entropy_quantile:g} %"
         return [Term(f"w = 0 except in the {share} of the step's tokens with the largest entropy", __name__)]
 
-    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+    def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Give weight 0 to the other tokens; ``top_entropy_tokens``, the fraction that is kept, is logged."""
         kept = ratios.micro.top_entropy
         assert kept is not None, "the trainer chooses these tokens before each step"
@@ -320,23 +310,23 @@ def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
 TOKEN_WEIGHTS: tuple[TokenWeight, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())
 
 
-def token_weights_of(loss: LossArguments) -> tuple[TokenWeight, ...]:
+def token_weights_of(loss: TokenWeightFlags) -> tuple[TokenWeight, ...]:
     """Return the token weights that the run uses, in their fixed order."""
     return tuple(weight for weight in TOKEN_WEIGHTS if weight.is_on(loss))
 
 
-def check_token_weights(loss: LossArguments, errors: Errors) -> None:
+def check_token_weights(loss: TokenWeightFlags, errors: Errors) -> None:
     """Report the rules of all token weights that ``loss`` breaks."""
     for weight in TOKEN_WEIGHTS:
         weight.check(loss, errors)
 
 
-def token_weights_formula(loss: LossArguments) -> list[Term]:
+def token_weights_formula(loss: TokenWeightFlags) -> list[Term]:
     """Return what multiplies a token's loss."""
     return [term for weight in token_weights_of(loss) for term in weight.formula(loss)]
 
 
-def weigh(token_weights: Sequence[TokenWeight], loss: LossArguments, ratios: Ratios) -> Weights:
+def weigh(token_weights: Sequence[TokenWeight], loss: TokenWeightFlags, ratios: Ratios) -> Weights:
     """Multiply the weights of ``token_weights``."""
     weights = ratios.importance.new_ones(ratios.importance.shape)
     logged: dict[str, torch.Tensor] = {}
@@ -347,7 +337,7 @@ def weigh(token_weights: Sequence[TokenWeight], loss: LossArguments, ratios: Rat
     return Weights(weights, logged)
 
 
-def mismatch(loss: LossArguments, ratios: Ratios) -> dict[str, torch.Tensor]:
+def mismatch(loss: TokenWeightFlags, ratios: Ratios) -> dict[str, torch.Tensor]:
     """Measure how far the trainer is from the engine, per token [R], on the original masks.
 
     ``is_ratio``, its square and ``is_ratio_weight`` are always there: ``ess_ratio`` is made of their means. With
@@ -401,7 +391,7 @@ _LEVELS: dict[ImportanceLevel, str] = {
 }
 
 
-def _refuse_engines_old_log_probs(weight: TokenWeight, loss: LossArguments, errors: Errors) -> None:
+def _refuse_engines_old_log_probs(weight: TokenWeight, loss: TokenWeightFlags, errors: Errors) -> None:
     """Refuse a weight that compares the trainer before the first step with the engine, if it is not scored."""
     if weight.is_on(loss) and loss.use_rollout_logprobs:
         rule = (
@@ -410,7 +400,7 @@ def _refuse_engines_old_log_probs(weight: TokenWeight, loss: LossArguments, erro
         errors.refuse(weight.switch, True, rule, "drop one of the two")
 
 
-def _check_order(loss: LossArguments, low: str, high: str, errors: Errors) -> None:
+def _check_order(loss: TokenWeightFlags, low: str, high: str, errors: Errors) -> None:
     if getattr(loss, low) > getattr(loss, high):
         rule = f"is above {flag_name(high)} {getattr(loss, high):g}"
         errors.refuse(low, getattr(loss, low), rule, "give a lower bound that is below the upper")

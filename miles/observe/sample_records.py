@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.objective.token_weights import token_weights_of
 from miles.observe.run_files import SampleRecord, dump_line, spread_order
@@ -93,7 +94,7 @@ def token_columns_of(loss: LossArguments, steps: int) -> tuple[str, ...]:
         columns.append("ratios")
     if token_weights_of(loss):
         columns.append("token_weights")
-    if loss.estimates_by_token:
+    if build_objective(loss).estimates_by_token:
         columns.append("advantages")
     return tuple(columns)
 

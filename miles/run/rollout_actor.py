@@ -33,6 +33,7 @@ from miles.config.host_share import sharers_of_engine
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost, waiting_tasks
 from miles.engine.weight_sync.deltas import copied
+from miles.objective.chosen import build_objective
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import RolloutPipeline, build_pipeline
@@ -316,7 +317,7 @@ class RolloutActor:
             max_bytes=self._settings.tracking.samples_max_bytes,
             num_iterations=self._built.num_iterations,
             steps_per_iteration=self._settings.steps_per_iteration,
-            advantage_by_sample=not self._settings.loss.estimates_by_token,
+            advantage_by_sample=not build_objective(self._settings.loss).estimates_by_token,
             token_values=self._settings.tracking.token_values,
             token_columns=token_columns_of(self._settings.loss, self._settings.steps_per_pass),
         )

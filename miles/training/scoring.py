@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from miles.batch.collate import split_by_sample
-from miles.objective.chosen import Objective
 from miles.objective.kl import masked_log_ratio
+from miles.objective.loss_types.base import Objective
 from miles.objective.policy_losses.base import StepTokens
 from miles.objective.registry import Needs
 from miles.objective.token_weights import WeightSum, mean_weight, sum_of_weights, top_entropy_tokens

@@ -20,8 +20,9 @@ from miles.batch.collate import TokenRecorder
 from miles.batch.convert import postprocessed
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
-from miles.objective.chosen import Objective, build_objective
+from miles.objective.chosen import build_objective
 from miles.objective.coefficients import Coefficients
+from miles.objective.loss_types.base import Objective
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
@@ -104,7 +105,9 @@ class Trainer:
         """Compute with the weights of ``loss`` from now on."""
         self.objective = replace(build_objective(loss), args=self.args)
         self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
-        self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
+        self.estimator = (
+            AdvantageEstimator(loss, self.backend.token_group) if self.objective.estimates_by_token else None
+        )
 
     def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Continue with the weights of a checkpoint (objective/coefficients.py)."""

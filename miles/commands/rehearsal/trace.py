@@ -147,7 +147,7 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
         ref_log_probs=columns if settings.loss.needs_reference else None,
         values=columns if settings.loss.has_critic else None,
         returns=columns if settings.loss.has_critic else None,
-        advantages=columns if settings.loss.estimates_by_token or is_shown else None,
+        advantages=columns if build_objective(settings.loss).estimates_by_token or is_shown else None,
         selected=columns if build_objective(settings.loss).selects_tokens else None,
         top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
     )

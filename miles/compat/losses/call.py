@@ -19,7 +19,7 @@ from miles.objective.hooks import REDUCER, WHOLE_LOSS, token_columns
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.chosen import Objective
+    from miles.objective.loss_types.base import Objective
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
 

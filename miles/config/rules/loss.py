@@ -47,7 +47,7 @@ def _check_one_makes_advantages(settings: Settings, errors: Errors) -> None:
 def _check_group(settings: Settings, errors: Errors) -> None:
     """Refuse groups so small that every advantage is 0, in a run that would learn from the comparison."""
     loss, samples = settings.loss, settings.rollout.n_samples_per_prompt
-    if not (settings.trains and loss.type.uses_advantages and loss.normalizes_rewards):
+    if not (settings.trains and loss.type.uses_advantages and build_objective(loss).normalizes_rewards):
         return
     smallest = build_objective(loss).estimator.smallest_group(loss)
     if settings.given_advantages is None and 1 <= samples < smallest:

@@ -1,26 +1,125 @@
-"""Define a loss type: the loss of the language model, and the properties that the rest of a run depends on."""
+"""Define an objective, and its loss type: the loss of the language model, and what the rest of a run depends on."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from miles.objective.distillation import distillation_formula
+from miles.objective.distillation import distillation_formula, distillation_needs
 from miles.objective.registry import Needs, ObjectivePart, Term
 from miles.objective.value_loss import value_loss_formula
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-    from miles.objective.chosen import Objective
+    from miles.objective.estimators.base import Estimator, SampleRewards
     from miles.objective.output import LossOutput
+    from miles.objective.policy_losses.base import PolicyLoss
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
+    from miles.objective.token_weights import TokenWeight
     from miles.types.train_batch import MicroBatch
 
 
-class LossType(ObjectivePart[Any]):
+@dataclass(frozen=True)
+class Objective:
+    """Hold the parts of a run's objective. KL, entropy and aggregation are settings of ``flags``.
+
+    ``args`` has all flags of the run by their names, for functions of the user's that read them.
+    """
+
+    flags: LossArguments
+    loss_type: LossType
+    estimator: Estimator[Any]
+    policy_loss: PolicyLoss[Any]
+    token_weights: tuple[TokenWeight, ...]
+    args: Any = field(default=None, compare=False)
+
+    @property
+    def needs(self) -> Needs:
+        """The quantities that the trainer scores before the loss is computed."""
+        return self.loss_type.needs_of(self)
+
+    @property
+    def advantages_need(self) -> Needs:
+        """The trainer's scores before it makes advantages of tokens, and shows them to the user's function."""
+        is_shown = self.flags.rollout_data_postprocess_path is not None
+        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags) | Needs(old_log_probs=is_shown)
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the policy loss chooses tokens from the whole step before it."""
+        return self.loss_type.uses_policy_loss and self.policy_loss.selects_tokens
+
+    @property
+    def ranks_entropies(self) -> bool:
+        """Whether tokens are chosen from the whole step by their entropy before it."""
+        return self.loss_type.uses_policy_loss and self.flags.top_entropy_quantile != 1
+
+    @property
+    def estimates_by_token(self) -> bool:
+        """Whether a token has its own advantage, made by the trainer before the first step of an iteration."""
+        return self.flags.use_opd or self.estimator.estimates_by_token(self.flags)
+
+    @property
+    def normalizes_rewards(self) -> bool:
+        """Whether rewards are compared within their prompt group, so that a group of one has no advantage.
+
+        With a teacher, its tokens still have one.
+        """
+        return not self.flags.use_opd and self.estimator.smallest_group(self.flags) > 1
+
+    def sample_advantages(self, samples: SampleRewards) -> list[float]:
+        """Compute phase 1 of the advantages: one number per sample, from whole groups.
+
+        Raises:
+            ValueError: If a reward is NaN or infinite.
+        """
+        samples.check_finite()
+        if not self.loss_type.uses_advantages:
+            return list(samples.rewards)
+        return self.estimator.sample_advantages(self.flags, samples)
+
+    def samples_with_gradient(self, advantages: Sequence[float]) -> list[bool]:
+        """Return which samples' losses can have a gradient, given what phase 1 made of their rewards.
+
+        A sample of advantage 0 has none, unless a part of the objective may give it one. Groups whose samples were all
+        right or all wrong are such samples.
+        """
+        zero_too = self.zero_advantage_has_gradient
+        return [advantage != 0.0 or zero_too for advantage in advantages]
+
+    @property
+    def zero_advantage_has_gradient(self) -> bool:
+        """Whether a part of the objective may give a sample of advantage 0 a gradient. Every part is asked."""
+        flags = self.flags
+        return (
+            self.loss_type.zero_advantage_has_gradient(flags)
+            or self.estimator.zero_advantage_has_gradient(flags)
+            or self.policy_loss.zero_advantage_has_gradient(flags)
+            or flags.kl_loss_coef != 0.0
+            or flags.entropy_coef != 0.0
+            or flags.entropy_target is not None
+            or flags.use_opd
+            or flags.custom_pg_loss_reducer_function_path is not None
+            or flags.rollout_data_postprocess_path is not None
+        )
+
+    def language_model_loss(
+        self,
+        micro: MicroBatch,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        canary: torch.Tensor | None,
+    ) -> LossOutput:
+        """Compute the loss of one micro-batch from a model's ``log_probs`` and ``entropy``, [R]."""
+        return self.loss_type.language_model_loss(self, micro, log_probs, entropy, canary)
+
+
+class LossType(ObjectivePart["LossArguments"]):
     """A loss type.
 
     Attributes:
@@ -78,7 +177,7 @@ class LossType(ObjectivePart[Any]):
 def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
     """Return the formulas of A and of the critic's loss. The index t counts the loss tokens of a trajectory."""
     flags = objective.flags
-    terms = value_loss_formula(flags, shape) if objective.needs.values else []
+    terms = value_loss_formula(flags, shape) if flags.has_critic else []
     terms += _estimate(objective, shape)
     terms += distillation_formula(flags)
     if flags.normalize_advantages:

@@ -9,7 +9,7 @@ from miles.base.user_code import import_function
 from miles.objective.adaptive import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
 from miles.objective.hooks import FOUR_ARGUMENTS, WHOLE_LOSS, LossInputs, token_columns
-from miles.objective.loss_types.base import LossType, advantage_terms
+from miles.objective.loss_types.base import LossType, Objective, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from miles.base.flags import Errors
-    from miles.objective.chosen import Objective
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch

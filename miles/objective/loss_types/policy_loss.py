@@ -14,7 +14,7 @@ from miles.objective.aggregation import (
     is_per_token,
 )
 from miles.objective.kl import approximate_kl, kl_formula, masked_log_ratio
-from miles.objective.loss_types.base import LossType, advantage_terms
+from miles.objective.loss_types.base import LossType, Objective, advantage_terms
 from miles.objective.output import LossOutput, TokenValues
 from miles.objective.policy_losses.base import PolicyTokens
 from miles.objective.registry import Needs, Term
@@ -24,7 +24,6 @@ from miles.objective.token_weights import mismatch, ratios_of, token_weights_for
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.chosen import Objective
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch

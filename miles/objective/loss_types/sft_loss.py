@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer
-from miles.objective.loss_types.base import LossType
+from miles.objective.loss_types.base import LossType, Objective
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
@@ -13,7 +13,6 @@ from miles.objective.token_weights import TOKEN_WEIGHTS
 if TYPE_CHECKING:
     import torch
 
-    from miles.objective.chosen import Objective
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import check_diagnostic_mode
-from miles.objective.loss_types.base import LossType, advantage_terms
+from miles.objective.loss_types.base import LossType, Objective, advantage_terms
 from miles.objective.registry import Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from miles.base.flags import Errors
-    from miles.objective.chosen import Objective
     from miles.objective.output import LossOutput
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments

@@ -20,8 +20,9 @@ from torch.nn.attention.bias import causal_upper_left
 
 from miles.batch import collate, convert, schedule
 from miles.config.training import TrainingArguments
-from miles.objective.chosen import Objective, build_objective
+from miles.objective.chosen import build_objective
 from miles.objective.loss_types import policy_loss
+from miles.objective.loss_types.base import Objective
 from miles.objective.token_weights import OffPolicyMasking, Truncation
 from miles.training import packed_attention
 from miles.training.fsdp import runner

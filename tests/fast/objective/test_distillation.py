@@ -31,7 +31,7 @@ def test_the_kl_is_subtracted_from_any_advantage_and_not_from_returns(estimator)
 
 def test_every_sample_can_have_a_gradient():
     loss = LossArguments(use_opd=True)
-    assert loss.estimates_by_token and not loss.normalizes_rewards
+    assert build_objective(loss).estimates_by_token and not build_objective(loss).normalizes_rewards
     assert build_objective(loss).samples_with_gradient([0.0, 1.0]) == [True, True]
     needs = build_objective(loss).advantages_need
     assert needs.old_log_probs and needs.teacher_log_probs and not needs.ref_log_probs

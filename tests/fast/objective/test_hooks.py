@@ -167,7 +167,7 @@ def policy_loss(loss, micro, log_probs):
 def test_advantages_of_samples_are_what_the_function_returns(hook, sign):
     loss = LossArguments(custom_advantage_function_path=hook("halved", sign))
     check_hooks(loss, None)
-    assert ADVANTAGES.phase(hook("halved")) == 1 and not loss.estimates_by_token
+    assert ADVANTAGES.phase(hook("halved")) == 1 and not build_objective(loss).estimates_by_token
     objective = build_objective(loss)
     assert objective.sample_advantages(SampleRewards([1.0, -3.0], [0, 0], [0, 1])) == [0.5, -1.5]
     assert objective.samples_with_gradient([0.0, 0.5]) == [False, True]
@@ -177,7 +177,7 @@ def test_advantages_of_tokens_are_what_the_function_returns(hook):
     """The estimator still places the reward and asks for a critic; whitening and masks are ours."""
     loss = LossArguments(advantage_estimator="ppo", custom_advantage_function_path=hook("reversed_rewards"))
     objective = build_objective(loss)
-    assert ADVANTAGES.phase(hook("reversed_rewards")) == 2 and loss.estimates_by_token and objective.needs.values
+    assert ADVANTAGES.phase(hook("reversed_rewards")) == 2 and objective.estimates_by_token and objective.needs.values
     mask, values = np.array([1, 0, 1], np.float32), np.ones(3, np.float32)
     found = token_advantages(objective, [SampleTokens(0, 5.0, mask, values)])
     assert found.advantages[0].tolist() == [7.0, 0.0, 2.0]

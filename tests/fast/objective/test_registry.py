@@ -22,11 +22,12 @@ from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.explain import objective_terms
+from miles.objective.kl import KlFlags
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.policy_losses.dppo_tv import DppoFlags
 from miles.objective.registry import StepShape
-from miles.objective.settings import CommonFlags, LossArguments
+from miles.objective.settings import CommonFlags, LossArguments, TokenWeightFlags
 
 ROOT = Path(__file__).parents[3]
 REGISTRIES = {"advantage_estimator": ESTIMATORS, "policy_loss": POLICY_LOSSES, "loss_type": LOSS_TYPES}
@@ -55,6 +56,7 @@ def test_what_a_choice_reads_is_a_flag(field):
 
 def test_no_flag_is_declared_twice():
     owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, DistillationFlags, AggregationFlags, CommonFlags]
+    owners += [KlFlags, TokenWeightFlags]
     owners += [AdaptiveEntropyFlags, AdaptiveKlFlags, AdvantageFlags, DppoFlags]
     names = [name for owner in owners for name in owner.__annotations__]
     assert len(names) == len(set(names)) == len(dataclasses.fields(LossArguments))

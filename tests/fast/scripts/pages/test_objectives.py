@@ -14,7 +14,7 @@ from miles.objective.aggregation import MODES, Aggregation
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import KL_FORMS, KlEstimator, check_kl
 from miles.objective.policy_losses import POLICY_LOSSES
-from miles.objective.settings import CommonFlags, LossArguments
+from miles.objective.settings import LossArguments, TokenWeightFlags
 from miles.objective.token_weights import TOKEN_WEIGHTS
 from scripts.pages.objective_variants import (
     CONFORMANCE,
@@ -101,8 +101,8 @@ def test_every_correction_has_a_row(weight, variant):
 
 def test_every_choice_and_switch_of_a_correction_is_a_variant():
     """A new mode or level without a row fails here."""
-    types = get_type_hints(CommonFlags)
-    defaults = {field.name: field.default for field in fields(CommonFlags)}
+    types = get_type_hints(TokenWeightFlags)
+    defaults = {field.name: field.default for field in fields(TokenWeightFlags)}
     for weight in TOKEN_WEIGHTS:
         for name in weight.reads:
             values = get_args(types[name]) if get_origin(types[name]) is Literal else (False, True)
