@@ -131,7 +131,7 @@ def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray, old: np
                 baselines=[float(table[x, task.greedy(logits, x)]) for x, _ in places],
             )
         )
-        if loss.estimates_by_token:
+        if build_objective(loss).estimates_by_token:
             samples = [
                 SampleTokens(
                     i,
