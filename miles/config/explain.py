@@ -38,7 +38,10 @@ def explain(validated: Validated) -> str:
     """Return the text that ``--explain`` prints."""
     settings = validated.settings
     parts = [
-        ("Objective", [_in_words(settings), "", *_formula(settings)]),
+        (
+            "Objective",
+            [objective_in_words(settings.loss, settings.step_shape, settings.added_losses), "", *_formula(settings)],
+        ),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
         ("Data", [] if validated.inputs is None else explain_inputs(settings, validated.inputs)),
@@ -71,10 +74,6 @@ def _wrapped(line: str) -> list[str]:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _in_words(settings: Settings) -> str:
-    return objective_in_words(settings.loss, settings.step_shape, settings.added_losses)
 
 
 def _formula(settings: Settings) -> list[str]:

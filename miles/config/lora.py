@@ -103,8 +103,8 @@ def check_lora(lora: LoraArguments, backend: str, model: ModelArguments, errors:
         rule = f"--train-backend {backend} trains all weights, not adapters"
         what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'trains_adapters')}, or drop it"
         errors.refuse("lora_rank", lora.lora_rank, rule, what_to_do)
-    if errors.none_about("hf_checkpoint", "target_modules"):
-        _check_experts(lora, model, errors)
+    if errors.none_about("hf_checkpoint", "target_modules") and has_experts(model):
+        refuse_projections_of_experts(lora, errors)  # an adapter is for layers outside of experts
     if errors.none_about("lora_rank", "hf_checkpoint") and not TRAIN_BACKENDS[backend].reads_megatron_flags:
         _check_layers(lora, local_config(model, "hf_checkpoint") or {}, errors)
 
@@ -155,12 +155,6 @@ def _check_names(field: str, words: tuple[str, ...] | None, errors: Errors) -> N
             errors.refuse(field, words, rule, f"drop {last}")
 
 
-def _check_experts(lora: LoraArguments, model: ModelArguments, errors: Errors) -> None:
-    """Refuse names of projections that a model has inside of its experts, which get no adapter."""
-    if has_experts(model):
-        refuse_projections_of_experts(lora, errors)
-
-
 def refuse_projections_of_experts(lora: LoraArguments, errors: Errors) -> None:
     """Refuse the names in ``--target-modules`` that a model with experts has inside of them."""
     found = sorted({last for name in lora.targets if is_in_experts(last := name.split(".")[-1])})
@@ -193,8 +187,9 @@ def counts_experts(config: dict[str, Any]) -> bool:
 
 def readings_of_lora(lora: LoraArguments) -> Iterator[str]:
     """Yield the names of Megatron's fused layers, and those that are meant."""
-    for name in _written_fused(lora) if lora.trains_adapter else ():
-        yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
+    for name in dict.fromkeys(_single(lora.target_modules)) if lora.trains_adapter else ():
+        if name in FUSED_LAYERS:
+            yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
 
 
 def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
@@ -203,10 +198,6 @@ def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
         return
     if not lora.targets and has_experts(model):
         yield "--lora-rank: the layers of attention get an adapter; experts and dense layers get none"
-
-
-def _written_fused(lora: LoraArguments) -> list[str]:
-    return [name for name in dict.fromkeys(_single(lora.target_modules)) if name in FUSED_LAYERS]
 
 
 def explain_lora(lora: LoraArguments) -> list[str]:

@@ -442,14 +442,15 @@ class Curves:
         Of a weighted sum of rewards, only the part that states whether an answer is right counts: parts that pay for
         length or format say nothing about that.
         """
-        sets = [values for name in evaluation_names(self._metrics.names) if len(values := self._success_in(name)) > 1]
+        sets = [
+            values
+            for name in evaluation_names(self._metrics.names)
+            if len(values := self.of(self._success_metric(name))) > 1
+        ]
         if sets:
             return fmean(values[0] for values in sets), fmean(values[-1] for values in sets)
         part = deciding_metric(self._metrics.names, "rollout/")
         return self.ends("rollout/reward" if part is None else part)
-
-    def _success_in(self, metric: str) -> list[float]:
-        return self.of(self._success_metric(metric))
 
     def _success_metric(self, metric: str) -> str:
         return deciding_metric(self._metrics.names, f"{metric.rpartition('/')[0]}/") or metric
