@@ -342,10 +342,11 @@ def _own_flags() -> FlagParser:
 @cache
 def _all_flags(with_megatron: bool) -> FlagParser:
     """Return a parser of our flags and, if asked for, of Megatron's own dataclasses."""
+    if not with_megatron:
+        return _own_flags()
     parser = build_parser()
-    if with_megatron:
-        group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
-        add_megatron_flags(group, taken={*declared(), *parser._option_string_actions})
+    group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
+    add_megatron_flags(group, taken={*declared(), *parser._option_string_actions})
     return parser
 
 

@@ -88,7 +88,7 @@ def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
 
     The value of a flag that SGLang does not have is not shown: the flag may be a key whose name is misspelt.
     """
-    for prefix, words, known in ((SERVER, flags.server, server_flags()), (ROUTER, flags.router, router_flags())):
+    for prefix, words, known in ((SERVER, flags.server, server_flags), (ROUTER, flags.router, router_flags)):
         for flag, values in group_words(words):
             field = _field(prefix, flag)
             for word in (flag, *values):
@@ -96,7 +96,8 @@ def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
                 if not word.strip():
                     errors.add(f"{flag_name(field)}: the value is empty; give one, or drop {flag_name(field)}")
                 elif rule is not None:
-                    errors.refuse(field, word if flag in known and word != flag else None, rule, "correct the value")
+                    # Reading the flags of an installed SGLang takes as long as the rest of the check.
+                    errors.refuse(field, word if word != flag and flag in known() else None, rule, "correct the value")
 
 
 def check_server_files(settings: Settings, errors: Errors) -> None:
