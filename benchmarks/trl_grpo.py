@@ -82,7 +82,7 @@ def configuration(options: argparse.Namespace) -> GRPOConfig:
         max_grad_norm=1.0,
         beta=0.0,
         loss_type="grpo",
-        bf16=True,
+        bf16=not options.images,
         use_cpu=True,
         gradient_checkpointing=False,
         save_strategy="no",

@@ -1,7 +1,7 @@
 """Compare the seconds per step of miles and TRL 1.16 on one job, measured alternately in one run.
 
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
-    python benchmarks/vs_trl.py --images           with an image per prompt, and a random model that is written here
+    python benchmarks/vs_trl.py --images           an image per prompt, fp32, a random model that is written here
 
 The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. The sides take turns, so
 that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
@@ -71,7 +71,7 @@ def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
         f"--colocate --no-report --output-dir {folder}"
     )
     if options.images:
-        flags += ' --multimodal-keys {"image":"images"}'
+        flags = flags.replace("--bf16", "--fp32") + ' --multimodal-keys {"image":"images"}'
     subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
