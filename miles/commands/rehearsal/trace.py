@@ -55,7 +55,7 @@ from miles.types.sample import Prompt, PromptGroup, Sample
 from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 
 if TYPE_CHECKING:
-    from miles.types.images import PromptImages
+    from miles.types.images import ImageTensors, PromptImages
 
 # The step that is rehearsed: every response has the assumed length, and micro-batches are cut as in a run.
 
@@ -176,7 +176,7 @@ def _batch(
     for i, row in enumerate(tokens):
         _write_digits(i // per_prompt, row[:prompt_tokens])
         _write_digits(i % per_prompt, row[prompt_tokens:])
-    images = None
+    images: list[ImageTensors | None] | None = None
     if image is not None:
         from miles.models.images import tensors_of
 

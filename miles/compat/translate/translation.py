@@ -21,13 +21,12 @@ from miles.tasks.data.settings import HUB_NAME, HUGGING_FACE
 
 T = TypeVar("T")
 
-# The settings of a file, by name, each with its line.
-
-
 LONGEST_SHOWN = 120
 # Flags that choose the loss of a step; conformance compares them.
-LOSS_FLAGS = ("--loss-aggregation", "--policy-loss", "--kl-loss-type", "--use-unbiased-kl", "--use-tis", "--use-rs")
-LOSS_FLAGS += ("--tis-level", "--tis-mode", "--use-rollout-logprobs", "--entropy-coef", "--top-entropy-quantile")
+LOSS_FLAGS = (
+    *("--loss-aggregation", "--policy-loss", "--kl-loss-type", "--use-unbiased-kl", "--use-tis", "--use-rs"),
+    *("--tis-level", "--tis-mode", "--use-rollout-logprobs", "--entropy-coef", "--top-entropy-quantile"),
+)
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,8 @@ def _policy(translation: Translation) -> None:
 def _correction(translation: Translation) -> None:
     start = "--algo.advantage.is_correction_"
     level, mode, gate, bounds = (start + name for name in ("level", "mode", "gating", "threshold"))
-    before = ("--enable_vllm_is_correction", "--vllm_enable_is_correction", "--vllm_is_correction_type")
-    before += ("--vllm_is_truncated_threshold", "--use_icepop")
+    before = ["--enable_vllm_is_correction", "--vllm_enable_is_correction", "--vllm_is_correction_type"]
+    before += ["--vllm_is_truncated_threshold", "--use_icepop"]
     kind = "off"
     if _has_dots(translation):
         if translation.text(level) != "off" and translation.text(gate) != "ratio":

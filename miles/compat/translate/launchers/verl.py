@@ -322,8 +322,8 @@ def _engine(translation: Translation) -> None:
     engine = translation.text(ROLLOUT + "name")
     translation.carry(ROLLOUT + "name", "--rollout-engine", engine if engine in ENGINES else "sglang")
     backend, name = ACTOR + "strategy", translation.document.settings.get("--config-name")
-    engine = translation.text("model_engine") == "megatron"
-    if engine or translation.text(backend) == "megatron" or (name is not None and "megatron" in str(name.value)):
+    named = [translation.text("model_engine"), translation.text(backend), str(name.value) if name is not None else ""]
+    if "megatron" in (named[0], named[1]) or "megatron" in named[2]:
         translation.carry(backend, "--train-backend", "megatron")
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
