@@ -468,15 +468,7 @@ def _judge(command: Command, starts: bool) -> Validated:
     if command.is_strict:
         for message in strict_errors(notes):
             errors.add(message)
-    on_cpu, of_host = is_on_cpu(settings), Errors()
-    if on_cpu:
-        check_deterministic_on_cpu(settings, of_host)
-        check_replay_on_cpu(settings, of_host)
-    else:
-        check_server_heads(settings, of_host)
-    check_saved_samples(settings, of_host)
-    check_server_files(settings, of_host)
-    for message in of_host.messages:
+    for message in _errors_of_host(settings):
         errors.add_unless_refused(message)
     of_start, starts = Errors(), starts and not (command.explains or settings.rehearsal.rehearse)
     check_load(settings, of_start)
@@ -492,7 +484,7 @@ def _judge(command: Command, starts: bool) -> Validated:
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
     not_now = (f"a start on this host would be refused: {message}" for message in of_start.messages)
-    of_run = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
+    of_run = (*notes_on_saved_samples(settings), *surprises(settings, command.given, is_on_cpu(settings), has_bf16()))
     further = (*not_now, *of_run, *command.remarks(settings, command.given))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
@@ -506,6 +498,18 @@ def _judge(command: Command, starts: bool) -> Validated:
         given=command.given,
         replaced=command.replaced,
     )
+
+
+def _errors_of_host(settings: Settings) -> list[str]:
+    errors = Errors()
+    if is_on_cpu(settings):
+        check_deterministic_on_cpu(settings, errors)
+        check_replay_on_cpu(settings, errors)
+    else:
+        check_server_heads(settings, errors)
+    check_saved_samples(settings, errors)
+    check_server_files(settings, errors)
+    return errors.messages
 
 
 def _with_defaults(command: Command) -> Settings:
