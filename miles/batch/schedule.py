@@ -574,8 +574,9 @@ def _packed_samples(batch: TrainBatch, size: int, share_prompts: bool) -> Packed
     response = np.asarray(batch.response_lengths, np.int64)
     total = np.asarray(batch.total_lengths, np.int64)
     if share_prompts:
-        pairs = zip(batch.tokens, (total - response).tolist(), strict=True)
-        prompts = [tokens[:length].tobytes() for tokens, length in pairs]
+        rows = zip(batch.tokens, (total - response).tolist(), batch.images or [None] * len(batch), strict=True)
+        seen: dict[int, int] = {}  # of images: equal tokens with other images are another prompt
+        prompts = [(tokens[:n].tobytes(), seen.setdefault(id(images), len(seen))) for tokens, n, images in rows]
         number = {prompt: i for i, prompt in enumerate(sorted(set(prompts)))}
         mine = np.fromiter(map(number.__getitem__, prompts), np.int64, len(prompts))
         return PackedSamples(mine, total - response, response)

@@ -33,6 +33,13 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="miles sample", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image; the next <image> of the prompt stands for it (default: at its beginning); may be given again",
+    )
     parser.add_argument("--n", type=int, default=4, metavar="N", help="how many answers (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: as in the run)")
@@ -71,4 +78,5 @@ def _answers(given: argparse.Namespace, text: str) -> list[Sample]:
         from miles.commands.saved_runs.generation import answer, settings_for  # imports torch
 
         here = settings_for(settings, model, Path(logs), given.engine)
-        return asyncio.run(answer(here, text, given.n, given.seed, given.temperature, given.max_response_len))
+        work = answer(here, text, given.n, given.seed, given.temperature, given.max_response_len, given.image)
+        return asyncio.run(work)

@@ -6,10 +6,11 @@ torchvision are imported when the first image is read.
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+THUMBNAIL, MOST_THUMBNAILS = 128, 4  # pixels of the longer side, and images of a prompt, on the page of a run
 MOST_PIXELS = 89_478_485  # of one image, as its header states; Pillow warns of larger ones, which may be bombs
 
 
@@ -113,7 +115,7 @@ def blank(config: Any) -> ImageTensors:
     """Return an image that no token stands for."""
     family = vision_family(config.model_type)
     assert family is not None
-    return ImageTensors(family.blank(config), (), -1)
+    return ImageTensors(family.blank(config), (), (), -1)
 
 
 @cache
@@ -232,16 +234,36 @@ def decoded(images: PromptImages) -> list[Image]:
     return found
 
 
-def encoded(images: PromptImages) -> list[bytes]:
-    """Return files with the pixels of ``decoded``, for an engine that has a processor itself."""
-    found = []
-    for file, size, image in zip(images.files, images.sizes, decoded(images), strict=True):
-        if size_of(file) != size:
+def thumbnails(images: PromptImages, tokens: int) -> list[str]:
+    """Return small JPEGs of the images that begin in the first ``tokens`` tokens, the first few, as data: URIs."""
+    if "thumbnails" not in images.cache:
+        images.cache["thumbnails"] = [_thumbnail(image) for image in decoded(images)[:MOST_THUMBNAILS]]
+    shown: list[str] = images.cache["thumbnails"]
+    return shown[: sum(start < tokens for start in images.starts)]
+
+
+def _thumbnail(image: Image) -> str:
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def encoded(images: PromptImages) -> PromptImages:
+    """Return a copy whose files are PNG with the pixels of ``decoded``, for servers, which may read others differently.
+
+    Raises:
+        InputError: A file is broken behind its header.
+    """
+    files = []
+    for file, image in zip(images.files, decoded(images), strict=True):
+        given = _open(file)
+        if (given.format, given.mode, given.size) != ("PNG", "RGB", image.size) or _exif(given):
             buffer = io.BytesIO()
-            image.save(buffer, "PNG")
+            image.save(buffer, "PNG", compress_level=1)
             file = buffer.getvalue()
-        found.append(file)
-    return found
+        files.append(file)
+    return replace(images, files=tuple(files), cache={})
 
 
 def tensors_of(images: PromptImages) -> ImageTensors:
@@ -257,6 +279,7 @@ def tensors_of(images: PromptImages) -> ImageTensors:
         made = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
         tensors = {name: np.asarray(made[name]) for name in family.inputs}
         grids = family.grids(config, tensors)
-        images.cache["tensors"] = ImageTensors(tensors, images.counts, images.placeholder_id, grids)
+        places = images.counts, images.starts, images.placeholder_id
+        images.cache["tensors"] = ImageTensors(tensors, *places, grids)
     found: ImageTensors = images.cache["tensors"]
     return found

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -161,6 +162,8 @@ def _mean(bar: Sequence[tuple[int, Mapping[str, float]]], name: str) -> float:
 MOST_POINTS = 1500
 MOST_BARS = 200
 SHORT_TEXT = 2000  # characters of an answer in the list of an iteration
+MOST_IMAGES = 4  # of a prompt
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,16000}")
 
 Json = dict[str, Any]
 
@@ -294,7 +297,13 @@ def grouped(rows: Sequence[Row], whole: Sequence[Row] = ()) -> list[Json]:
     groups: dict[Any, Json] = {}
     counts = Counter((_group(row), _answer(row)) for row in whole)
     for index, row in enumerate(rows):
-        empty = {"group": row.get("group"), "prompt": row["prompt"], "label": _text(row.get("label")), "samples": []}
+        empty: Json = {
+            "group": row.get("group"),
+            "prompt": row["prompt"],
+            "label": _text(row.get("label")),
+            "samples": [],
+        }
+        empty |= {"images": images} if (images := _thumbnails(row)) else {}
         count = {"count": counts[_group(row), _answer(row)]} if whole else {}
         groups.setdefault(_group(row), empty)["samples"].append(_card(row, index) | count)
     for key, group in groups.items() if whole else ():
@@ -302,6 +311,13 @@ def grouped(rows: Sequence[Row], whole: Sequence[Row] = ()) -> list[Json]:
         rewards = [row["reward"] for row in every if row.get("reward") is not None]
         group |= {"size": len(every), "mean": _short(fmean(rewards)) if rewards else None}
     return list(groups.values())
+
+
+def _thumbnails(row: Row) -> list[str]:
+    """Return the thumbnails of a row that the page may show: few and small ones, whatever the file holds."""
+    given = row.get("images")
+    found = [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
+    return [each for each in found[:MOST_IMAGES] if _THUMBNAIL.fullmatch(each)]
 
 
 def _card(row: Row, index: int) -> Json:

@@ -530,6 +530,7 @@ class SampleRecord:
 
     Attributes:
         reward_parts: The parts of a reward that is a weighted sum, by name.
+        images: Thumbnails of the prompt's images, as data: URIs.
         group: The prompt draw, ``group_index``.
         trajectory: ``trajectory_id``.
         train_step: The optimizer step that trains on it.
@@ -553,6 +554,7 @@ class SampleRecord:
     label: Any
     status: str
     reward_parts: dict[str, float] | None = None
+    images: list[str] | None = None
     group: int | None = None
     trajectory: int | None = None
     train_step: int | None = None

@@ -7,10 +7,10 @@ leaves room for the values; the trainer's ranks record them (batch/collate.py), 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
@@ -18,6 +18,9 @@ from miles.objective.token_weights import token_weights_of
 from miles.observe.run_files import SampleRecord, dump_line, spread_order
 from miles.types.sample import PromptGroup, Sample
 from miles.types.train_batch import TokenColumns, TrainShard
+
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
 
 ALL = -1  # of ``--samples-token-values``
 VALUE_BYTES = 12  # of a rounded number in a list, at most: "-1.234e-05, "
@@ -114,6 +117,7 @@ class SampleRecorder:
         advantage_by_sample: Whether phase 1 gives the advantage; otherwise the trainer makes it, and none is stored.
         token_values: How many records of an iteration the trainer completes; ``ALL``: all.
         token_columns: The columns of these records.
+        thumbnails: Returns those of a prompt's images, of which so many tokens are the prompt's.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class SampleRecorder:
         advantage_by_sample: bool,
         token_values: int = 0,
         token_columns: tuple[str, ...] = (),
+        thumbnails: Callable[[PromptImages, int], list[str]] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
@@ -134,6 +139,7 @@ class SampleRecorder:
         self._advantage_by_sample = advantage_by_sample
         self._token_values = token_values if token_columns else 0
         self._token_columns = token_columns
+        self._thumbnails = thumbnails
         self._texts: dict[int, str] = {}
         self._spent: int | None = None
 
@@ -187,12 +193,17 @@ class SampleRecorder:
 
     def _record(self, sample: Sample, weighing: _Weighing | None) -> SampleRecord:
         """Return the record of a sample. One that its step leaves out has a mask of 0 and no weight."""
+        prompt, thumbnails = sample.prompt, self._thumbnails
+        shown = None
+        if prompt.images is not None and thumbnails is not None:
+            shown = thumbnails(prompt.images, len(prompt.token_ids))
         record = SampleRecord(
-            prompt=sample.prompt.text,
+            prompt=prompt.text,
+            images=shown,
             response=sample.response,
             reward=sample.reward,
             reward_parts=sample.reward_parts or None,
-            label=sample.prompt.label,
+            label=prompt.label,
             status=sample.status.value,
             group=sample.group_index,
             trajectory=sample.trajectory_id,

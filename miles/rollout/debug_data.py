@@ -45,7 +45,7 @@ _SAMPLE_FIELDS = (
 )
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 _GROUP_KEYS = {"group_index", "prompt", "samples", "dropped_trajectories", "baseline_reward", "baseline_tokens"}
-_IMAGE_FIELDS = ("sizes", "counts", "placeholder_id", "unexpanded_ids", "model")
+_IMAGE_FIELDS = ("sizes", "counts", "starts", "placeholder_id", "model")
 _PROMPT_KEYS = {"token_ids", "images", *_PROMPT_FIELDS}
 _SAMPLE_KEYS = {*_SAMPLE_FIELDS, "status", "prompt", "teacher_log_probs", "reward_parts", "support", "experts"}
 _LARGEST_LOG_PROB = 1e-4  # a log-softmax of low precision may round to more than 0
@@ -256,14 +256,17 @@ def _decode_images(record: dict[str, Any], end: int) -> PromptImages:
     ]
     sizes = [tuple(_integers(size, "sizes of images", 1, _LARGEST)) for size in _list(record["sizes"], "sizes")]
     counts = _integers(record["counts"], "counts of images", 1, end)
-    if not len(files) == len(sizes) == len(counts) or any(len(size) != 2 for size in sizes):
-        raise ValueError(f"images have {len(files)} files, {len(sizes)} sizes and {len(counts)} counts")
+    starts = _integers(record["starts"], "starts of images", 0, _LARGEST)
+    if not len(files) == len(sizes) == len(counts) == len(starts) or any(len(size) != 2 for size in sizes):
+        raise ValueError(
+            f"images have {len(files)} files, {len(sizes)} sizes, {len(counts)} counts, {len(starts)} starts"
+        )
     return PromptImages(
         tuple(files),
         tuple((width, height) for width, height in sizes),
         tuple(counts),
+        tuple(starts),
         _integers([record["placeholder_id"]], "placeholder_id of images", 0, end)[0],
-        tuple(_integers(record["unexpanded_ids"], "unexpanded_ids of images", 0, end)),
         _text(record["model"], "model of images"),
     )
 

@@ -61,6 +61,7 @@ class InterruptibleEngine(EngineWrapper):
                 prompt_ids=(*request.prompt_ids, *answer.token_ids),
                 seeds=(response_seed(seed, "from", done) if done else seed,),
                 sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - done),
+                images=request.images,
             )
             [more] = await self._engine.generate(rest)
             answer = _joined(answer, more)

@@ -86,7 +86,8 @@ class Trajectory:
             stop_token_ids=(*self.sampling.stop_token_ids, *stop_token_ids),
         )
         seeds = (self.seed_of_turn(self.turns),)
-        [generation] = await self.engine.generate(GenerationRequest(tuple(self.sample.tokens), seeds, sampling))
+        request = GenerationRequest(tuple(self.sample.tokens), seeds, sampling, self.sample.prompt.images)
+        [generation] = await self.engine.generate(request)
         self.turns += 1
         self.sample.status = STATUS[generation.finish_reason]
         self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions, generation.support)

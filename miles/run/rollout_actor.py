@@ -46,6 +46,7 @@ from miles.run.stored_images import without_images
 from miles.run.stored_weights import UpdateWeights
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
+from miles.types.images import PromptImages
 from miles.types.metrics import Metric
 from miles.types.sample import PromptGroup
 from miles.types.train_batch import TrainShard
@@ -71,6 +72,12 @@ class IterationSummary:
     metrics: dict[str, Metric]
     samples: StoredSamples
     prompts_after: dict[str, Any]
+
+
+def _thumbnails(images: PromptImages, tokens: int) -> list[str]:
+    from miles.models.images import thumbnails  # a run with text reads none of it
+
+    return thumbnails(images, tokens)
 
 
 @dataclass(frozen=True)
@@ -320,6 +327,7 @@ class RolloutActor:
             advantage_by_sample=not build_objective(self._settings.loss).estimates_by_token,
             token_values=self._settings.tracking.token_values,
             token_columns=token_columns_of(self._settings.loss, self._settings.steps_per_pass),
+            thumbnails=_thumbnails,
         )
         return self._built.num_iterations
 

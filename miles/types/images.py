@@ -1,9 +1,9 @@
-"""The images of a prompt: as files, as tensors for the model's vision tower, and in a micro-batch."""
+"""The images that a model reads: as files, as tensors for the model's vision tower, and in a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 class PromptImages:
     """The images of one prompt, in the order of their placeholders. All samples of a group share the object.
 
+    A trajectory of several turns has another object in each turn that brings images.
+
     Attributes:
         files: Each encoded image (PNG, JPEG, …).
         sizes: Width and height to which each is resized before the model's processor reads it.
-        counts: How many tokens each takes in the prompt.
+        counts: How many tokens each takes.
+        starts: The position of the first of them in the sample's tokens.
         placeholder_id: The token that they are.
-        unexpanded_ids: The prompt's tokens with one placeholder per image, as SGLang takes them.
         model: The folder or name that the processor is loaded from.
         where: The location of the row, for messages.
         cache: What was computed of the images in this process (``models.images``).
@@ -30,8 +32,8 @@ class PromptImages:
     files: tuple[bytes, ...]
     sizes: tuple[tuple[int, int], ...]
     counts: tuple[int, ...]
+    starts: tuple[int, ...]
     placeholder_id: int
-    unexpanded_ids: tuple[int, ...]
     model: str
     where: str = field(default="", compare=False)
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -39,6 +41,28 @@ class PromptImages:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what another process can compute."""
         return self.__dict__ | {"cache": {}}
+
+    def after(self, earlier: PromptImages | None, tokens: int) -> PromptImages:
+        """Return the images ``earlier``, then these: those of a turn that comes after ``tokens`` tokens."""
+        moved = replace(self, starts=tuple(tokens + start for start in self.starts), cache={})
+        if earlier is None:
+            return moved
+        names = ("files", "sizes", "counts", "starts")
+        both: dict[str, Any] = {name: (*getattr(earlier, name), *getattr(moved, name)) for name in names}
+        return replace(earlier, cache={}, **both)
+
+    def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens with one placeholder per image, as servers that process images themselves take them."""
+        kept = np.ones(len(token_ids), bool)
+        kept[_places(self.starts, self.counts)] = False
+        kept[list(self.starts)] = True
+        found: list[int] = np.asarray(token_ids)[kept].tolist()
+        return found
+
+
+def _places(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    ranges = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return np.concatenate(ranges) if ranges else np.arange(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +72,7 @@ class ImageTensors:
     Attributes:
         tensors: The processor's, by the names of the model's arguments, with the images along the first axis.
         counts: How many tokens each image takes.
+        starts: The position of the first of them in the sample's tokens.
         placeholder_id: The token that they are.
         grids: For models with 3-D rotary positions: the temporal, vertical and horizontal positions that the tokens of
             each image take, int64 [images, 3]. None for other models.
@@ -55,6 +80,7 @@ class ImageTensors:
 
     tensors: Mapping[str, np.ndarray]
     counts: tuple[int, ...]
+    starts: tuple[int, ...]
     placeholder_id: int
     grids: np.ndarray | None = None
 
@@ -66,22 +92,23 @@ class ImageTensors:
     def places(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the positions of the images' tokens in a sample, int64 [sum of counts].
 
-        Placeholders behind them were sampled, and are text.
+        Other placeholders were sampled, and are text.
 
         Raises:
-            ValueError: The sample has fewer placeholders than the images have tokens, or the images other features.
+            ValueError: The sample has other tokens there, or the images have other features.
         """
         if self.grids is not None and (self.grids.prod(1) != self.counts).any():
             raise ValueError(
                 f"images take {sum(self.counts)} tokens, and their grids have {self.grids.prod(1).sum()} features"
             )
-        places = np.flatnonzero(token_ids == self.placeholder_id)
-        if len(places) < sum(self.counts):
+        places = _places(self.starts, self.counts)
+        right = (token_ids[places[places < len(token_ids)]] == self.placeholder_id).sum()
+        if right != len(places):
             raise ValueError(
-                f"a sample has {len(places)} placeholders of images, and its images take {sum(self.counts)} tokens; "
-                "functions of your own must keep the prompt's tokens"
+                f"a sample has {right} placeholders where its images take {len(places)} tokens; functions of your own "
+                "must keep the prompt's tokens"
             )
-        return places[: sum(self.counts)]
+        return places
 
     def positions(self, token_ids: np.ndarray) -> np.ndarray | None:
         """Return the rotary positions of a sample's tokens, int64 [3, tokens]; None for a model with one axis.
@@ -92,8 +119,7 @@ class ImageTensors:
         if self.grids is None:
             return None
         found = np.tile(np.arange(len(token_ids)), (3, 1))
-        starts = self.places(token_ids)[np.cumsum(self.counts) - self.counts]
-        for start, count, grid in zip(starts.tolist(), self.counts, self.grids.tolist(), strict=True):
+        for start, count, grid in zip(self.starts, self.counts, self.grids.tolist(), strict=True):
             first = found[0, start]
             found[:, start : start + count] = first + np.indices(grid).reshape(3, -1)
             behind = len(token_ids) - start - count

@@ -29,6 +29,7 @@ class SampleStatus(StrEnum):
     ABORTED = "aborted"  # generation was stopped from outside; what was generated is kept
 
 
+IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, at the position of an image from the column of images
 NO_WEIGHTS = -1  # in ``weight_versions``: the token came from a tool or an environment
 
 

@@ -82,7 +82,7 @@ def _image(model: str, side: int) -> PromptImages:
     file = io.BytesIO()
     Image.new("RGB", sizes[0]).save(file, "PNG")
     counts = (expansions(model, sizes)[0].count(processor.image_token),)
-    return PromptImages((file.getvalue(),), sizes, counts, processor.image_token_id, (), model)
+    return PromptImages((file.getvalue(),), sizes, counts, (0,), processor.image_token_id, model)
 
 
 def prompt_length(settings: Settings) -> int:
@@ -180,8 +180,10 @@ def _batch(
     if image is not None:
         from miles.models.images import tensors_of
 
-        tokens[:, prompt_tokens - image.counts[0] : prompt_tokens] = image.placeholder_id
-        of_prompts = [replace(tensors_of(image)) for _ in range(0, samples, per_prompt)]  # each encoded by itself
+        start = prompt_tokens - image.counts[0]
+        tokens[:, start:prompt_tokens] = image.placeholder_id
+        made = tensors_of(image)
+        of_prompts = [replace(made, starts=(start,)) for _ in range(0, samples, per_prompt)]  # each encoded by itself
         images = [of_prompts[i // per_prompt] for i in range(samples)]
     return replace(
         batch,

@@ -29,11 +29,12 @@ from miles.rollout.groups import GroupTools, response_seed, sampling_params
 from miles.rollout.metrics import pass_at_k, powers_of_two
 from miles.rollout.ordering import Estimate, mean_over_prompts
 from miles.rollout.supply import load_held_out
+from miles.tasks.data.images import ImageReader
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer
 from miles.tasks.rewards.passing import passes
 from miles.tasks.rewards.registry import get_reward_function
-from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import IMAGE_PLACEHOLDER, Prompt, PromptGroup, Sample
 
 
 def settings_for(settings: Settings, model: Path, logs: Path, engine: str | None) -> Settings:
@@ -205,7 +206,13 @@ def estimates(
 
 
 async def answer(
-    settings: Settings, text: str, n: int, seed: int, temperature: float | None, max_new_tokens: int | None
+    settings: Settings,
+    text: str,
+    n: int,
+    seed: int,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    images: Sequence[str] = (),
 ) -> list[Sample]:
     """Return ``n`` answers to a prompt, unscored. The prompt is rendered as the run renders its own.
 
@@ -216,13 +223,20 @@ async def answer(
         seed: The seed of the sampling, with engines that honour seeds.
         temperature: None is the run's.
         max_new_tokens: None is the run's.
+        images: Paths. The text ``<image>`` stands for each; without any they come first.
 
     Raises:
-        InputError: The prompt is empty or the template refuses it.
+        InputError: The prompt is empty, the template refuses it, or the run's prompts have no images.
     """
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    renderer = PromptRenderer(settings.data, tokenizer)
-    rendered = renderer.render(Row("the prompt", {}), text, Notes())
+    data = settings.data
+    if images:
+        data = replace(data, multimodal_keys='{"image": "images"}')
+        if not data.apply_chat_template or ImageReader.of_model(data, tokenizer.name_or_path) is None:
+            raise InputError("--image: the run has no chat template, or its model reads no images; drop it")
+        text = text if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * len(images) + text
+    renderer = PromptRenderer(data, tokenizer)
+    rendered = renderer.render(Row("the prompt", {"images": list(images)} if images else {}), text, Notes())
     ids = rendered.token_ids
     if ids is None:
         ids = tokenizer(rendered.text, add_special_tokens=not renderer.uses_template)["input_ids"]
@@ -232,7 +246,8 @@ async def answer(
     if max_new_tokens is not None:
         sampling = replace(sampling, max_new_tokens=max_new_tokens)
     sampling.check()
-    drawn = PromptGroup(0, Prompt(rendered.text, tuple(ids), source="the prompt", input=text))
+    prompt = Prompt(rendered.text, tuple(ids), source="the prompt", input=text, images=rendered.images)
+    drawn = PromptGroup(0, prompt)
     async with _engine(settings) as engine, group_generator(settings) as generate:
         limit = settings.rollout.rollout_max_context_len
         group = await generate(

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.base.flags import Errors, changed, flag_name
 from miles.config.abilities import has_servers
-from miles.config.components import train_backend_spec
+from miles.config.components import ENGINES, engine_spec, names_with, train_backend_spec
 from miles.config.files import fault_of_tokens, ordinary_tokens
 from miles.config.host_share import PROMPT, text_config
 from miles.config.model import ModelArguments, local_config, local_vocab_size, vocab_size_of
@@ -115,7 +115,7 @@ def _is_stretched(config: dict[str, Any]) -> bool:
 
 
 def check_images(settings: Settings, errors: Errors) -> None:
-    """Refuse images for a model that reads none, and for a backend that trains none."""
+    """Refuse images for a model or an engine that reads none, and for a backend that trains none."""
     data, config = settings.data, None
     if errors.none_about("hf_checkpoint"):
         with errors.catching():
@@ -128,6 +128,10 @@ def check_images(settings: Settings, errors: Errors) -> None:
         what_to_do = f"give a model of the type {', '.join(WITH_IMAGES)}, or train on the text columns"
         rule = f"a {config.get('model_type')} reads no images here"
         errors.refuse("multimodal_keys", data.multimodal_keys, rule, what_to_do)
+    engine = settings.rollout.rollout_engine
+    if settings.generates and data.multimodal_keys is not None and not engine_spec(engine).reads_images:
+        what_to_do = f"give --rollout-engine {names_with(ENGINES, 'reads_images')}"
+        errors.refuse("multimodal_keys", data.multimodal_keys, f"--rollout-engine {engine} reads no images", what_to_do)
 
 
 def check_stop_token_ids(settings: Settings, errors: Errors) -> None:

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import aiohttp
 
@@ -17,6 +17,9 @@ from miles.base.secrets import public
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.servers.keys import bearer
 from miles.types.replay import TokenSets
+
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
 
 # Read and write the JSON of requests and answers, by orjson if it is installed (SGLang needs it), else by ``json``.
 #
@@ -105,10 +108,12 @@ class ServerClient(ABC):
         vocab: int,
         cache_key: str | None = None,
         experts_shape: tuple[int, int] | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
 
-        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for.
+        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for. ``images`` are those
+        of the placeholders in ``prompt_ids``, as ``models.images.encoded`` returns them.
         """
 
     @abstractmethod

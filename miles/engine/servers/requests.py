@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from miles.base.threads import in_thread
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable, ServerClient
 from miles.engine.servers.keys import Keys
@@ -96,6 +97,14 @@ class Requests:
         request.sampling.check()
         self._check_prompt(request.prompt_ids)
         aborts = self._aborts
+        if request.images is not None:
+            from miles.models.images import encoded  # a run with text reads none of it
+
+            images = request.images
+            if images.unexpanded(request.prompt_ids).count(images.placeholder_id) > len(images.files):
+                # Servers find images by their placeholders. The model has sampled one, so nothing can follow it.
+                return [Generation([], [], "length", self._version) for _ in request.seeds]
+            request = replace(request, images=await in_thread(encoded, images))
         return await gather_or_cancel(self._generate_one(request, seed, aborts) for seed in request.seeds)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
@@ -148,7 +157,7 @@ class Requests:
         # Unless the cache is flushed with each update, the results of the old weights must not be found again.
         key = str(self._version) if self._keeps_cache else None
         sampling = request.sampling
-        unknown = sampling.returns_support or sampling.returns_experts or sampling.stop_texts
+        unknown = sampling.returns_support or sampling.returns_experts or sampling.stop_texts or request.images
         if self._router is not None and not unknown:
             client, name, tracked_by = self._router, "the router", [self._sent]
         else:
@@ -156,7 +165,9 @@ class Requests:
             client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
         # Of the model's own stop tokens, a server knows only the ones in its configuration.
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self._eos_ids))))
-        work = client.generate(request.prompt_ids, sampling, seed, self._vocab_size, key, self._experts_shape)
+        work = client.generate(
+            request.prompt_ids, sampling, seed, self._vocab_size, key, self._experts_shape, request.images
+        )
         task = asyncio.create_task(work)
         for tasks in tracked_by:
             tasks.add(task)

@@ -6,7 +6,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from miles.engine.servers.client import (
     read_version,
 )
 from miles.types.replay import TokenSets, dtype_for
+
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
 
 WRONG_KEY = (
     "the server wants another key; give the one that it was started with, as --sglang-api-key and "
@@ -44,15 +47,17 @@ class SglangClient(ServerClient):
         vocab: int,
         cache_key: str | None = None,
         experts_shape: tuple[int, int] | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
 
-        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for.
+        ``experts_shape`` is the shape of a token's experts, layers and k, if they are asked for. SGLang's processor
+        repeats the placeholder of each of ``images``.
 
         SGLang honours the seed only under deterministic inference on GPUs.
         """
         body = {
-            "input_ids": prompt_ids,
+            **({"input_ids": prompt_ids} if images is None else with_images(prompt_ids, images)),
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
@@ -63,6 +68,8 @@ class SglangClient(ServerClient):
         answer = await self._post("/generate", body, seconds=None)
         with span("check an answer"):
             found = read_generation(answer, vocab, sampling.returns_support)
+            if images is not None and found.token_ids:
+                check_prompt_tokens(answer["meta_info"], len(prompt_ids), images)
         if not sampling.returns_experts or not found.token_ids:
             return found
         assert experts_shape is not None, "the engine knows the model's experts"
@@ -135,6 +142,21 @@ class SglangClient(ServerClient):
         """Take back the memory of the weights, or the memory of cache and CUDA graphs."""
         tags = ["weights"] if for_weights else ["kv_cache", "cuda_graph"]
         await self.control("/resume_memory_occupation", {"tags": tags}, self._seconds)
+
+
+def with_images(prompt_ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
+    """Return a prompt with images under SGLang's names; a prompt with repeated placeholders would get no answer."""
+    files = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in images.files]
+    return {"input_ids": images.unexpanded(prompt_ids), "image_data": files}
+
+
+def check_prompt_tokens(meta: dict[str, Any], rendered: int, images: PromptImages) -> None:
+    """Raise ``RequestRefused`` unless SGLang's processor has made as many tokens of a prompt as were rendered."""
+    if meta["prompt_tokens"] != rendered:
+        raise RequestRefused(
+            f"{images.where}: the server reads the prompt with its images as {meta['prompt_tokens']} tokens, and it "
+            f"was rendered with {rendered}; give both the same transformers, and drop --sglang-mm-process-config"
+        )
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.launch import ExternalServer, ServerSpec
 from miles.engine.sglang.receiver import SglangReceiver
 from miles.engine.sglang.router import Router
+from miles.models.packing import reads_images
+from miles.models.reading import read_config
 
 
 class SglangEngine(ServersEngine):
@@ -66,6 +68,7 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         is_deterministic=settings.training.deterministic_mode,
         fp32_head=settings.training.fp32_lm_head,
         says_experts=settings.rollout.use_rollout_routing_replay,
+        reads_images=reads_images(read_config(settings.model.hf_checkpoint).to_dict()),
         reads_text=bool(settings.rollout.stop_texts),
         nodes=settings.nodes_per_engine,
     )

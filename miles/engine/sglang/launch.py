@@ -42,6 +42,7 @@ _ON_CPU = (
     ("--mem-fraction-static", "0.5", ()),
     ("--sleep-on-idle", None, ()),
 )
+_IMAGES_ON_CPU = ("--mm-attention-backend", "sdpa", ())
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class ServerSpec:
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
         says_experts: Whether answers can contain the experts that were chosen.
+        reads_images: Whether it serves a model with its vision tower.
         reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
         nodes: The nodes that its devices are on.
         node: Which of them this process is on, from 0. The process on the first one answers.
@@ -76,6 +78,7 @@ class ServerSpec:
     is_deterministic: bool = False
     fp32_head: bool = False
     says_experts: bool = False
+    reads_images: bool = False
     reads_text: bool = False
     nodes: int = 1
     node: int = 0
@@ -118,6 +121,7 @@ class ServerSpec:
             ("--dtype", self.dtype, ()),
             ("--random-seed", str(self.seed), ()),
             *(_ON_CPU if self.device == "cpu" else ()),
+            *((_IMAGES_ON_CPU,) if self.device == "cpu" and self.reads_images else ()),
             *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
             *([("--enable-deterministic-inference", None, ())] if self.is_deterministic else ()),
             *([("--enable-fp32-lm-head", None, ())] if self.fp32_head else ()),
@@ -148,7 +152,8 @@ class ServerSpec:
             common["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder / 'store'}"
         if self.device != "cpu":
             return common
-        path = os.pathsep.join(filter(None, [str(cpu_support()), given.get("PYTHONPATH")]))
+        folders = [cpu_support(), *([] if self.reads_images else [cpu_support() / "without_images"])]
+        path = os.pathsep.join(filter(None, [*map(str, folders), given.get("PYTHONPATH")]))
         # One thread per server: with more, and a busy neighbour, OpenMP's waiting threads starve the scheduler.
         # Ranks on the cores in turn: without it SGLang starts no more ranks than the host has memory nodes.
         cores = "|".join(str(rank % num_cores()) for rank in range(self.num_devices))

@@ -12,6 +12,8 @@ from miles.engine.weight_sync.deltas import CopySource, WeightFolder
 from miles.types.weights import WeightChunk
 
 SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
+# What SGLang has computed for 3-D rotary positions would be overwritten too, and nothing sends it.
+_NOT_WEIGHTS = {"skip_tensor_list": ["axis_map"]}
 
 
 class SglangReceiver:
@@ -90,11 +92,11 @@ class SglangReceiver:
 
     async def scramble(self) -> None:
         """Overwrite every weight with random numbers."""
-        await self._client.control("/weights_checker", {"action": "reset_tensors"})
+        await self._client.control("/weights_checker", {"action": "reset_tensors", **_NOT_WEIGHTS})
 
     async def checksums(self) -> dict[str, str]:
         """Return a checksum of every weight, by rank and SGLang's own name."""
-        answer = await self._client.control("/weights_checker", {"action": "checksum"})
+        answer = await self._client.control("/weights_checker", {"action": "checksum", **_NOT_WEIGHTS})
         return {
             f"rank {number}: {name}": checksum
             for number, rank in enumerate(answer["ranks"])

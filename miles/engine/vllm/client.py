@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.base.profiling import span
 from miles.engine.base import Generation, SamplingParams
@@ -24,6 +24,9 @@ from miles.engine.servers.client import (
     read_version,
 )
 from miles.types.replay import TokenSets
+
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
 
 GENERATE = "/inference/v1/generate"
 FIRST_WEIGHTS = "default"  # vLLM's version of the weights that a server has loaded when it started
@@ -45,8 +48,11 @@ class VllmClient(ServerClient):
         vocab: int,
         cache_key: str | None = None,
         experts_shape: tuple[int, int] | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes."""
+        if images is not None:
+            raise RequestRefused(f"{images.where}: --rollout-engine vllm reads no images here; use torch or sglang")
         body = {
             "token_ids": list(prompt_ids),
             "sampling_params": sampling_params(sampling, seed, vocab),

@@ -171,6 +171,7 @@ class SampleBrowser {
     const more = cards.length > this.shows ? make('button', { onclick: () => { this.shows = Infinity; this.draw(); } }, `show ${cards.length - this.shows} more answers`) : null;
     return make('section', { class: 'group' },
       make('h3', {}, name, make('small', {}, ` mean reward ${shown(meanReward(group))} · ${counted}${group.label === null ? '' : ` · reference ${group.label}`}`)),
+      ...(group.images ?? []).map((src, place) => make('img', { class: 'thumbnail', src, alt: `image ${place + 1} of the prompt` })),
       make('pre', { class: 'prompt', title: group.prompt }, last ? last.text : group.prompt),
       make('div', { class: 'answers' }, ...cards.slice(0, this.shows)), more,
       answers.length > 1 ? make('p', { class: 'status' }, 'The best answer is first, then the worst. Marked: what differs from the first.') : null);

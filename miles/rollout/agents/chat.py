@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
 from miles.engine.base import Generation
 from miles.rollout.answer_text import answer_text
 from miles.tasks.data.row import Row
+from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.tokenizer import SpecialTokens, turn_arguments
+
+if TYPE_CHECKING:
+    from miles.tasks.data.images import ImageReader
+    from miles.types.images import PromptImages
 
 OUT_OF_ROOM = "context_length_exceeded"  # OpenAI's code; it tells agent programs that they must shorten
 
@@ -89,6 +95,7 @@ def _call(block: str) -> ToolCall | None:
 
 Message = dict[str, Any]  # as chat templates take it: role, content (text), and tool_calls with arguments as objects
 
+IMAGES = ("image", "image_url")  # types of a part of a message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The trainer assumes the sampling of the run's flags, so these are read and change nothing.
 SAMPLING = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
@@ -134,7 +141,12 @@ def message_key(message: Message) -> str:
     Ids of tool calls, and white space and order in their arguments, do not count: agent programs rewrite them.
     """
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return json.dumps([message["role"], message["content"], calls], sort_keys=True)
+    return _as_json([message["role"], message["content"], calls])
+
+
+def _as_json(value: Any) -> str:
+    """Return the JSON of messages, with a digest of each image's file."""
+    return json.dumps(value, sort_keys=True, default=lambda image: image.digest)
 
 
 def read_request(text: str) -> ChatRequest:
@@ -241,16 +253,18 @@ def _message(given: Any, where: str) -> Message:
     return message
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> Any:
+    """Return text; with images, the parts, which ``ChatFormat.with_images`` reads."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ApiError(f"{where}: its content must be text, or parts of type text", param="messages")
-    return "".join(text for text in texts if text is not None)
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    texts = [part.get("text") for part, kind in zip(parts, kinds, strict=True) if kind == "text"]
+    if not all(kind in ("text", *IMAGES) for kind in kinds) or not all(isinstance(text, str) for text in texts):
+        raise ApiError(f"{where}: its content must be text, or parts of type text or image", param="messages")
+    return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -271,26 +285,64 @@ _MARK = "theanswerthatwassampled"
 _ROW = Row("the messages", {})  # for errors in special tokens
 
 
+@contextmanager
+def _as_api_error() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(str(error), param="messages") from error
+
+
 class ChatFormat:
     """Renders conversations and tokenizes them. Text of special tokens inside messages is read as text."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None, data: DataArguments | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self._kwargs = template_kwargs or {}
+        self._data = data or DataArguments()
         self._special = SpecialTokens(tokenizer)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a whole conversation, up to the start of the assistant's next turn.
+    @cached_property
+    def _images(self) -> ImageReader:
+        from miles.tasks.data.images import ImageReader
+
+        # Each part of a message has its image, so no column has them.
+        reader = ImageReader.of_model(replace(self._data, multimodal_keys=None), self.tokenizer.name_or_path)
+        if reader is None:
+            raise ApiError("the model reads no images; give text", param="messages")
+        return reader
+
+    def with_images(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return messages with the files of their images.
+
+        Raises:
+            ApiError: An image cannot be read, or the model reads none.
+        """
+        if all(isinstance(message["content"], str) for message in messages):
+            return tuple(messages)
+        with _as_api_error():
+            return tuple(self._images.messages(_ROW, messages))
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[int], PromptImages | None]:
+        """Return the tokens of a whole conversation, up to the start of the assistant's next turn, and its images.
 
         Raises:
             ApiError: The template refuses the messages.
         """
-        rendered, hidden = self._render(messages, tools)
-        return self._token_ids(rendered, hidden)
+        return self._read(messages, *self._render(messages, tools))
 
     def continuation(
-        self, messages: Sequence[Message], answered: int, tools: Sequence[dict[str, Any]], last_token: int
-    ) -> list[int] | None:
+        self,
+        messages: Sequence[Message],
+        answered: int,
+        tools: Sequence[dict[str, Any]],
+        known: Sequence[int],
+        images: PromptImages | None,
+    ) -> tuple[list[int], PromptImages | None] | None:
         """Return the tokens between an answer, which ends ``messages[:answered]``, and the next turn to be sampled.
 
         They are the end of the answer's turn, as far as it was not sampled, the messages after it and the start of the
@@ -301,23 +353,28 @@ class ChatFormat:
             messages: The whole conversation.
             answered: How many messages the sampled tokens cover.
             tools: The tools of the call.
-            last_token: The last sampled token. If the end of the turn begins with it, it is not repeated.
+            known: The tokens through the answer. If the end of the turn begins with the last one, it is not repeated.
+            images: The images in them.
 
         Returns:
-            None if the template does not write the answer exactly once, so that there is nothing to continue.
+            The tokens, and all images. None if the template does not write the answer exactly once, so that there is
+            nothing to continue.
 
         Raises:
             ApiError: The template refuses the messages.
         """
         mark = _MARK
-        while mark in json.dumps(messages):
+        while mark in _as_json(messages):
             mark += "x"
         marked = [*messages[: answered - 1], {"role": "assistant", "content": mark}, *messages[answered:]]
         rendered, hidden = self._render(marked, tools)
         if rendered.count(mark) != 1:
             return None
-        token_ids = self._token_ids(rendered.partition(mark)[2], hidden)
-        return token_ids[1:] if token_ids[:1] == [last_token] else token_ids
+        token_ids, later = self._read(messages[answered:], rendered.partition(mark)[2], hidden, images)
+        is_repeated = token_ids[:1] == [known[-1]]
+        if later is not None:
+            images = later.after(images, len(known) - is_repeated)
+        return token_ids[is_repeated:], images
 
     def text(self, generation: Generation, stop_texts: Sequence[str] = ()) -> str:
         """Return the text of an answer, as ``answer_text`` does."""
@@ -332,11 +389,11 @@ class ChatFormat:
         if self._special.are_in(given):
             given, hidden = self._special.hide(given)
         *shown, last = given
-        with_tools = {"tools": last["tools"]} if last["tools"] else {}
+        arguments = turn_arguments(self._kwargs, shown) | ({"tools": last["tools"]} if last["tools"] else {})
+        if not all(isinstance(message["content"], str) for message in shown) and self._images.template is not None:
+            arguments.setdefault("chat_template", self._images.template)
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                shown, tokenize=False, **turn_arguments(self._kwargs, shown), **with_tools
-            )
+            rendered = self.tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
         except Exception as error:  # templates are the model author's code and may raise anything
             reason = one_line(str(error), 300)
             raise ApiError(
@@ -344,10 +401,25 @@ class ChatFormat:
             ) from error
         return str(rendered), hidden
 
+    def _read(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        hidden: dict[str, str] | None,
+        before: PromptImages | None = None,
+    ) -> tuple[list[int], PromptImages | None]:
+        """Return the tokens of rendered messages, and their images."""
+        if all(isinstance(message["content"], str) for message in messages):
+            return self._token_ids(text, hidden), None
+        from miles.tasks.data.images import files_of
+
+        files = files_of(messages)
+        with _as_api_error():
+            token_ids = self._token_ids(self._images.expand(_ROW, text, files, before), hidden)
+            return token_ids, self._images.prompt_images(_ROW, files, token_ids, before)
+
     def _token_ids(self, text: str, hidden: dict[str, str] | None) -> list[int]:
         if hidden is not None:
-            try:
+            with _as_api_error():
                 return list(self._special.token_ids(_ROW, text, hidden))
-            except InputError as error:
-                raise ApiError(str(error), param="messages") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

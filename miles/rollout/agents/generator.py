@@ -27,6 +27,7 @@ from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.groups import SeedOf
 from miles.rollout.trajectory import Trajectory, generate_trajectories
+from miles.tasks.environments.base import opening
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 # The generator of trajectories by recorded calls: the part that agent programs and environments share.
@@ -45,6 +46,7 @@ class SessionGenerator(ABC):
         rollout = settings.rollout
         self._name = name
         self._seconds = rollout.agent_timeout
+        self._data = settings.data
         self._template_kwargs = json_object("apply_chat_template_kwargs", settings.data.apply_chat_template_kwargs)
         # Servers have a tokenizer only under --rollout-stop. An answer that --partial-rollout has interrupted is
         # continued without the text before.
@@ -96,7 +98,7 @@ class SessionGenerator(ABC):
     def _session(self, trajectory: Trajectory) -> Session:
         """Return a session that records the calls of ``trajectory``."""
         if self._chat is None:
-            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
+            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs, self._data)
         return Session(
             trajectory,
             self._chat,
@@ -140,8 +142,9 @@ class ProgramEnd:
 
 
 def row_of(prompt: Prompt) -> str:
-    """Return the row of a prompt for its program: a JSON object."""
-    row = {"input": prompt.input, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
+    """Return the row of a prompt for its program: a JSON object. An input with images is messages that have them."""
+    given = prompt.input if prompt.images is None else opening(prompt)
+    row = {"input": given, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
     return json.dumps(row, default=str) + "\n"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.base.text import one_line
 from miles.config.components import StopTextLimits
@@ -40,6 +40,9 @@ from miles.rollout.groups import STATUS
 from miles.rollout.trajectory import Trajectory
 from miles.types.replay import continued, extended
 from miles.types.sample import NO_WEIGHTS, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from miles.types.images import PromptImages
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,11 @@ class Answer:
 
 @dataclass(eq=False)
 class _Turn:
-    """An answer in a sample. ``end`` counts the response tokens of the sample up to its last token."""
+    """An answer in a sample. ``end`` counts the response tokens up to its last one; ``images`` are those before it."""
 
     sample: Sample
     end: int
+    images: PromptImages | None
     continued: bool = False  # by a call that extends the sample
 
     @property
@@ -100,6 +104,7 @@ class _Place:
     prompt_ids: list[int]  # all that the model reads
     read: list[int]  # of these: those that come after ``turn``
     room: int
+    images: PromptImages | None  # in ``prompt_ids``
 
 
 class Session:
@@ -224,6 +229,7 @@ class Session:
 
     async def _answer(self, call: ChatRequest) -> Answer:
         stop_texts = self._stop_texts(call)
+        call = replace(call, messages=self._chat.with_images(call.messages))
         digests = _digests(call)
         place = self._place(call, digests)
         number, self._calls = self._calls, self._calls + 1
@@ -286,15 +292,20 @@ class Session:
                 continue
             turn = next((turn for turn in turns if not turn.continued), turns[-1])
             known = turn.token_ids
-            new = self._chat.continuation(messages, answered, call.tools, known[-1])
-            if new is None:
+            continuation = self._chat.continuation(messages, answered, call.tools, known, turn.images)
+            if continuation is None:
                 continue
+            new, images = continuation
             if turn.continued:
-                return self._with_room(None, [*known, *new], [])
-            return self._with_room(turn, [*known, *new], new)
-        return self._with_room(None, self._chat.prompt(messages, call.tools), [])
+                return self._with_room(None, [*known, *new], [], images)
+            return self._with_room(turn, [*known, *new], new, images)
+        prompt_ids, images = self._chat.prompt(messages, call.tools)
+        of_row = self._trajectory.sample.prompt.images  # one object for all samples of a group
+        return self._with_room(None, prompt_ids, [], of_row if images == of_row else images)
 
-    def _with_room(self, turn: _Turn | None, prompt_ids: list[int], read: list[int]) -> _Place:
+    def _with_room(
+        self, turn: _Turn | None, prompt_ids: list[int], read: list[int], images: PromptImages | None
+    ) -> _Place:
         longest = self._trajectory.sampling.max_new_tokens
         in_response = longest - (0 if turn is None else turn.end + len(read))
         in_context = self._limit - len(prompt_ids)
@@ -310,7 +321,7 @@ class Session:
                 code=OUT_OF_ROOM,
             )
         self.refused_for_room = False  # the program has found a way to continue
-        return _Place(turn, prompt_ids, read, min(in_response, in_context))
+        return _Place(turn, prompt_ids, read, min(in_response, in_context), images)
 
     def _as_sampled(self, message: Message) -> Message:
         """Return an answer with tool calls as the text that the model wrote, so that it is rendered identically."""
@@ -327,7 +338,7 @@ class Session:
         seeds = (self._trajectory.seed_of_turn(number),)
         try:
             [generation] = await self._trajectory.engine.generate(
-                GenerationRequest(tuple(place.prompt_ids), seeds, sampling)
+                GenerationRequest(tuple(place.prompt_ids), seeds, sampling, place.images)
             )
         except Exception as error:  # whatever the engine raises ends the trajectory, as without a program
             self.error = error
@@ -340,10 +351,13 @@ class Session:
         if place.turn is not None:
             sample = place.turn.sample
             assert len(sample.response_ids) == place.turn.end, "one call only continues an answer"
+            if place.images is not sample.prompt.images:
+                sample.prompt = replace(sample.prompt, images=place.images)
         else:
-            given = self._trajectory.sample.prompt
-            text = str(self._chat.tokenizer.decode(place.prompt_ids, skip_special_tokens=False))
-            prompt = replace(given, text=text, token_ids=tuple(place.prompt_ids))
+            given, shown = self._trajectory.sample.prompt, place.prompt_ids
+            shown = shown if place.images is None else place.images.unexpanded(shown)
+            text = str(self._chat.tokenizer.decode(shown, skip_special_tokens=False))
+            prompt = replace(given, text=text, token_ids=tuple(place.prompt_ids), images=place.images)
             sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
             if generation.token_ids:
                 self._samples.append((number, sample))
@@ -357,7 +371,7 @@ class Session:
         sample.rollout_log_probs += [0.0] * len(read) + list(generation.log_probs)
         sample.weight_versions += [NO_WEIGHTS] * len(read) + generation.token_versions
         sample.status = STATUS[generation.finish_reason]
-        return _Turn(sample, len(sample.response_ids))
+        return _Turn(sample, len(sample.response_ids), place.images)
 
     def _read(
         self, call: ChatRequest, place: _Place, generation: Generation, number: int, stop_texts: tuple[str, ...]

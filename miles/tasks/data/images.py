@@ -10,6 +10,8 @@ import binascii
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,8 +21,9 @@ from miles.base.text import one_line
 from miles.models.images import bounded, expansions, load_processor, size_of, vision_family
 from miles.models.reading import read_config
 from miles.tasks.data.row import Row
-from miles.tasks.data.settings import HUGGING_FACE, IMAGE_PLACEHOLDER, DataArguments
+from miles.tasks.data.settings import HUGGING_FACE, DataArguments
 from miles.types.images import PromptImages
+from miles.types.sample import IMAGE_PLACEHOLDER
 
 _LARGEST_DOWNLOAD = 64 << 20  # bytes of an image behind a URL
 _SECONDS = 30.0
@@ -35,6 +38,11 @@ class ImageFile:
 
     content: bytes
     size: tuple[int, int]
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal files."""
+        return blake2b(self.content, digest_size=16).hexdigest()
 
 
 class ImageReader:
@@ -183,8 +191,10 @@ class ImageReader:
             raise ValueError(f"{one_line(url, 100)} cannot be fetched ({one_line(str(error), 200)})") from error
         return content
 
-    def expand(self, row: Row, text: str, files: Sequence[ImageFile]) -> str:
+    def expand(self, row: Row, text: str, files: Sequence[ImageFile], before: PromptImages | None = None) -> str:
         """Return rendered text with each placeholder in the form that the model's tokenizer reads.
+
+        ``before`` are the images of earlier turns, which are not in the text.
 
         Raises:
             InputError: The template has written more or fewer placeholders than there are images.
@@ -195,22 +205,30 @@ class ImageReader:
                 f"the chat template writes {len(parts) - 1} placeholders {self.placeholder} for {len(files)} images; "
                 "look at --apply-chat-template-kwargs, and remove the token from the text"
             )
-        written = expansions(self._model, tuple(file.size for file in files)) if files else ()
+        written = self._expansions(row, files, before)
         return "".join(part + image for part, image in zip(parts, (*written, ""), strict=True))
 
+    def _expansions(self, row: Row, files: Sequence[ImageFile], before: PromptImages | None) -> tuple[str, ...]:
+        earlier = () if before is None else before.sizes
+        written = expansions(self._model, (*earlier, *(file.size for file in files))) if files else ()
+        counts = tuple(text.count(self.placeholder) for text in written[: len(earlier)])
+        if before is not None and written and counts != before.counts:
+            row.refuse("this model reads an image in another way if others follow; give all images in one turn")
+        return written[len(earlier) :]
+
     def prompt_images(
-        self, row: Row, files: Sequence[ImageFile], token_ids: Sequence[int], unexpanded_ids: Sequence[int] = ()
+        self, row: Row, files: Sequence[ImageFile], token_ids: Sequence[int], before: PromptImages | None = None
     ) -> PromptImages:
-        """Return the images of a prompt with these tokens, or of a conversation, for which no engine is asked.
+        """Return the images of a prompt or a conversation with these tokens, or of a later turn; see ``expand``.
 
         Raises:
             InputError: The tokens have other placeholders than the images take.
         """
         sizes = tuple(file.size for file in files)
         placeholder_id = int(self._processor.image_token_id)
-        counts = tuple(text.count(self.placeholder) for text in expansions(self._model, sizes))
-        is_other = bool(unexpanded_ids) and unexpanded_ids.count(placeholder_id) != len(files)
-        if token_ids.count(placeholder_id) != sum(counts) or is_other:
+        counts = tuple(text.count(self.placeholder) for text in self._expansions(row, files, before))
+        places = [place for place, token in enumerate(token_ids) if token == placeholder_id]
+        if len(places) != sum(counts):
             row.refuse(
                 f"its tokens have other placeholders {self.placeholder} than its images take; remove that text, or the "
                 "images behind the last message that is trained on"
@@ -219,8 +237,8 @@ class ImageReader:
             tuple(file.content for file in files),
             sizes,
             counts,
+            tuple(places[end - count] for end, count in zip(accumulate(counts), counts, strict=True)),
             placeholder_id,
-            tuple(unexpanded_ids),
             self._model,
             row.where,
         )

@@ -26,7 +26,6 @@ _NOT_OF_TEMPLATES = (
     *("conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, at the position of an image from the column of images
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 

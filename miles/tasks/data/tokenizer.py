@@ -286,10 +286,8 @@ class PromptRenderer:
 
         assert self._images is not None
         files = files_of(messages)
-        token_ids, unexpanded = (
-            self._processor_ids(row, written, hidden) for written in (self._images.expand(row, text, files), text)
-        )
-        images = self._images.prompt_images(row, files, token_ids, unexpanded)
+        token_ids = self._processor_ids(row, self._images.expand(row, text, files), hidden)
+        images = self._images.prompt_images(row, files, token_ids)
         return RenderedPrompt(reveal(text, hidden), tuple(token_ids), tools, images)
 
     def _processor_ids(self, row: Row, text: str, hidden: dict[str, str]) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import base64
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +17,7 @@ from miles.base import strict_json
 from miles.base.choices import Choice
 from miles.base.text import InputError, name_and_words, one_line
 from miles.base.user_code import UserCodeError, run_blocking
-from miles.types.sample import Prompt
+from miles.types.sample import IMAGE_PLACEHOLDER, Prompt
 
 Message = Mapping[str, Any]  # as in OpenAI's chat API: role, content, tool_calls, tool_call_id
 
@@ -167,8 +169,8 @@ class ToolEnvironment(Environment):
 
     A tool is a function with type hints and a docstring of Google style; transformers makes the schema that the model
     sees from them. It may be ``async``; another one runs in a thread (``run_blocking``). Its result is the content of a
-    message of role tool: text unchanged, anything else as JSON. An exception becomes such a message too, so the model
-    can correct itself.
+    message of role tool: text unchanged, and so a list of parts ``{"type": "text", "text": …}`` and ``{"type": "image",
+    "image": …}``; anything else as JSON. An exception becomes such a message too, so the model can correct itself.
 
     Attributes:
         max_turns: Answers of the model, at most (``--max-turns``); the calls of the last one are not run.
@@ -221,8 +223,8 @@ class ToolEnvironment(Environment):
         self.messages += replies
         return replies
 
-    async def call(self, name: str, arguments: str) -> str:
-        """Return the result or error of a tool, as text; ``arguments`` are JSON."""
+    async def call(self, name: str, arguments: str) -> str | list[dict[str, Any]]:
+        """Return the result or error of a tool, as text or parts; ``arguments`` are JSON."""
         function = self._by_name.get(name)
         if function is None:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(self._by_name)}"
@@ -241,9 +243,15 @@ class ToolEnvironment(Environment):
         return content_of(found)
 
 
-def content_of(found: Any) -> str:
-    """Return the result of a tool as the content of a message: text unchanged, anything else as JSON."""
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+def content_of(found: Any) -> str | list[dict[str, Any]]:
+    """Return the result of a tool as the content of a message: text and parts unchanged, anything else as JSON."""
+    if isinstance(found, str) or (isinstance(found, list) and found and all(map(_is_part, found))):
+        return found
+    return json.dumps(found, ensure_ascii=False, default=str)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in ("text", "image", "image_url")
 
 
 def said_of(error: BaseException) -> str:
@@ -253,6 +261,28 @@ def said_of(error: BaseException) -> str:
 
 
 def opening(prompt: Prompt) -> list[Message]:
-    """Return the messages of a row: its prompt unchanged, or text as one message of the user."""
+    """Return the messages of a row: its prompt unchanged, or text as one message of the user; with their images."""
     given = prompt.text if prompt.input is None else prompt.input
-    return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    return messages if prompt.images is None else _with_files(messages, prompt.images.files)
+
+
+def _with_files(messages: Sequence[Message], files: Sequence[bytes]) -> list[Message]:
+    """Return messages whose images are data: URIs, as in OpenAI's API. Text may have placeholders of a column."""
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    fills_text = sum(part["type"] != "text" for part in parts) < len(files)
+    left = iter(files)
+    found = []
+    for message, content in zip(messages, contents, strict=True):
+        if isinstance(content, str) and fills_text:
+            texts = re.split(f"({IMAGE_PLACEHOLDER})", content)
+            content = [{"type": "image"} if t == IMAGE_PLACEHOLDER else {"type": "text", "text": t} for t in texts if t]
+        if isinstance(content, list):
+            content = [part if part["type"] == "text" else _as_uri(next(left)) for part in content]
+        found.append({**message, "content": content})
+    return found
+
+
+def _as_uri(file: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image;base64,{base64.b64encode(file).decode()}"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from miles.batch.schedule import schedule_step
 from miles.config.parallel import ParallelArguments
 from miles.config.training import TrainingArguments
+from miles.types.images import ImageTensors
 from miles.types.parallel import padded_length
 
 STEPS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20), st.booleans()), max_size=20)
@@ -146,6 +147,15 @@ def test_balancing_evens_out_tokens(make_batch):
     batch = make_batch([(1, 7), (1, 6), (1, 1), (1, 2)])
     shards = schedule_step(batch, 2, TrainingArguments(balance_data=True), ALONE)
     assert sorted(sum(shard.batch.total_lengths) for shard in shards) == [10, 10]
+
+
+def test_equal_tokens_with_other_images_are_another_prompt(make_batch):
+    batch = make_batch([(10, 2)] * 4)
+    batch.tokens[1:] = [batch.tokens[0]] * 3
+    one, other, third = (ImageTensors({}, (), (), -1) for _ in range(3))
+    batch = replace(batch, images=[one, other, third, third])
+    (shard,) = schedule_step(batch, 1, TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24), ALONE)
+    assert [plan.samples for plan in shard.micro_batches] == [(0, 1), (2, 3)]
 
 
 def test_a_prompt_counts_as_often_as_it_is_laid_out(make_batch):

@@ -209,16 +209,18 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
 
 def _with_images(rng: np.random.Generator, grids: tuple[tuple[int, int], ...]) -> Prompt:
     ids = rng.integers(0, IMAGE_START, 3).tolist()
-    counts = tuple(height * width for height, width in grids)
+    counts, starts = tuple(height * width for height, width in grids), []
     for count in counts:
+        starts.append(len(ids) + 1)
         ids += [IMAGE_START, *[IMAGE] * count, IMAGE_END]
     if not grids:
         return Prompt("", tuple(ids))
     pixels = rng.normal(0, 1, (4 * sum(counts), 3 * 2 * PATCH * PATCH)).astype(np.float32)
     patches = np.array([(1, 2 * height, 2 * width) for height, width in grids])
     tensors = {"pixel_values": pixels, "image_grid_thw": patches}
-    made = ImageTensors(tensors, counts, IMAGE, np.array([(1, *grid) for grid in grids]))
-    return Prompt("", tuple(ids), images=PromptImages((), (), counts, IMAGE, (), "", cache={"tensors": made}))
+    places = counts, tuple(starts), IMAGE
+    made = ImageTensors(tensors, *places, np.array([(1, *grid) for grid in grids]))
+    return Prompt("", tuple(ids), images=PromptImages((), (), *places, "", cache={"tensors": made}))
 
 
 def _experts(sample: Sample, routing: tuple[int, int, int], seed: int) -> np.ndarray:

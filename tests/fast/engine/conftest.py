@@ -34,10 +34,10 @@ class Started:
 class Running:
     """The server, and one engine at once that uses it, on this object's event loop."""
 
-    def __init__(self, address, model, folder):
+    def __init__(self, address, model, folder, kind=AutoModelForCausalLM):
         self.loop = asyncio.new_event_loop()
         self.address = address
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
+        self.model = kind.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
         self.other = other_weights(self.model)
         self.folder = folder
         self.versions = itertools.count(100)

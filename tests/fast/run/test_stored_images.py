@@ -20,7 +20,7 @@ PROMPTS, SAMPLES, RANKS = 4, 6, 3
 
 
 async def test_images_are_stored_once_and_every_sample_has_those_of_its_prompt():
-    images = [ImageTensors({"pixels": np.full((10, 1000), i, np.float32)}, (1,), 9) for i in range(PROMPTS - 1)]
+    images = [ImageTensors({"pixels": np.full((10, 1000), i, np.float32)}, (1,), (0,), 9) for i in range(PROMPTS - 1)]
     prompt = Prompt("", (9, 1))
     groups = [
         PromptGroup(g, prompt, [Sample(prompt, g, SAMPLES * g + k, [g], "", [1], [0.0], reward=k) for k in range(6)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,10 @@ from transformers.models.llava_onevision.video_processing_llava_onevision import
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from miles.models.images import expansions, load_processor
 from miles.models.tiny import IMAGE_TEMPLATE, IMAGE_TOKENS, character_tokenizer, write_small_vision_model
+from miles.types.images import PromptImages
+from miles.types.sample import Prompt
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _TEXT = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
@@ -92,3 +97,31 @@ def png(seed: int, width: int = 16, height: int = 12) -> bytes:
     buffer = io.BytesIO()
     image(seed, width, height).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
+    """Return a prompt as rows are read; texts of all are alike, so that equal placeholders of two prompts are tried."""
+    processor = load_processor(model)
+    written = expansions(model, tuple(sizes)) if sizes else ()
+    text = "look: " + "and ".join(f"{one}" for one in written) + " what?"
+    ids = tuple(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not sizes:
+        return Prompt(text, ids)
+    counts = tuple(one.count(processor.image_token) for one in written)
+    files = tuple(png(seed + i, *size) for i, size in enumerate(sizes))
+    places = np.flatnonzero(np.array(ids) == processor.image_token_id)
+    starts = tuple(places[np.cumsum(counts) - counts].tolist())
+    images = PromptImages(files, tuple(sizes), counts, starts, processor.image_token_id, model, f"rows:{seed}")
+    return Prompt(text, ids, images=images)
+
+
+def image_flags(folder: Path) -> list[str]:
+    """Write a model and rows with one to three images each to ``folder``; return the flags of a run with them."""
+    model = write_vision_model(folder / "model", "qwen2_5_vl")
+    rows = []
+    for number in range(12):
+        files = [base64.b64encode(png(10 * number + i)).decode() for i in range(1 + number % 3)]
+        rows.append({"input": "<image>" * len(files) + "what?", "label": "x", "images": files})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--hf-checkpoint", model, "--prompt-data", str(folder / "rows.jsonl"), "--apply-chat-template"]
+    return [*words, "--multimodal-keys", '{"image": "images"}']

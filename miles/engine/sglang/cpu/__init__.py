@@ -2,5 +2,6 @@
 
 SGLang 0.5.23 imports ``sgl_kernel`` (CUDA kernels) and ``torchvision`` (images) at start-up, on every device. Neither
 is called when a text model runs on CPU with the torch_native attention. ``launch.py`` puts this folder on the import
-path of such servers; on a GPU the real packages are used. Remove it when SGLang imports the two lazily.
+path of such servers, and ``without_images`` if the model reads none; on a GPU the real packages are used. Remove it
+when SGLang imports the two lazily.
 """

@@ -66,7 +66,12 @@ def test_a_flag_of_the_user_replaces_the_default(given):
 def test_only_cpu_servers_see_the_support_files():
     given = {"PYTHONPATH": "mine", "OMP_NUM_THREADS": "3"}
     environment = CPU.environment(given, STORE.parent)
-    assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
+    text = cpu_support() / "without_images"
+    assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), str(text), "mine"]
+    assert (text / "torchvision" / "__init__.py").is_file()
+    images = replace(CPU, reads_images=True)
+    assert images.environment(given, STORE.parent)["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
+    assert pairs(images.arguments("h", 1))["--mm-attention-backend"] == "sdpa"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert (cpu_support() / f"{CPU.module}.py").is_file()
     cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)

@@ -90,6 +90,16 @@ def test_what_a_model_or_a_user_wrote_is_data(tmp_path_factory: pytest.TempPathF
     assert stored == text or "\ud800" in text or not text.isprintable()
 
 
+def test_only_small_thumbnails_are_shown(tmp_path: Path) -> None:
+    write_header(tmp_path)
+    good, start = "data:image/jpeg;base64,YQ==", "data:image/jpeg;base64,"
+    bad = ["https://example.org/a.jpg", "data:text/html;base64,YQ==", 3, start + "A" * 20_000, start + '"onerror="x']
+    records = [sample(0, 0, images=[*bad[:2], good]), sample(1, 1, images=bad[2:]), sample(2, 2, images=[good] * 9)]
+    RunFiles(tmp_path).append_samples(1, [*records, sample(3, 3, images={"a": good})])
+    groups = Page(write_report(tmp_path, 4)).data["iterations"]["1"]["groups"]
+    assert [group.get("images") for group in groups] == [[good], None, [good] * 4, None]
+
+
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_report, "MOST_BYTES", 500_000)
     write_header(tmp_path)

@@ -50,7 +50,7 @@ def test_tools_are_hidden_by_tool_choice_none():
         ({"messages": "hello"}, "messages", "of type str"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", r"messages\[0\]: give an object whose role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages", "must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of type text"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "parts of type text"),
         ({"messages": [{**USER, "tool_calls": [1]}]}, "messages", "the assistant's"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages", "no function with a name"),
         ({"n": 2}, "n", "n 2: must be 1"),

@@ -157,6 +157,12 @@ async def test_special_tokens_in_messages_are_text(random_engine, new_trajectory
         assert list(asked.prompt_ids).count(chat_tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2 * turns
 
 
+async def test_an_image_for_a_model_that_reads_none_is_refused(random_engine, new_trajectory):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ=="}}
+    with pytest.raises(ApiError, match="reads no images"):
+        await session_of(new_trajectory(random_engine())).answer(request([{"role": "user", "content": [image]}]))
+
+
 async def test_calls_at_once_are_samples_of_their_own(random_engine, new_trajectory):
     engine = random_engine()
     session = session_of(new_trajectory(engine))

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from vision_models import image_flags
 
 from miles.training.checkpoint_files import read_manifest
 from tests.fast.run.runs.launches import trained
@@ -18,6 +19,7 @@ CASES = {
     "fsdp": [],
     "megatron": [*MEGATRON, "--tensor-model-parallel-size", "2", "--bf16", "--use-distributed-optimizer"],
     "moe": [*MEGATRON, "--expert-model-parallel-size", "2"],
+    "images": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "200"],
 }
 
 
@@ -52,8 +54,14 @@ def moe_model(tiny_model, tmp_path_factory):
     return folder
 
 
-def flags_of(case, moe_model):
-    return [*CASES[case], *(["--hf-checkpoint", str(moe_model)] if case == "moe" else [])]
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Return the flags of a model and of rows with images."""
+    return image_flags(tmp_path_factory.mktemp("images"))
+
+
+def flags_of(case, moe_model, images):
+    return [*CASES[case], *{"moe": ["--hf-checkpoint", str(moe_model)], "images": images}.get(case, [])]
 
 
 def run_and_resume(launch, workplace, name, *flags):
@@ -83,8 +91,8 @@ def prompts(folder, iteration):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_model, case):
-    flags = flags_of(case, moe_model)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_model, images, case):
+    flags = flags_of(case, moe_model, images)
     (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_exactly", *flags)
     for iteration in range(SAVED, ALL):
         assert samples(other, iteration) == samples(kept, iteration), iteration
@@ -102,9 +110,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_mo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
-def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, moe_model, case):
+def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, moe_model, images, case):
     """Its samples differ by design: those in progress are generated again, with the weights of the checkpoint."""
-    flags = [*flags_of(case, moe_model), "--async-steps", "1", "--use-tis"]
+    flags = [*flags_of(case, moe_model, images), "--async-steps", "1", "--use-tis"]
     (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_async", *flags)
     for iteration in range(SAVED, ALL):
         assert prompts(other, iteration) == prompts(kept, iteration), iteration

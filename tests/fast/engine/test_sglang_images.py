@@ -1,0 +1,102 @@
+"""Prompts with images on the real SGLang server."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tolerance import SERVER_LOG_PROB_ERROR
+from transformers import AutoModelForImageTextToText
+from vision_models import png, prompt_with
+
+from miles.engine.base import GenerationRequest, SamplingParams
+from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.server_log import LogFile
+from miles.engine.sglang.launch import ServerSpec
+from miles.models.images import tensors_of
+from miles.models.tiny import write_small_vision_model
+from tests.fast.engine.conftest import Running
+from tests.fast.engine.sglang_servers import HOST, KEYS, SMALL
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SAMPLING = SamplingParams(8, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sglang-images")
+    write_small_vision_model(folder / "model", 1)
+    spec = ServerSpec(str(folder / "model"), "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True)
+    server = ServerOnHost(spec, LogFile(folder / "server.log"), HOST)
+    try:
+        url = server.start()
+        yield Running(url.removeprefix("http://"), spec.model_path, folder, AutoModelForImageTextToText)
+    finally:
+        server.stop()
+
+
+def request_of(prompt, seeds=(0, 1, 2)):
+    return GenerationRequest(prompt.token_ids, seeds, SAMPLING, prompt.images)
+
+
+def assert_the_models(model, request, generations):
+    """Compare log-probs with one forward of transformers for each response."""
+    inputs = {}
+    if request.images is not None:
+        inputs = {name: torch.from_numpy(value) for name, value in tensors_of(request.images).tensors.items()}
+    for generation in generations:
+        ids = torch.tensor([[*request.prompt_ids, *generation.token_ids]])
+        types = torch.zeros_like(ids)
+        if request.images is not None:  # a placeholder that was sampled is text
+            types[0, : len(request.prompt_ids)] = ids[0, : len(request.prompt_ids)] == request.images.placeholder_id
+            assert request.images.placeholder_id not in generation.token_ids
+        extra = inputs and {"mm_token_type_ids": types.int()}
+        with torch.no_grad():
+            logits = model(input_ids=ids, **inputs, **extra).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.7
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+        error = (torch.tensor(generation.log_probs).double() - expected).abs().max()
+        print("error", float(error))
+        assert error <= SERVER_LOG_PROB_ERROR
+
+
+@pytest.mark.parametrize("mode", ["disk", "broadcast"])
+def test_log_probs_are_the_models_after_every_update(running, mode):
+    sizes = [[], [(16, 12)], [(24, 16), (8, 8), (16, 24)]]
+    prompts = [prompt_with(str(running.folder / "model"), each, 10 * i) for i, each in enumerate(sizes)]
+    with running.engine(update_weight_transfer_mode=mode, check_weight_update_equal=True) as engine:
+        for model in (running.other, running.model):
+            version = running.update(engine, model)
+            for prompt in prompts:
+                generations = running.run(engine.generate(request_of(prompt)))
+                assert_the_models(model, request_of(prompt), generations)
+                assert {v for g in generations for v in g.token_versions} == {version}
+
+
+def test_another_image_and_another_order_are_noticed(running):
+    prompt = prompt_with(str(running.folder / "model"), [(16, 12), (16, 12)], 1)
+    first, second = prompt.images.files
+    found = []
+    with running.engine() as engine:
+        for files in ((first, second), (second, first), (first, png(9))):
+            one = replace(prompt, images=replace(prompt.images, files=files, cache={}))
+            request = replace(request_of(one, (0,)), sampling=SamplingParams(4, temperature=0.0))
+            found += running.run(engine.generate(request))
+    assert len({tuple(generation.log_probs) for generation in found}) == 3
+
+
+def test_a_prompt_that_the_server_reads_as_other_tokens_is_refused(running):
+    prompt = prompt_with(str(running.folder / "model"), [(16, 12)], 1)
+    counted = len(prompt.token_ids)
+    end = prompt.images.starts[0] + prompt.images.counts[0]
+    ids = (*prompt.token_ids[:end], prompt.images.placeholder_id, *prompt.token_ids[end:])
+    images = replace(prompt.images, counts=(prompt.images.counts[0] + 1,))
+    with running.engine() as engine, pytest.raises(ValueError, match=f"as {counted} tokens.*with {counted + 1};"):
+        running.run(engine.generate(request_of(replace(prompt, token_ids=ids, images=images))))
+
+
+def test_nothing_follows_a_placeholder_that_the_model_has_sampled(running):
+    prompt = prompt_with(str(running.folder / "model"), [(16, 12)], 1)
+    longer = replace(prompt, token_ids=(*prompt.token_ids, prompt.images.placeholder_id, 5))
+    with running.engine() as engine:
+        (generation,) = running.run(engine.generate(request_of(longer, (0,))))
+    assert (generation.token_ids, generation.finish_reason) == ([], "length")

@@ -1,0 +1,44 @@
+"""A run with images on a real SGLang server; then it is replayed, sampled from and evaluated."""
+
+import json
+
+import pytest
+from tolerance import RUN_ERROR, SERVER_LOG_PROB_ERROR
+from vision_models import image_flags, png
+
+from miles.commands.eval import main as evaluate
+from miles.commands.sample import main as sample
+from tests.fast.run.runs.launches import trained
+from tests.fast.run.runs.test_sglang_run import SERVERS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys):
+    flags = [*image_flags(tmp_path), "--num-rollout", "2"]
+    saved = str(tmp_path / "rollout_{rollout_id}.jsonl")
+    held = ["--eval-prompt-data", "held", str(tmp_path / "rows.jsonl"), "--eval-interval", "1"]
+    kept = ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", saved]
+    run = launch("images", *flags, *SERVERS, *held, *kept, "--check-weight-update-equal")
+    assert run.wait() == 0, run.err
+    rows = run.rows()
+    assert all(row["train/grad_norm"] > 0 for row in rows.values())
+    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < SERVER_LOG_PROB_ERROR for step in (1, 3))
+    assert any(name.startswith("eval/held/") for row in rows.values() for name in row)
+
+    answers = [json.loads(line) for line in (run.output / "samples.jsonl").read_text().splitlines()]
+    assert all(row["prompt"].count("<|image_pad|>") == len(row["images"]) for row in answers)
+    assert (run.output / "report.html").read_text().count("data:image/jpeg;base64,") >= 8
+
+    replayed = launch("images_replayed", *flags, "--load-debug-rollout-data", saved)
+    assert replayed.wait() == 0, replayed.err
+    for step, row in replayed.rows().items():
+        wanted = trained(rows[step])
+        names = [name for name in trained(row) if name.startswith("train/")]
+        assert {n: row[n] for n in names} == pytest.approx({n: wanted[n] for n in names}, rel=RUN_ERROR), step
+
+    (tmp_path / "a.png").write_bytes(png(3))
+    assert sample([str(run.output), "what?", "--image", str(tmp_path / "a.png"), "--engine", "torch", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
+    assert evaluate([str(run.output), "--engine", "torch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
