@@ -48,7 +48,7 @@ class Running:
     @contextmanager
     def engine(self, **flags):
         """Build an engine with these fields of ``SglangArguments``, and send ``model``'s weights to the server."""
-        engine = engine_of([Started(self.address)], self.model.config.vocab_size, self.folder, **flags)
+        engine = engine_of([Started(self.address)], self.model.config.get_text_config().vocab_size, self.folder, **flags)
         self.run(engine.start())
         self.update(engine, self.model)
         yield engine
