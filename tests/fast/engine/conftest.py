@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
+from miles.training.fsdp.checkpoint import as_on_disk
 from miles.types.weights import in_chunks
 from tests.fast.engine.sglang_servers import engine_of, other_weights
 
 
 def chunks_of(model):
-    return list(in_chunks(model.named_parameters(), bucket_bytes=20_000))
+    return list(in_chunks(as_on_disk(model, model.named_parameters()), bucket_bytes=20_000))
 
 
 class Started:
@@ -48,7 +49,9 @@ class Running:
     @contextmanager
     def engine(self, **flags):
         """Build an engine with these fields of ``SglangArguments``, and send ``model``'s weights to the server."""
-        engine = engine_of([Started(self.address)], self.model.config.get_text_config().vocab_size, self.folder, **flags)
+        engine = engine_of(
+            [Started(self.address)], self.model.config.get_text_config().vocab_size, self.folder, **flags
+        )
         self.run(engine.start())
         self.update(engine, self.model)
         yield engine
