@@ -46,6 +46,7 @@ DENSE = ("--moe-dense-tp-size",)
 DISTRIBUTED_WEIGHTS = ("--dwdp-size",)
 # With these SGLang decides on its own over how many devices the experts are divided.
 _DECIDES_EXPERTS = ("--moe-a2a-backend", "--elastic-ep-backend", "--dwdp-size")
+PATCH = 14  # pixels
 
 
 @dataclass(frozen=True)
@@ -209,11 +210,26 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     if settings.rollout.replays_support and not settings.is_given_samples:
         _check_support(settings, errors)
     _check_stop_texts(settings, errors)
+    _check_images(settings, errors)
     _check_kind_of_server(settings, errors)
     if can_count_engines(errors):
         num_servers = settings.num_engines + len(sglang.external_addresses)
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
+
+
+def _check_images(settings: Settings, errors: Errors) -> None:
+    """Refuse small patches: SGLang's qwen2_5_vl.py takes only 3 x 2 x 14 x 14 values as pixels, others as embedded."""
+    config, what_to_do = readable_config(settings.model) or {}, "use --rollout-engine torch"
+    size = config.get("vision_config", {}).get("patch_size", PATCH)
+    if settings.data.multimodal_keys is None:
+        return
+    if config.get("model_type") == "qwen2_5_vl" and size != PATCH:
+        rule = f"SGLang reads patches of {PATCH} pixels only, and the model's have {size}"
+        errors.refuse("rollout_engine", settings.rollout.rollout_engine, rule, what_to_do)
+    if settings.sglang.rollout_external:
+        rule = "engines that are already running may reuse what earlier weights have computed of an image"
+        errors.refuse("rollout_external", True, rule, "drop it, or train without images")
 
 
 def _refuse_vllm(settings: Settings, errors: Errors) -> None:

@@ -40,8 +40,6 @@ def check_servers(settings: Settings, errors: Errors) -> None:
         size = sglang.rollout_num_gpus_per_engine
         rule = "spans several nodes, and vLLM's servers listen on loopback only"
         errors.refuse("rollout_num_gpus_per_engine", size, rule, "give a smaller size, or use --rollout-engine sglang")
-    if (columns := settings.data.multimodal_keys) is not None and settings.generates:
-        errors.refuse("multimodal_keys", columns, "images are not sent to vLLM's servers", "use --rollout-engine torch")
     if settings.cluster.ray_address is not None:
         rule = "joins hosts, and vLLM's servers listen on the loopback interface of one"
         errors.refuse("ray_address", settings.cluster.ray_address, rule, "drop it, or use --rollout-engine sglang")

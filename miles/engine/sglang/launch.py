@@ -112,7 +112,7 @@ class ServerSpec:
         """
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-server-warmup", "--weight-version", "0"]
-        words += [] if self.reads_text else ["--skip-tokenizer-init"]
+        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # it reads images in a text
         if self.nodes > 1:
             assert meeting is not None, "the processes of several nodes meet at an address"
             words += ["--nnodes", str(self.nodes), "--node-rank", str(self.node), "--dist-init-addr", meeting]
@@ -148,6 +148,8 @@ class ServerSpec:
         # The router asks /health before it takes a server, and a server must answer that while it is paused or busy.
         # Our own checks ask /health_generate whether it generates.
         common = {**given, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        if self.reads_images:  # the tokens of a prompt stay as they were sent; no update empties the cache of images
+            common |= {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
         if self.nodes == 1:
             common["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder / 'store'}"
         if self.device != "cpu":

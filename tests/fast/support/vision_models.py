@@ -103,7 +103,8 @@ def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
     """Return a prompt as rows are read; texts of all are alike, so that equal placeholders of two prompts are tried."""
     processor = load_processor(model)
     written = expansions(model, tuple(sizes)) if sizes else ()
-    text = "look: " + "and ".join(f"{one}" for one in written) + " what?"
+    start, end = ("<|vision_start|>", "<|vision_end|>") if "<|image_pad|>" in "".join(written) else ("", "")
+    text = "look: " + "and ".join(f"{start}{one}{end}" for one in written) + " what?"
     ids = tuple(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
     if not sizes:
         return Prompt(text, ids)
@@ -115,13 +116,19 @@ def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
     return Prompt(text, ids, images=images)
 
 
-def image_flags(folder: Path) -> list[str]:
+def image_flags(folder: Path, side: int = 16, **model: int) -> list[str]:
     """Write a model and rows with one to three images each to ``folder``; return the flags of a run with them."""
-    model = write_vision_model(folder / "model", "qwen2_5_vl")
+    write_small_vision_model(folder / "model", 1, **(model or {"hidden": 32}))
     rows = []
     for number in range(12):
-        files = [base64.b64encode(png(10 * number + i)).decode() for i in range(1 + number % 3)]
+        files = [base64.b64encode(png(10 * number + i, side, side)).decode() for i in range(1 + number % 3)]
         rows.append({"input": "<image>" * len(files) + "what?", "label": "x", "images": files})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--hf-checkpoint", model, "--prompt-data", str(folder / "rows.jsonl"), "--apply-chat-template"]
+    words = [
+        "--hf-checkpoint",
+        str(folder / "model"),
+        "--prompt-data",
+        str(folder / "rows.jsonl"),
+        "--apply-chat-template",
+    ]
     return [*words, "--multimodal-keys", '{"image": "images"}']

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys):
-    flags = [*image_flags(tmp_path), "--num-rollout", "2"]
+    flags = [*image_flags(tmp_path, side=56, patch=14), "--num-rollout", "2"]
     saved = str(tmp_path / "rollout_{rollout_id}.jsonl")
     held = ["--eval-prompt-data", "held", str(tmp_path / "rows.jsonl"), "--eval-interval", "1"]
     kept = ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", saved]
