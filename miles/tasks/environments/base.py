@@ -273,15 +273,15 @@ def _with_files(messages: Sequence[Message], files: Sequence[bytes]) -> list[Mes
     parts = [part for content in contents if isinstance(content, list) for part in content]
     fills_text = sum(part["type"] != "text" for part in parts) < len(files)
     left = iter(files)
-    found = []
+    filled: list[Message] = []
     for message, content in zip(messages, contents, strict=True):
         if isinstance(content, str) and fills_text:
             texts = re.split(f"({IMAGE_PLACEHOLDER})", content)
             content = [{"type": "image"} if t == IMAGE_PLACEHOLDER else {"type": "text", "text": t} for t in texts if t]
         if isinstance(content, list):
             content = [part if part["type"] == "text" else _as_uri(next(left)) for part in content]
-        found.append({**message, "content": content})
-    return found
+        filled.append({**message, "content": content})
+    return filled
 
 
 def _as_uri(file: bytes) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class ToolCallsTrajectory(ToolEnvironment):
             raise ValueError("the row has no tools; add specs=module.NAME, or fill the column of --tool-key")
         return tools
 
-    async def call(self, name: str, arguments: str) -> str:
-        """Return the result or error of the function, as text."""
+    async def call(self, name: str, arguments: str) -> str | list[dict[str, Any]]:
+        """Return the result or error of the function, as text or parts."""
         known = [str(tool.get("function", tool)["name"]) for tool in self.tools]
         if name not in known:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(known)}"
