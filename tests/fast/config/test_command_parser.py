@@ -17,7 +17,7 @@ BREAK = "a b [2J: has a line break or another control character; correct the pat
         (["runs", "a\nb\x1b[2J"], f"FOLDER {BREAK}"),
         (["compare", "outputs/run", LONG], f"RUN {NAME}"),
         (["compare", "a\nb\x1b[2J"], f"RUN {BREAK}"),
-        (["compare", "outputs/run", "--out", LONG], f"--out {NAME}"),
+        (["compare", "outputs/run", "--page", LONG], f"--page {NAME}"),
         (["report", LONG], f"RUN {NAME}"),
         (["export", "outputs/run", LONG], f"OUT {NAME}"),
         (["eval", "outputs/run", "--weights", LONG], f"--weights {NAME}"),
