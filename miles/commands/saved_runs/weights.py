@@ -132,6 +132,9 @@ def _export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from miles.base.tokenizer import load_tokenizer
+    from miles.models.images import load_processor
+    from miles.models.packing import reads_images
+    from miles.models.reading import read_config
     from miles.training.one_process import export_checkpoint
 
     assert settings.model.hf_checkpoint is not None
@@ -139,3 +142,5 @@ def _export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     with appearing_whole(folder) as staged:
         export_checkpoint(settings, checkpoint, staged)
         load_tokenizer(settings.model.hf_checkpoint).save_pretrained(staged)
+        if reads_images(read_config(settings.model.hf_checkpoint).to_dict()):
+            load_processor(settings.model.hf_checkpoint).save_pretrained(staged)
