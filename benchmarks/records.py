@@ -30,7 +30,7 @@ class Comparison:
 
     Attributes:
         subject: The two things that are compared.
-        result: States in words what the figures show.
+        result: The conclusion from the figures, in words.
     """
 
     subject: str

@@ -44,8 +44,8 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: lambda one, other: one**other if 0 <= other <= 64 else 1 // 0,
-    ast.LShift: lambda one, other: one << other if 0 <= other <= 64 else 1 // 0,
+    ast.Pow: lambda one, other: one ** _up_to_64(other),
+    ast.LShift: lambda one, other: one << _up_to_64(other),
     ast.RShift: operator.rshift,
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
@@ -377,6 +377,13 @@ def arithmetic(text: str, value: Callable[[str], str | None]) -> int | None:
         return _integer(ast.parse(inner.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
+
+
+def _up_to_64(exponent: int) -> int:
+    """Return the exponent. Raises ``ValueError`` if its power is no integer, or too large to compute."""
+    if not 0 <= exponent <= 64:
+        raise ValueError
+    return exponent
 
 
 def _integer(node: ast.expr) -> int:

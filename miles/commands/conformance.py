@@ -161,7 +161,7 @@ def _document(name: str, settings: Any) -> Document:
 def table(name: str, rows: Sequence[Row]) -> Iterator[str]:
     """Yield a Markdown table."""
     yield f"\n{PACKAGES[name][0].replace('==', ' ')}: {sum(row.ours <= EQUAL for row in rows)} of {len(rows)} equal\n"
-    yield "| objective | our flags | their loss / ours | gradient: ours | the paper's | what the translation says |"
+    yield "| objective | our flags | their loss / ours | gradient: ours | the paper's | explanation |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         yield f"| {row.name} | `{row.words}` | {row.ratio:.6f} | {row.ours:.1e} | {row.paper:.1e} | {row.why} |"

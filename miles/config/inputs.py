@@ -299,7 +299,7 @@ _LAYERS = ("model.layers.", "model.language_model.layers.", "language_model.mode
 
 
 def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) -> str:
-    """Say how many of the parameters are trained, and how many encode images."""
+    """Return the number of trained parameters in words, with the part that encodes images."""
     config = readable_config(settings.model)
     if config is None or not reads_images(config):
         return f"{total:,} parameters"
@@ -314,7 +314,7 @@ def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) ->
 
 
 def _trained(settings: Settings) -> str:
-    """Say how many parameters are trained, by the headers of the weights; nothing if these are not on this machine."""
+    """Return the number of trained parameters in words, by the headers of weights here; without any, an empty text."""
     shapes, lora = dict[str, list[int]](), settings.lora
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # they may be broken
         for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):

@@ -6,7 +6,6 @@ torchvision are imported when the first image is read.
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from miles.base.text import InputError, one_line
 from miles.models.families import vision
 from miles.models.reading import read_config
 from miles.types.images import ImageTensors, PromptImages
+from miles.types.sample import data_uri
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +246,7 @@ def _thumbnail(image: Image) -> str:
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=70)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_uri("image/jpeg", buffer.getvalue())
 
 
 def encoded(images: PromptImages) -> PromptImages:

@@ -53,11 +53,11 @@ class PromptImages:
 
     def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens with one placeholder per image, as servers that process images themselves take them."""
-        kept = np.ones(len(token_ids), bool)
-        kept[_places(self.starts, self.counts)] = False
-        kept[list(self.starts)] = True
-        found: list[int] = np.asarray(token_ids)[kept].tolist()
-        return found
+        is_sent = np.ones(len(token_ids), bool)
+        is_sent[_places(self.starts, self.counts)] = False
+        is_sent[list(self.starts)] = True
+        sent: list[int] = np.asarray(token_ids)[is_sent].tolist()
+        return sent
 
 
 def _places(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:

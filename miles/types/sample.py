@@ -7,6 +7,7 @@ Worked example, used throughout the docstrings: two prompts, two trajectories ea
 
 from __future__ import annotations
 
+import base64
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ class SampleStatus(StrEnum):
 
 IMAGE_PLACEHOLDER = "<image>"  # in the text of a prompt, at the position of an image from the column of images
 NO_WEIGHTS = -1  # in ``weight_versions``: the token came from a tool or an environment
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    """Return a file of a media type, such as ``image/png``, as a ``data:`` URI."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from miles.models.packing import why_not_generated
 # Check how SGLang's flags divide the devices of an engine, as SGLang does when a server starts.
 #
 # An engine is one tensor-parallel group of ``--rollout-num-gpus-per-engine`` devices. Its attention, its experts and
-# its
-# dense layers may be divided otherwise among the same devices (``handle_context_parallelism``,
+# its dense layers may be divided otherwise among the same devices (``handle_context_parallelism``,
 # ``handle_data_parallelism``, ``handle_dwdp`` and ``check_server_args`` in ``srt/arg_groups`` of SGLang 0.5.23).
 
 
@@ -219,14 +218,17 @@ def check_servers(settings: Settings, errors: Errors) -> None:
 
 
 def _check_images(settings: Settings, errors: Errors) -> None:
-    """Refuse small patches: SGLang's qwen2_5_vl.py takes only 3 x 2 x 14 x 14 values as pixels, others as embedded."""
-    config, what_to_do = readable_config(settings.model) or {}, "use --rollout-engine torch"
-    size = config.get("vision_config", {}).get("patch_size", PATCH)
+    """Refuse patches of other sizes than SGLang reads, and engines whose cache of images is not known to be off.
+
+    SGLang's qwen2_5_vl.py reads 3 x 2 x 14 x 14 values as the pixels of a patch, and others as its embedding.
+    """
     if settings.data.multimodal_keys is None:
         return
+    config = readable_config(settings.model) or {}
+    size = config.get("vision_config", {}).get("patch_size", PATCH)
     if config.get("model_type") == "qwen2_5_vl" and size != PATCH:
         rule = f"SGLang reads patches of {PATCH} pixels only, and the model's have {size}"
-        errors.refuse("rollout_engine", settings.rollout.rollout_engine, rule, what_to_do)
+        errors.refuse("rollout_engine", settings.rollout.rollout_engine, rule, "use --rollout-engine torch")
     if settings.sglang.rollout_external:
         rule = "engines that are already running may reuse what earlier weights have computed of an image"
         errors.refuse("rollout_external", True, rule, "drop it, or train without images")

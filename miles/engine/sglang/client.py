@@ -24,6 +24,7 @@ from miles.engine.servers.client import (
     read_version,
 )
 from miles.types.replay import TokenSets, dtype_for
+from miles.types.sample import data_uri
 
 if TYPE_CHECKING:
     from miles.types.images import PromptImages
@@ -146,8 +147,9 @@ class SglangClient(ServerClient):
 
 def with_images(prompt_ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
     """Return a prompt with images under SGLang's names; a prompt with repeated placeholders would get no answer."""
-    files = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in images.files]
-    return {"input_ids": images.unexpanded(prompt_ids), "image_data": files}
+    if "uris" not in images.cache:  # all samples of a group send the same
+        images.cache["uris"] = [data_uri("image/png", file) for file in images.files]
+    return {"input_ids": images.unexpanded(prompt_ids), "image_data": images.cache["uris"]}
 
 
 def check_prompt_tokens(meta: dict[str, Any], rendered: int, images: PromptImages) -> None:

@@ -112,7 +112,7 @@ class ServerSpec:
         """
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-server-warmup", "--weight-version", "0"]
-        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # it reads images in a text
+        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # its processor decodes
         if self.nodes > 1:
             assert meeting is not None, "the processes of several nodes meet at an address"
             words += ["--nnodes", str(self.nodes), "--node-rank", str(self.node), "--dist-init-addr", meeting]

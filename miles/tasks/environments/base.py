@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import base64
 import inspect
 import json
 import re
@@ -17,7 +16,7 @@ from miles.base import strict_json
 from miles.base.choices import Choice
 from miles.base.text import InputError, name_and_words, one_line
 from miles.base.user_code import UserCodeError, run_blocking
-from miles.types.sample import IMAGE_PLACEHOLDER, Prompt
+from miles.types.sample import IMAGE_PLACEHOLDER, Prompt, data_uri
 
 Message = Mapping[str, Any]  # as in OpenAI's chat API: role, content, tool_calls, tool_call_id
 
@@ -285,4 +284,4 @@ def _with_files(messages: Sequence[Message], files: Sequence[bytes]) -> list[Mes
 
 
 def _as_uri(file: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image;base64,{base64.b64encode(file).decode()}"}}
+    return {"type": "image_url", "image_url": {"url": data_uri("image", file)}}
