@@ -232,6 +232,7 @@ async def start_servers(
     """
     model = settings.model.hf_checkpoint
     assert model is not None
+    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
     output_dir = Path(settings.tracking.output_dir).absolute()
 
     def log(name: str) -> LogFile:
@@ -239,7 +240,6 @@ async def start_servers(
 
     servers = processes(log)
     requests = settings.sglang.sglang_server_concurrency * len(servers)
-    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
     engine = engine_type(
         servers,
         settings.sglang,

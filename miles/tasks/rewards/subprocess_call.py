@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, BinaryIO, TypeVar
 
 from miles.base.processes import same_imports
@@ -71,7 +72,8 @@ def subprocess_call(
     ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises the errors of ``function``,
     ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time,
     ``SubprocessDied`` if the process ends another way, and ``PreparationError`` if the preparation raises. The time
-    starts once the child has imported the function's module with its ``SLOW_IMPORTS``, and made the ``preparation``.
+    starts once the child has imported the function's module with its ``SLOW_IMPORTS``, called its ``warm_up`` if it has
+    one, and made the ``preparation``.
     """
     child = _idle.get()  # waits while all are busy
     try:
@@ -153,9 +155,13 @@ def _fork_workers(module: str, replies: BinaryIO) -> None:
         replies.flush()
 
 
-def _import_with_libraries(module: str) -> None:
-    for slow in getattr(importlib.import_module(module), "SLOW_IMPORTS", ()):
+@cache
+def _import_with_libraries(name: str) -> None:
+    module = importlib.import_module(name)
+    for slow in getattr(module, "SLOW_IMPORTS", ()):
         importlib.import_module(slow)
+    if hasattr(module, "warm_up"):
+        module.warm_up()
 
 
 def _is_closed(pipe: int) -> bool:
