@@ -22,13 +22,18 @@ _GROUPS = re.compile(
     rf"(?<=\d)(?:\{{\s*(?:,|\\,)\s*\}}|,?\\[,!;: ](?:\s*\\!)?|\\!,|,\\!|~|[{_THIN}])\s*(?=\d{{3}}(?!\d))"
 )
 _SPACED_GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
+_FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
+_SPACE = re.compile(r"(?<!\\)\\[,;:! ]")
+_BARE_ROOT = re.compile(r"(\\sqrt\s*\[[^][]+\])\s*(\w)")
 _EXPONENT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3})(?!\w|\.\d)")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*10\s*(?=\^)")
 _SIGNED_POWER = re.compile(r"\^\s*([+-]\s*\d+)")
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SIGNS = {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
 _SIGNS |= {"≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "\N{FULLWIDTH COMMA}": ","}
-_SIGN = re.compile("|".join(_SIGNS))
+_SIGNS |= {r"\varnothing": r"\emptyset ", r"^\degree": r"^\circ ", r"\degree": r"^\circ "}
+_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _DOTS = r"(?:\\[lc]?dots[bc]?(?![A-Za-z])|\.{3})"
 _REPEATING = re.compile(
     r"(?<![\d.])(?P<whole>\d*)\.(?P<start>\d*?)(?:\\(?:overline|bar)\s*\{?(?P<line>\d+)\}?|\((?P<round>\d+)\)"
@@ -96,12 +101,17 @@ def spelled_numbers(text: str) -> str:
     '12345, 0.0015, \\frac{1}{6}'
     """
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], with_plain_minus(text))
+    text = _FRACTION_SIGN.sub(lambda sign: r"\frac{{{}}}{{{}}}".format(*_parts_of(sign[0])), text)
     text = _SUPERSCRIPTS.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
     text = _GROUPS.sub("", with_plain_minus(text))
     text = _EXPONENT.sub(lambda number: f"{Decimal(number[0]):f}", text)
     text = _SIGNED_POWER.sub(r"^{\1}", _TIMES_TEN.sub(r"\\times 10", text))
     text = _CUT_DECIMAL.sub(r"\1", _REPEATING.sub(_fraction, text))
     return _DOTTED_LIST.sub(lambda dots: f"{dots['digit']}{',' * bool(dots['digit'])}\\text{{dots}}", text)
+
+
+def _parts_of(sign: str) -> list[str]:
+    return unicodedata.normalize("NFKC", sign).split("\N{FRACTION SLASH}")
 
 
 def _fraction(decimal: re.Match[str]) -> str:
@@ -122,13 +132,15 @@ def readable(content: str) -> str:
     """
     text = content.replace(r"\$", "$")
     plain = "".join(c for c in text if unicodedata.category(c) != "Sc")
-    plain = _CURRENCY_WORD.sub("", plain)
+    plain = re.sub(r"\\text\s*\{\s*\}", "", _CURRENCY_WORD.sub("", plain))
     if plain != text:
         plain = re.sub(r"(?<=\d),(?=\d\d)", "", plain) if re.fullmatch(r"[-+\s]*[\d,]+(?:\.\d+)?\s*", plain) else plain
     text = spelled_numbers(plain).strip("*`\"' \n")
     if _SPACED_GROUPS.fullmatch(text):
         text = text.replace(" ", "")
-    text = _END.sub("", text)
+    text = _BARE_ROOT.sub(r"\1{\2}", _SPACE.sub(" ", _END.sub("", text)))
+    if mixed := _MIXED.fullmatch(text):
+        text = r"{}\frac{{{}}}{{{}}}".format(*mixed.groups())
     if set_of := _SET_OF.fullmatch(text):
         text = set_of[1]
     text = _FUNCTION.sub(r"\\\1 ", text)

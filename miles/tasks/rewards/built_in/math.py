@@ -204,6 +204,8 @@ def equal_numbers(one: Any, other: Any, *precision: int) -> bool:
         return False
     if isinstance(one, Rational) and isinstance(other, Rational):
         return bool(one == other)
+    if one.is_infinite or other.is_infinite:
+        return bool(one == other)
     is_rounded = one.has(Float) or other.has(Float)
     if not is_rounded and 0 in (one, other):
         return bool(one.equals(other))

@@ -49,6 +49,13 @@ SAME = [
     ("(1,2]", "1 < x \\le 2", "2 \\ge x > 1", "x \\in (1,2]", "\\{x \\mid 1 < x \\le 2\\}"),
     ("(-\\infty,1)\\cup(2,\\infty)", "x<1 \\text{ or } x>2", "x > 2 or x < 1"),
     ("\\sqrt{2}\\cdot 10^{6}", "1414213.56"),
+    ("7/3", "2\\frac{1}{3}", "2 1/3", "2⅓"),
+    ("5\\text{ cm}", "5\\,\\text{cm}", "5\\ \\mathrm{cm}", "5 cm"),
+    ("10\\%", "10\\,\\%"),
+    ("30^\\circ", "30\\degree", "30^\\degree", "30°"),
+    ("\\emptyset", "\\varnothing"),
+    ("\\sqrt[3]{2}", "\\sqrt[3]2"),
+    ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}"),
     ("Monday and Tuesday", "\\text{Tuesday}, \\text{Monday}"),
 ]
 DIFFERENT = [
@@ -66,6 +73,7 @@ DIFFERENT = [
     ("1,2,\\ldots,n", "1,3,\\ldots,n", "1,2,n"),
     ("(1,2)", "1 \\le x < 2", "(1,2]", "(2,1)"),
     ("x>1", "y>1"),
+    ("\\infty", "-\\infty"),
 ]
 
 
