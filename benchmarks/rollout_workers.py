@@ -178,7 +178,7 @@ async def measure(options: argparse.Namespace, settings: Settings, url: str) -> 
     try:
         return await measured(options, pipeline, url, time.perf_counter() - began)
     finally:
-        await pipeline.close()
+        await pipeline.producer.close()
 
 
 async def measured(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from miles.base.user_code import load_function, user_code_in_thread
 from miles.config.flags_view import flags_view
@@ -482,17 +482,18 @@ def as_metrics(found: Any, path: str) -> dict[str, Metric]:
     return metrics
 
 
-def own_evaluation(
-    settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
-) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
-    """Return a call of the function that a flag names: an evaluation, or metrics of one; None without such a flag.
+Evaluation: TypeAlias = Callable[[int], Awaitable[dict[str, Metric]]]
+
+
+def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTools) -> Evaluation:
+    """Return the evaluation of all sets at a version of the weights: the user's or the built-in one.
 
     Raises:
-        ValueError: The function cannot be imported.
+        ValueError: The user's function cannot be imported.
     """
     path, seed = settings.evaluation.eval_function_path, settings.data.rollout_seed
     if path is None:
-        return _logged_evaluation(settings, eval_sets, tools)
+        return _built_in_evaluation(settings, eval_sets, tools)
     function, args = load_evaluation_function(path), flags_view(settings)
 
     async def evaluate_sets() -> dict[str, float]:
@@ -509,18 +510,16 @@ def own_evaluation(
     return call
 
 
-def _logged_evaluation(
-    settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
-) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
-    """Return the built-in evaluation with the metrics of ``--custom-eval-rollout-log-function-path``."""
+def _built_in_evaluation(settings: Settings, eval_sets: list[EvalSet], tools: GroupTools) -> Evaluation:
+    """Return the evaluation with the metrics of ``--custom-eval-rollout-log-function-path``, if it is given."""
     path, seed = settings.evaluation.custom_eval_rollout_log_function_path, settings.data.rollout_seed
-    if path is None:
-        return None
-    function, args = load_function(path, EVAL_LOG), flags_view(settings)
+    function, args = None if path is None else load_function(path, EVAL_LOG), flags_view(settings)
 
     async def call(version: int) -> dict[str, Metric]:
         per_set = await gather_or_cancel(evaluate([eval_set], tools, seed) for eval_set in eval_sets)
         metrics = {name: metric for of_set, _ in per_set for name, metric in of_set.items()}
+        if function is None:
+            return metrics
         data = {
             eval_set.name: {
                 "rewards": [sample.reward for sample in samples],

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from miles.base.host import memory_limit
-from miles.base.profiling import ProcessTrace, waiting
+from miles.base.profiling import waiting
 from miles.base.threads import in_thread
 from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import user_code_in_thread
@@ -26,49 +25,33 @@ from miles.config.flags_view import flags_view
 from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.engine.base import (
-    Engine,
-    EngineHost,
-    EngineLoad,
-    HasQueues,
-    MeteredEngine,
-    ReleasesMemory,
-    ServedTeacher,
-    SharesServers,
-    connect_teacher,
-    start_engine,
-)
+from miles.engine.base import EngineHost
 from miles.models.packing import reads_images
 from miles.models.reading import read_config
-from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
-from miles.rollout.evaluate import EvalSet, evaluate
-from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, GroupWorkers, produce_group
+from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.hooks import (
     BufferFilter,
+    Evaluation,
     FunctionCollector,
     IterationHooks,
     RolloutTools,
+    evaluation_of,
     load_rollout_function,
-    own_evaluation,
 )
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
+from miles.rollout.producer import GroupProducer, start_producer
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of, load_held_out
-from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
+from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker
 from miles.tasks.data.stream import TrainingStream
-from miles.tasks.rewards.base import RewardFunction
-from miles.tasks.rewards.registry import get_reward_function
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
-
-if TYPE_CHECKING:
-    from miles.rollout.agents.generator import SessionGenerator
 
 
 @dataclass(frozen=True)
@@ -91,15 +74,14 @@ class RolloutPipeline:
     Calls may overlap: under ``--async-steps`` iterations are collected while weights arrive and checkpoints are saved.
 
     Args:
-        engine: None if nothing is generated (saved samples, no evaluation).
-        tools: The tools that evaluation generates with; None without an engine. ``close`` ends its workers.
-        stream: None if there are no prompts to train on.
+        tokenizer: The model's.
+        producer: Produces the groups; the pipeline's owner closes it.
+        collector: Collects the groups of an iteration.
+        stream: The prompts to train on, if there are any.
+        evaluation: Returns the metrics of all evaluation sets, given a version of the weights; None without an engine.
+        rollout: The flags of rollouts.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
-        evaluation: The user's evaluation, of a version of the weights; None for the evaluation of ``eval_sets``.
-        teacher: The servers of a teacher, which ``close`` disconnects from.
-        agents: The generator that runs agent programs; ``close`` stops its server.
-        load: Measures the requests to the engine of ``tools``; None with generation workers.
         reads_images: Whether the model has a processor.
     """
 
@@ -107,39 +89,25 @@ class RolloutPipeline:
         self,
         *,
         tokenizer: Any,
-        engine: Engine | None,
-        tools: GroupTools | None,
+        producer: GroupProducer,
         collector: GroupCollector,
         stream: TrainingStream | None,
-        eval_sets: list[EvalSet],
+        evaluation: Evaluation | None,
         rollout: RolloutArguments,
-        rule: OrderingRule,
-        seed: int,
         num_iterations: int,
-        hooks: IterationHooks | None = None,
-        evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
-        teacher: ServedTeacher | None = None,
-        agents: SessionGenerator | None = None,
-        load: EngineLoad | None = None,
-        reads_images: bool = False,
+        hooks: IterationHooks,
+        reads_images: bool,
     ) -> None:
-        self.engine = engine
-        self._reads_images = reads_images
-        self.num_iterations = num_iterations
         self.tokenizer = tokenizer
-        self._tools = tools
+        self.producer = producer
+        self.num_iterations = num_iterations
+        self._reads_images = reads_images
         self._collector = collector
         self._stream = stream
-        self._eval_sets = eval_sets
-        self._rollout = rollout
-        self._rule = rule
-        self._seed = seed
-        self._hooks = None if hooks is None or hooks.is_idle else hooks
         self._evaluation = evaluation
-        self._teacher = teacher
-        self._agents = agents
-        self._load = load
-        self._workers = None if tools is None else tools.workers
+        self._rollout = rollout
+        self._rule = OrderingRule.from_flags(rollout)
+        self._hooks = None if hooks.is_idle else hooks
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
 
@@ -155,7 +123,7 @@ class RolloutPipeline:
             self._positions[start.iteration] = self._collector.state()
             began = time.perf_counter()
             scored = await self._collect(start.iteration)
-            load = {} if self._load is None else self._load.metrics()
+            load = {} if self.producer.load is None else self.producer.load.metrics()
             prompts_after = self._collector.state()
             if self._rollout.save_debug_rollout_data is not None:
                 path = self._rollout.save_debug_rollout_data
@@ -183,12 +151,9 @@ class RolloutPipeline:
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
-        assert self._tools is not None, "evaluation generates, so there is an engine"
+        assert self._evaluation is not None, "evaluation generates, so there is an engine"
         async with self._gate.evaluating():
-            if self._evaluation is not None:
-                return await self._evaluation(self._gate.version)
-            metrics, _ = await evaluate(self._eval_sets, self._tools, self._seed)
-        return metrics
+            return await self._evaluation(self._gate.version)
 
     async def update_weights(
         self, chunks: Iterable[WeightChunk] | None, version: int, after: int | None = None
@@ -202,16 +167,12 @@ class RolloutPipeline:
         """
         async with self._gate.loading(version, after):
             began = time.perf_counter()
-            if self.engine is not None and chunks is not None:
+            engine = self.producer.engine
+            if engine is not None and chunks is not None:
                 with waiting("update weights"):
-                    await self.engine.update_weights(chunks, version)
+                    await engine.update_weights(chunks, version)
             self._collector.weights_changed(version)
         return time.perf_counter() - began
-
-    async def release_memory(self) -> None:
-        """Have the engine release its GPU memory until new weights arrive."""
-        assert isinstance(self.engine, ReleasesMemory), "check_offload() allows it for such engines only"
-        await self.engine.release_memory()
 
     def state(self, iterations_done: int) -> dict[str, Any]:
         """Return the position in the prompts before iteration ``iterations_done``, for a checkpoint.
@@ -225,11 +186,6 @@ class RolloutPipeline:
         if self._stream is not None and state:
             self._stream.restore(state)
 
-    def queue_lengths(self) -> dict[str, int]:
-        """Return the lengths of the queues of engine and workers, as far as known, for the report of a hang."""
-        loads = {} if self._workers is None else self._workers.loads()
-        return loads | (self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {})
-
     def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
         return self._collector.progress if isinstance(self._collector, HasProgress) else None
@@ -241,26 +197,6 @@ class RolloutPipeline:
             from miles.models.images import load_processor
 
             load_processor(self.tokenizer.name_or_path).save_pretrained(folder)
-
-    async def start_profile(self) -> None:
-        """Have the generation workers record their work."""
-        if self._workers is not None:
-            await self._workers.start_profile()
-
-    async def stop_profile(self) -> list[ProcessTrace]:
-        """Return the recordings of the generation workers."""
-        return [] if self._workers is None else await self._workers.stop_profile()
-
-    async def close(self) -> None:
-        """Close the engine. No call may follow."""
-        if self._workers is not None:
-            await self._workers.close()
-        if self._agents is not None:
-            await self._agents.close()
-        if self._teacher is not None:
-            await self._teacher.close()
-        if self.engine is not None:
-            await self.engine.close()
 
 
 async def build_pipeline(
@@ -277,25 +213,19 @@ async def build_pipeline(
     Raises:
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
     """
-    rollout, reward, data = settings.rollout, settings.reward, settings.data
+    rollout = settings.rollout
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    reward_function, eval_sets = _reward_function(reward), load_held_out(settings, tokenizer)
-    supply, agents = build_supply(settings, tokenizer), session_generator(settings)
-    generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
-    num_iterations = iterations_of(rollout, supply.num_prompts)
-    engine = await start_engine(settings, host) if settings.generates else None
-    teacher, tools, load = connect_teacher(settings), None, None
+    eval_sets, supply = load_held_out(settings, tokenizer), build_supply(settings, tokenizer)
+    hooks, num_iterations = IterationHooks(settings, supply.stream), iterations_of(rollout, supply.num_prompts)
+    producer = await start_producer(settings, host, tokenizer, worker_starter)
     try:
-        if engine is not None:
-            tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
-            tools, load = await _with_workers(settings, tools, worker_starter)
-        evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
+        evaluation = None if producer.tools is None else evaluation_of(settings, eval_sets, producer.tools)
         collector = build_collector(
             supply.stream,
-            None if tools is None else replace(tools, teacher=teacher),
+            producer.training_tools,
             rollout,
-            reward,
-            data.rollout_seed,
+            settings.reward,
+            settings.data.rollout_seed,
             num_iterations,
             local_vocab_size(settings.model),
             settings.reads_conversations,
@@ -303,59 +233,19 @@ async def build_pipeline(
             flags_view(settings),
         )
     except BaseException:
-        await _close(engine, None if tools is None else tools.workers)
+        await producer.close()
         raise
     return RolloutPipeline(
         tokenizer=tokenizer,
-        engine=engine,
-        tools=tools,
+        producer=producer,
         collector=collector,
         stream=supply.stream,
-        eval_sets=eval_sets,
+        evaluation=evaluation,
         rollout=rollout,
-        rule=OrderingRule.from_flags(rollout),
-        seed=data.rollout_seed,
         num_iterations=num_iterations,
         hooks=hooks,
-        evaluation=evaluation,
-        teacher=teacher,
-        agents=agents,
-        load=load,
         reads_images=reads_images(read_config(str(settings.model.hf_checkpoint)).to_dict()),
     )
-
-
-def _reward_function(reward: RewardArguments) -> RewardFunction | None:
-    scores = reward.rm_type is not None or reward.custom_rm_path is not None
-    return get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
-
-
-def _group_tools(
-    engine: Engine, tokenizer: Any, generate: GroupGenerator, function: RewardFunction | None, reward: RewardArguments
-) -> GroupTools:
-    assert function is not None, "validate() requires a reward if samples are generated"
-    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
-
-
-async def _with_workers(
-    settings: Settings, tools: GroupTools, worker_starter: Callable[[Any], StartWorker] | None
-) -> tuple[GroupTools, EngineLoad | None]:
-    """Start the generation workers, which use the servers of the engine; without any, measure the engine's load."""
-    number, replaces = settings.rollout.num_rollout_workers, settings.sglang.use_fault_tolerance
-    if number == 1:
-        load = EngineLoad()
-        return replace(tools, engine=MeteredEngine(tools.engine, load)), load
-    assert isinstance(tools.engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
-    workers = WorkerPool(worker_starter(tools.tokenizer), number, tools.engine, replaces)
-    await workers.start()
-    return replace(tools, workers=workers), None
-
-
-async def _close(engine: Engine | None, workers: GroupWorkers | None) -> None:
-    if workers is not None:
-        await workers.close()
-    if engine is not None:
-        await engine.close()
 
 
 def build_collector(

@@ -390,7 +390,7 @@ class RolloutActor:
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""
-        await self.pipeline.release_memory()
+        await self.pipeline.producer.release_memory()
 
     async def state(self, iterations_done: int) -> dict[str, Any]:
         """Return the position in the prompts before iteration ``iterations_done``, for a checkpoint."""
@@ -402,13 +402,13 @@ class RolloutActor:
 
     async def start_profile(self) -> None:
         """Record the work of this process and of the generation workers from now on."""
-        await self.pipeline.start_profile()
+        await self.pipeline.producer.start_profile()
         self._profile.start()
 
     async def stop_profile(self) -> list[ProcessTrace]:
         """Return the recording."""
         own = self._profile.stop()
-        workers = await self.pipeline.stop_profile()
+        workers = await self.pipeline.producer.stop_profile()
         return [*([] if own is None else [own]), *workers]
 
     async def read_clock(self) -> tuple[str, int]:
@@ -428,7 +428,9 @@ class RolloutActor:
     @ray.method(concurrency_group=REPORT)
     async def describe(self) -> str:
         """Return queues, coroutines and stacks of this process, for the report of a hang."""
-        lines = [] if self._built is None else [f"{name}: {n}" for name, n in self._built.queue_lengths().items()]
+        lines = (
+            [] if self._built is None else [f"{name}: {n}" for name, n in self._built.producer.queue_lengths().items()]
+        )
         if self._loop is not None:
             lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
         return "\n".join([*lines, own_stacks()])
@@ -449,4 +451,4 @@ class RolloutActor:
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""
         if self._built is not None:
-            await self._built.close()
+            await self._built.producer.close()

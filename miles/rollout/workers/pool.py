@@ -117,6 +117,94 @@ class _Worker:
         self.outbox.append(message)
         self.news.set()
 
+    def told(self, message: Any) -> asyncio.Future[int]:
+        """Send a message; return a future that is resolved when the worker has taken it in, or is lost."""
+        self.send(message)
+        delivered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.send(delivered)
+        return delivered
+
+    def asked(self, number: int, question: Question) -> asyncio.Future[Any]:
+        """Ask; return the future answer."""
+        self.answers[number] = asyncio.get_running_loop().create_future()
+        self.send(Ask(number, question))
+        return self.answers[number]
+
+    async def deliver(self) -> None:
+        """Send the messages in the outbox, one batch after the other."""
+        while True:
+            await self.news.wait()
+            batch, self.outbox = self.outbox, []
+            self.news.clear()
+            delivered = [message for message in batch if isinstance(message, asyncio.Future)]
+            try:
+                sent = self._encode([message for message in batch if not isinstance(message, asyncio.Future)])
+                await self.process.deliver(sent)
+            finally:
+                for future in delivered:
+                    if not future.done():
+                        future.set_result(0)
+
+    def _encode(self, messages: list[Any]) -> bytes:
+        """Return the messages as sent, the orders of one kind together: they share a specification."""
+        sent: list[Any] = []
+
+        def is_order(message: Any) -> tuple[int, GeneratorParts] | None:
+            return (id(message.spec), message.kind) if isinstance(message, _Order) else None
+
+        for key, found in itertools.groupby(messages, is_order):
+            if key is None:
+                sent += found
+                continue
+            orders = [order for order in found if order.ticket in self.orders]  # others were withdrawn since
+            if orders:
+                spec = replace(orders[0].spec, group_filter=None, scored=None)
+                sent.append(Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
+        return encode(sent, "a prompt")
+
+    async def collect(self, check_servers: Callable[[CheckServers], object]) -> None:
+        """Receive its messages; pass on those that ask for a check of the servers."""
+        while True:
+            for message in decode(await self.process.collect()):
+                match message:
+                    case Produced():
+                        self._take_in(message)
+                    case Failed():
+                        self._settle(message.ticket, decode_error(message.error))
+                    case Answered():
+                        answer = self.answers.pop(message.number)
+                        if not answer.done():
+                            answer.set_result(message.value)
+                    case CheckServers():
+                        check_servers(message)
+                    case _:
+                        raise AssertionError(f"a message of type {type(message).__name__}")
+
+    def _take_in(self, message: Produced) -> None:
+        order = self.orders.get(message.ticket)
+        if order is None:  # withdrawn meanwhile
+            return
+        made: Made = decode(message.made)
+        if made.metadata is not None:
+            metadata = order.drawn.prompt.metadata
+            metadata.clear()
+            metadata.update(made.metadata)
+        produced = unpack(made.packed, order.drawn.prompt)
+        try:
+            if made.shown and order.spec.scored is not None:
+                order.spec.scored(produced.group)
+        except Exception as error:
+            self._settle(message.ticket, error)
+            return
+        del self.orders[message.ticket]
+        if not order.result.done():
+            order.result.set_result(produced)
+
+    def _settle(self, ticket: int, error: Exception) -> None:
+        order = self.orders.pop(ticket, None)
+        if order is not None and not order.result.done():
+            order.result.set_exception(error)
+
     def end(self) -> list[_Order]:
         """Wait for nothing of it any more; return the groups that it had."""
         for waiting in [*self.answers.values(), *(m for m in self.outbox if isinstance(m, asyncio.Future))]:
@@ -191,7 +279,8 @@ class WorkerPool:
         worker.send(Show(self._seen))
         if self._holds:
             worker.send(Hold(True))
-        for work in (self._deliver(worker), self._collect(worker)):
+        collect = worker.collect(lambda message: self._keep(self._check_servers(worker, message)))
+        for work in (worker.deliver(), collect):
             worker.tasks.append(self._keep(self._guarded(number, worker, work)))
         waiting, self._waiting = self._waiting, []
         self._place(waiting)
@@ -232,81 +321,6 @@ class WorkerPool:
         for worker in self._workers.values():
             if worker.orders.pop(order.ticket, None) is not None:
                 worker.send(Cancel((order.ticket,)))
-
-    async def _deliver(self, worker: _Worker) -> None:
-        """Send the messages in the outbox, one batch after the other."""
-        while True:
-            await worker.news.wait()
-            batch, worker.outbox = worker.outbox, []
-            worker.news.clear()
-            delivered = [message for message in batch if isinstance(message, asyncio.Future)]
-            try:
-                sent = self._encode(worker, [message for message in batch if not isinstance(message, asyncio.Future)])
-                await worker.process.deliver(sent)
-            finally:
-                for future in delivered:
-                    if not future.done():
-                        future.set_result(0)
-
-    def _encode(self, worker: _Worker, messages: list[Any]) -> bytes:
-        """Return the messages as sent, the orders of one kind together: they share a specification."""
-        sent: list[Any] = []
-
-        def is_order(message: Any) -> tuple[int, GeneratorParts] | None:
-            return (id(message.spec), message.kind) if isinstance(message, _Order) else None
-
-        for key, found in itertools.groupby(messages, is_order):
-            if key is None:
-                sent += found
-                continue
-            orders = [order for order in found if order.ticket in worker.orders]  # others were withdrawn since
-            if orders:
-                spec = replace(orders[0].spec, group_filter=None, scored=None)
-                sent.append(Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
-        return encode(sent, "a prompt")
-
-    async def _collect(self, worker: _Worker) -> None:
-        """Receive the worker's messages."""
-        while True:
-            for message in decode(await worker.process.collect()):
-                match message:
-                    case Produced():
-                        self._take_in(worker, message)
-                    case Failed():
-                        self._settle(worker, message.ticket, decode_error(message.error))
-                    case Answered():
-                        answer = worker.answers.pop(message.number)
-                        if not answer.done():
-                            answer.set_result(message.value)
-                    case CheckServers():
-                        self._keep(self._check_servers(worker, message))
-                    case _:
-                        raise AssertionError(f"a message of type {type(message).__name__}")
-
-    def _take_in(self, worker: _Worker, message: Produced) -> None:
-        order = worker.orders.get(message.ticket)
-        if order is None:  # withdrawn meanwhile
-            return
-        made: Made = decode(message.made)
-        if made.metadata is not None:
-            metadata = order.drawn.prompt.metadata
-            metadata.clear()
-            metadata.update(made.metadata)
-        produced = unpack(made.packed, order.drawn.prompt)
-        try:
-            if made.shown and order.spec.scored is not None:
-                order.spec.scored(produced.group)
-        except Exception as error:
-            self._settle(worker, message.ticket, error)
-            return
-        del worker.orders[message.ticket]
-        if not order.result.done():
-            order.result.set_result(produced)
-
-    def _settle(self, worker: _Worker, ticket: int, error: Exception) -> None:
-        order = worker.orders.pop(ticket, None)
-        if order is not None and not order.result.done():
-            order.result.set_exception(error)
 
     async def _check_servers(self, worker: _Worker, asked: CheckServers) -> None:
         error = None
@@ -381,13 +395,8 @@ class WorkerPool:
 
     async def _tell(self, message: Any) -> None:
         """Return when every worker has taken the message in, or is lost: its successor begins with the newest."""
-        delivered: list[asyncio.Future[int]] = []
-        for worker in self._workers.values():
-            worker.send(message)
-            delivered.append(asyncio.get_running_loop().create_future())
-            worker.send(delivered[-1])
-        if delivered:
-            await asyncio.wait(delivered)
+        if self._workers:
+            await asyncio.wait([worker.told(message) for worker in self._workers.values()])
 
     async def aborted(self) -> None:
         """Have every worker end its requests; ``RemoteSenders.aborted``."""
@@ -406,13 +415,8 @@ class WorkerPool:
         return [found for found in await self._ask(Question.RECORDED) if isinstance(found, ProcessTrace)]
 
     async def _ask(self, question: Question) -> list[Any]:
-        answers = []
-        for _, worker in sorted(self._workers.items()):  # they were added as their processes became ready
-            number = next(self._questions)
-            worker.answers[number] = asyncio.get_running_loop().create_future()
-            worker.send(Ask(number, question))
-            answers.append(worker.answers[number])
-        return list(await asyncio.gather(*answers))
+        workers = sorted(self._workers.items())  # they were added as their processes became ready
+        return list(await asyncio.gather(*(worker.asked(next(self._questions), question) for _, worker in workers)))
 
     def loads(self) -> dict[str, int]:
         """Return how many groups each worker has, for the report of a hang."""

@@ -36,8 +36,8 @@ from miles.base.stacks import RUN_FOLDER, frames, request_stacks
 from miles.base.text import InputError, one_line
 from miles.base.threads import in_thread
 from miles.base.user_code import UserCodeError, UserCodeTimeout, call_slots
-from miles.tasks.rewards.answer_text import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.tasks.rewards.base import NotAReward
+from miles.tasks.rewards.pipe_messages import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.types.sample import Sample
 
 MOST_TIMEOUTS = 10  # one after another, without a call that returns: it is stuck, not slow

@@ -31,7 +31,8 @@ from miles.base.processes import die_with_parent, kill_all
 from miles.base.stacks import answer_requests
 from miles.base.text import few_lines, name_and_words, one_line
 from miles.base.user_code import UserCall, UserCodeError, fault_of_signature, import_function, makes_coroutines
-from miles.tasks.rewards.answer_text import (
+from miles.tasks.rewards.base import NotAReward, as_reward, shown
+from miles.tasks.rewards.pipe_messages import (
     PIPE_CLOSED,
     PIPE_READ,
     TOKEN_BYTES,
@@ -39,7 +40,6 @@ from miles.tasks.rewards.answer_text import (
     read_message,
     write_message,
 )
-from miles.tasks.rewards.base import NotAReward, as_reward, shown
 from miles.tasks.rewards.sandboxed import uses_more
 
 CHECK_SECONDS = 0.25  # between two looks at the memory

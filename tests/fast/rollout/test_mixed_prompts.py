@@ -61,7 +61,7 @@ async def run(settings, weights, iterations, state=None):
         await pipeline.update_weights(weights, iteration, None)
         async with pipeline.collecting(Start(iteration, None, iteration)) as collected:
             found.append((collected.scored, pipeline.state(iteration)))
-    await pipeline.close()
+    await pipeline.producer.close()
     return found
 
 

@@ -23,6 +23,7 @@ from miles.config.settings import Settings
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.objective.settings import LossArguments
+from miles.rollout import hooks, producer
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision
@@ -213,7 +214,7 @@ async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, m
         evaluated.append(True)
         return {}, []
 
-    monkeypatch.setattr(pipelines, "evaluate", evaluate)
+    monkeypatch.setattr(hooks, "evaluate", evaluate)
     pipeline = await build(settings())
     await pipeline.update_weights(weights, 0)
     async with pipeline.collecting(Start(0, None, 0)):
@@ -254,7 +255,7 @@ async def test_a_wrong_path_closes_the_engine_that_was_started(settings, monkeyp
     async def start_engine(settings, host):
         return engine
 
-    monkeypatch.setattr(pipelines, "start_engine", start_engine)
+    monkeypatch.setattr(producer, "start_engine", start_engine)
     with pytest.raises(ValueError, match="--dynamic-sampling-filter-path no.such"):
         await build_pipeline(settings(dynamic_sampling_filter_path="no.such:filter"), host=None)
     assert engine.closed
@@ -379,7 +380,7 @@ async def test_a_teacher_scores_the_groups_that_are_kept(settings, weights):
 
     pipeline = await build(settings())
     await pipeline.update_weights(weights, 0)
-    tools = replace(pipeline._tools, teacher=Teacher())
+    tools = replace(pipeline.producer.tools, teacher=Teacher())
     spec = GroupSpec.for_training(settings().rollout, seed=1)
     (drawn,) = pipeline._stream.draw(1)
     kept = await produce_group(drawn, tools, spec)
@@ -404,7 +405,7 @@ async def test_conversations_are_collected_without_an_engine(settings, tmp_path)
     pipeline = await build_pipeline(flags, host=None)
     collected = await collect(pipeline, None, 0)
     [[shard]] = ShardBuilder(flags).build(0, collected.scored.groups)
-    assert pipeline.engine is None and shard.batch.num_trajectories == 2
+    assert pipeline.producer.engine is None and shard.batch.num_trajectories == 2
     with_ends_of_turns = 3 + 2
     assert shard.batch.num_loss_tokens == with_ends_of_turns
     assert collected.scored.metrics["rollout/loss_tokens"].value == with_ends_of_turns

@@ -126,7 +126,7 @@ def running(local_ray):
             async with asyncio.timeout(600):
                 yield pipeline
         finally:
-            await pipeline.close()
+            await pipeline.producer.close()
 
     yield of
     kept.end()
@@ -157,7 +157,7 @@ def content(scored):
 
 def pids_of(pipeline):
     """Return the process of each worker."""
-    workers = pipeline._workers._workers
+    workers = pipeline.producer.workers._workers
     return {n: ray.get(worker.process._actor.heartbeat.remote(0.0)) for n, worker in sorted(workers.items())}
 
 
@@ -176,7 +176,7 @@ async def test_three_workers_collect_what_one_process_does(settings_of, running,
             scored = [await collect(pipeline, iteration) for iteration in range(2)]
             metrics = await pipeline.evaluate()
             found[workers] = [content(one) for one in scored], metrics, pipeline.state(2)
-            loads = pipeline.queue_lengths()
+            loads = pipeline.producer.queue_lengths()
     assert found[1] == found[3]
     assert [group.group_index for group in found[3][0][1][0]] == list(range(6, 12))
     assert loads == {f"groups in generation worker {n}": 0 for n in range(3)}
@@ -185,10 +185,10 @@ async def test_three_workers_collect_what_one_process_does(settings_of, running,
 
 async def test_each_worker_records_its_part_of_a_profile(settings_of, running):
     async with running(settings_of(2)) as pipeline:
-        await pipeline.start_profile()
+        await pipeline.producer.start_profile()
         await collect(pipeline, 0)
-        traces = await pipeline.stop_profile()
-        assert await pipeline.stop_profile() == []
+        traces = await pipeline.producer.stop_profile()
+        assert await pipeline.producer.stop_profile() == []
     assert [trace.name for trace in traces] == ["generation worker 0", "generation worker 1"]
     for name, times in {"decode an answer": 24, "check an answer": 24, "pack a group": 6}.items():
         assert sum(event.name == name for trace in traces for event in trace.events) == times
@@ -258,7 +258,7 @@ async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, running,
         collecting = asyncio.ensure_future(collect(pipeline, 0))
         for number in (6, 12):
             await server.until(number)
-            [busy] = [n for n, worker in pipeline._workers._workers.items() if worker.orders]
+            [busy] = [n for n, worker in pipeline.producer.workers._workers.items() if worker.orders]
             os.kill(pids_of(pipeline)[busy], signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"the 2th one with .*sums\.jsonl:\d in it"):
             await collecting
@@ -272,7 +272,7 @@ async def test_an_early_stop_cancels_and_aborts_in_every_worker(settings_of, run
         first = await collect(pipeline, 0)
         unfinished = first.metrics["rollout/unfinished_groups"].value
         assert unfinished >= 1 and unfinished + first.metrics["rollout/surplus_groups"].value == 2
-        assert await pipeline._workers.in_flight() == 0 and not any(pipeline.queue_lengths().values())
+        assert await pipeline.producer.workers.in_flight() == 0 and not any(pipeline.producer.queue_lengths().values())
         second = await collect(pipeline, 1)
     indices = [group.group_index for scored in (first, second) for group in scored.groups]
     assert len(set(indices)) == 12 and set(indices) <= set(range(16)) - {3}
@@ -319,14 +319,14 @@ async def test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again
 ):
     checks = []
     async with running(settings_of(2)) as pipeline:
-        check = pipeline.engine.check_servers
+        check = pipeline.producer.engine.check_servers
 
         async def counted():
             checks.append(1)
             await check()
             server.fails = False
 
-        monkeypatch.setattr(pipeline.engine, "check_servers", counted)
+        monkeypatch.setattr(pipeline.producer.engine, "check_servers", counted)
         server.fails = True
         scored = await collect(pipeline, 0)
     assert checks and len(scored.groups) == 6

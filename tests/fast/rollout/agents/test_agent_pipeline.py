@@ -71,7 +71,7 @@ async def test_samples_of_programs_become_shards(settings, tiny_model, mode):
         assert [len(shard.batch.trajectory_ids) for shard in shards] == [4, 4]
     if not mode:
         assert (await pipeline.evaluate())["eval/held/accuracy"].value == 1.0
-    await pipeline.close()
+    await pipeline.producer.close()
 
 
 def _ids(group):

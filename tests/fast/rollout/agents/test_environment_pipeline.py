@@ -75,7 +75,7 @@ async def test_trajectories_of_environments_become_shards(settings, tiny_model, 
         assert [len(shard.batch.trajectory_ids) for shard in shards] == [2, 2]
     if not mode:
         assert (await pipeline.evaluate())["eval/held/reward_parts/environment"].value == pytest.approx(0.25)
-    await pipeline.close()
+    await pipeline.producer.close()
 
 
 async def test_the_weights_of_a_run_are_evaluated_and_sampled_in_its_environment(settings):

@@ -128,7 +128,7 @@ async def running(settings):
         await pipeline.update_weights([WeightChunk({"w": torch.zeros(3)})], 0, None)
         yield pipeline
     finally:
-        await pipeline.close()
+        await pipeline.producer.close()
 
 
 async def groups_of(settings):
@@ -205,11 +205,11 @@ async def test_a_served_teacher_scores_in_workers_as_in_one_process(settings_of)
 async def test_workers_record_what_they_do(settings_of):
     """Both workers are in one process here, so what either does may be in the record of one of them."""
     async with running(settings_of(2, "--rm-type", "length")) as pipeline:
-        await pipeline.start_profile()
+        await pipeline.producer.start_profile()
         async with pipeline.collecting(Start(0, None, 0)) as collected:
             assert len(collected.scored.groups) == 3
-        traces = await pipeline.stop_profile()
-        assert await pipeline.stop_profile() == []
+        traces = await pipeline.producer.stop_profile()
+        assert await pipeline.producer.stop_profile() == []
     assert [trace.name for trace in traces] == ["generation worker 0", "generation worker 1"]
     spans = Counter(event.name for trace in traces for event in trace.events)
     assert (spans["check an answer"], spans["make samples"], spans["pack a group"]) == (6, 3, 3)

@@ -1,0 +1,115 @@
+"""What produces groups, opened together and closed together: engine, workers, teacher, and the server of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from miles.base.host import memory_limit
+from miles.base.profiling import ProcessTrace
+from miles.config.settings import Settings
+from miles.engine.base import (
+    Engine,
+    EngineHost,
+    EngineLoad,
+    HasQueues,
+    MeteredEngine,
+    ReleasesMemory,
+    ServedTeacher,
+    SharesServers,
+    connect_teacher,
+    start_engine,
+)
+from miles.rollout.chosen_generator import get_group_generator, session_generator
+from miles.rollout.groups import GroupTools, GroupWorkers
+from miles.rollout.workers.pool import StartWorker, WorkerPool
+from miles.tasks.rewards.registry import get_reward_function
+
+if TYPE_CHECKING:
+    from miles.rollout.agents.generator import SessionGenerator
+
+
+@dataclass(frozen=True)
+class GroupProducer:
+    """Holds what produces groups. It is empty if nothing is generated (saved samples, no evaluation).
+
+    Attributes:
+        engine: Generates.
+        tools: The tools of evaluation; their engine measures its load, and their workers use the servers of ``engine``.
+        load: Measures the requests to the engine; None with generation workers.
+        teacher: Scores the samples of groups that are trained on.
+        agents: Runs agent programs.
+    """
+
+    engine: Engine | None = None
+    tools: GroupTools | None = None
+    load: EngineLoad | None = None
+    teacher: ServedTeacher | None = None
+    agents: SessionGenerator | None = None
+
+    @property
+    def workers(self) -> GroupWorkers | None:
+        """The processes that produce groups; None if this one does."""
+        return None if self.tools is None else self.tools.workers
+
+    @property
+    def training_tools(self) -> GroupTools | None:
+        """The tools of groups that are trained on."""
+        return None if self.tools is None else replace(self.tools, teacher=self.teacher)
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return the lengths of the queues of engine and workers, as far as known, for the report of a hang."""
+        loads = {} if self.workers is None else self.workers.loads()
+        return loads | (self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {})
+
+    async def release_memory(self) -> None:
+        """Have the engine release its GPU memory until new weights arrive."""
+        assert isinstance(self.engine, ReleasesMemory), "check_offload() allows it for such engines only"
+        await self.engine.release_memory()
+
+    async def start_profile(self) -> None:
+        """Have the generation workers record their work."""
+        if self.workers is not None:
+            await self.workers.start_profile()
+
+    async def stop_profile(self) -> list[ProcessTrace]:
+        """Return the recordings of the generation workers."""
+        return [] if self.workers is None else await self.workers.stop_profile()
+
+    async def close(self) -> None:
+        """Close all of it, the engine last. No call may follow."""
+        for part in (self.workers, self.agents, self.teacher, self.engine):
+            if part is not None:
+                await part.close()
+
+
+async def start_producer(
+    settings: Settings, host: EngineHost, tokenizer: Any, worker_starter: Callable[[Any], StartWorker] | None
+) -> GroupProducer:
+    """Load the reward and the generator that the flags name, then start the engine and its workers.
+
+    Raises:
+        ValueError: A reward or function is unknown, or the engine does not start.
+    """
+    if not settings.generates:
+        return GroupProducer()
+    reward, agents = settings.reward, session_generator(settings)
+    generate = agents or get_group_generator(settings.rollout)
+    function = get_reward_function(reward, memory_limit(reward.reward_memory))
+    engine = await start_engine(settings, host)
+    tools = GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
+    number, load = settings.rollout.num_rollout_workers, None
+    try:
+        if number == 1:
+            load = EngineLoad()
+            tools = replace(tools, engine=MeteredEngine(engine, load))
+        else:
+            assert isinstance(engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
+            workers = WorkerPool(worker_starter(tokenizer), number, engine, settings.sglang.use_fault_tolerance)
+            await workers.start()
+            tools = replace(tools, workers=workers)
+    except BaseException:
+        await engine.close()
+        raise
+    return GroupProducer(engine, tools, load, connect_teacher(settings), agents)
