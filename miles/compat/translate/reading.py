@@ -180,11 +180,14 @@ def _check_object(path: str, value: Any) -> None:
 CALLS = ("GRPOConfig",)
 TRAINERS = ("GRPOTrainer",)
 _OTHER_TRAINERS = re.compile(r"(SFT|DPO|KTO|ORPO|CPO|Reward|GKD|PRM|BCO|XPO|NashMD|OnlineDPO)(Config|Trainer)$")
-OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # in its order
+OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # in its order
+# The arguments of peft's LoraConfig by their names in TRL's ModelConfig, with peft's defaults.
+ADAPTER = {"r": ("lora_r", 8), "lora_alpha": ("lora_alpha", 8), "lora_dropout": ("lora_dropout", 0.0)}
+ADAPTER |= {"target_modules": ("lora_target_modules", None)}
 
 
 def read_python(path: str, text: str) -> Document:
-    """Read the arguments of the one call of ``GRPOConfig`` in the source, and the model and data of ``GRPOTrainer``.
+    """Read the arguments of the one call of ``GRPOConfig`` in the source, and those of ``GRPOTrainer``.
 
     Without a configuration the trainer has its defaults. Constants that are assigned once, at the top level of the
     file, are followed. Other expressions are not evaluated.
@@ -222,9 +225,27 @@ def read_python(path: str, text: str) -> Document:
     for call in trainers:
         given = [*zip(OF_THE_TRAINER, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
         for argument, value in given:
-            if argument in OF_THE_TRAINER and (argument != "args" or not calls):  # those are the configuration
-                settings.append(Setting(argument, _value(value, constants), value.lineno))
+            if argument == "peft_config":
+                settings += _adapter(value, constants)
+            elif argument != "args" or not calls:  # those are the configuration
+                name = argument or f"**{ast.unparse(value)}"
+                settings.append(Setting(name, _value(value, constants), value.lineno))
     return Document(path, "python", by_key(settings))
+
+
+def _adapter(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[Setting]:
+    """Yield the settings of a ``LoraConfig`` as those of TRL's command line; another value is one setting."""
+    config = constants.get(node.id, node) if isinstance(node, ast.Name) else node
+    if not isinstance(config, ast.Call) or _name(config.func) != "LoraConfig" or config.args:
+        yield Setting("peft_config", _value(node, constants), node.lineno)
+        return
+    given = {each.arg: each.value for each in config.keywords}
+    yield Setting("use_peft", True, node.lineno)
+    for argument, (name, default) in ADAPTER.items():
+        value = _value(given.pop(argument), constants) if argument in given else default
+        yield Setting(name, value, node.lineno)
+    for argument, value in given.items():
+        yield Setting(f"peft_config.{argument}", _value(value, constants), value.lineno)
 
 
 def _name(function: ast.expr) -> str:

@@ -183,6 +183,9 @@ def _adapter(translation: Translation) -> None:
             names = modules if isinstance(modules, list) else [modules]
             words += ["--target-modules", *(str(name).strip(",") for name in names)]
         translation.carry("use_peft", *words)
+        if not modules:
+            why = "peft adapts the layers that it lists for the type of the model: these two for Llama, Qwen and Gemma"
+            translation.differ("use_peft", why, "--target-modules", "q_proj", "v_proj")
     translation.take(keys)
 
 

@@ -619,6 +619,18 @@ RIGHT = [
         "--policy-loss=dppo_tv --dppo-tv-delta=0.15",
         "",
     ),
+    (
+        "a.py",
+        "a = LoraConfig(r=4, lora_alpha=9, target_modules=['o_proj'])\nGRPOTrainer('m', f, peft_config=a)",
+        "--lora-rank=4 --lora-alpha=9 --lora-dropout=0 --target-modules=o_proj",
+        "",
+    ),
+    (
+        "a.py",
+        "GRPOTrainer('m', f, peft_config=LoraConfig(use_rslora=True))",
+        "--lora-rank=8 --lora-alpha=8 --lora-dropout=0",
+        "peft_config.use_rslora = True",
+    ),
     ("a.sh", f"{VERL_GRPO} actor_rollout_ref.model.lora.rank=16", "--lora-rank=16 --lora-alpha=32", ""),
     ("a.sh", f"{VERL_GRPO} {ACTOR}entropy_coeff=0.01", "--entropy-coef=0.01", ""),
     (
