@@ -182,7 +182,11 @@ TRAINERS = ("GRPOTrainer",)
 _OTHER_TRAINERS = re.compile(r"(SFT|DPO|KTO|ORPO|CPO|Reward|GKD|PRM|BCO|XPO|NashMD|OnlineDPO)(Config|Trainer)$")
 OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # in its order
 # The arguments of peft's LoraConfig by their names in TRL's ModelConfig, with peft's defaults.
-ADAPTER = {"r": ("lora_r", 8), "lora_alpha": ("lora_alpha", 8), "lora_dropout": ("lora_dropout", 0.0)}
+ADAPTER: dict[str, tuple[str, float | None]] = {
+    "r": ("lora_r", 8),
+    "lora_alpha": ("lora_alpha", 8),
+    "lora_dropout": ("lora_dropout", 0.0),
+}
 ADAPTER |= {"target_modules": ("lora_target_modules", None)}
 
 
@@ -228,8 +232,8 @@ def read_python(path: str, text: str) -> Document:
             if argument == "peft_config":
                 settings += _adapter(value, constants)
             elif argument != "args" or not calls:  # those are the configuration
-                name = argument or f"**{ast.unparse(value)}"
-                settings.append(Setting(name, _value(value, constants), value.lineno))
+                key = argument or f"**{ast.unparse(value)}"
+                settings.append(Setting(key, _value(value, constants), value.lineno))
     return Document(path, "python", by_key(settings))
 
 
