@@ -248,8 +248,8 @@ def _adapter(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[Setting
     for argument, (name, default) in ADAPTER.items():
         value = _value(given.pop(argument), constants) if argument in given else default
         yield Setting(name, value, node.lineno)
-    for argument, value in given.items():
-        yield Setting(f"peft_config.{argument}", _value(value, constants), value.lineno)
+    for key, left in given.items():
+        yield Setting(f"peft_config.{key}", _value(left, constants), left.lineno)
 
 
 def _name(function: ast.expr) -> str:
