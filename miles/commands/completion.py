@@ -13,13 +13,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 
 from miles import commands
+from miles.base.flags import FILE_KINDS
 from miles.config.command_parser import CommandParser
 from miles.config.parser import build_parser
 
+FOLDERS = {FILE_KINDS[kind] for kind in ("model", "folder", "new folder")}
 SHELLS = ("bash", "zsh")
 OF_TRAIN = ("train", "explain", "rehearse", "quickstart")  # commands that take the flags of training
 ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 SCRIPT = """\
+_miles_folders() {{
+    compopt -o filenames 2>/dev/null
+    COMPREPLY=($(compgen -d -- "$current"))
+}}
 _miles() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
     if [ "$COMP_CWORD" -eq 1 ]; then
@@ -63,11 +69,13 @@ def script() -> str:
 
 
 def _choices() -> Iterator[str]:
-    """Yield a case for each flag of training that is limited to some values."""
+    """Yield a case for each flag of training that is limited to some values, or names a folder."""
     for action in build_parser()._actions:
-        if action.choices and action.option_strings:
-            patterns = "|".join(f'"{name} {flag}"' for name in OF_TRAIN for flag in action.option_strings)
+        patterns = "|".join(f'"{name} {flag}"' for name in OF_TRAIN for flag in action.option_strings)
+        if action.choices and patterns:
             yield f'        {patterns}) words="{" ".join(map(str, action.choices))}" ;;'
+        elif action.metavar in FOLDERS and patterns:
+            yield f"        {patterns}) _miles_folders; return ;;"
 
 
 def _flags(name: str) -> list[str]:

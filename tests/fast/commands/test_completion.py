@@ -53,6 +53,14 @@ def test_flags_and_choices(complete, words, expected):
     assert complete(*words) == expected
 
 
+def test_a_flag_for_a_folder_completes_folders_and_another_one_files_too(complete, tmp_path):
+    (tmp_path / "model_folder").mkdir()
+    (tmp_path / "model_file").touch()
+    start = f"{tmp_path}/model"
+    assert complete("train", "--hf-checkpoint", start) == [f"{start}_folder"]
+    assert complete("train", "--prompt-data", start) == []  # the shell completes files
+
+
 def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["completion", "fish"])
