@@ -39,7 +39,7 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.command_parser import CommandParser
 from miles.config.components import engine_spec
 from miles.config.evaluation import EvaluationArguments
-from miles.config.megatron.overrides import TRIED
+from miles.config.megatron.rules import TRIED
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings

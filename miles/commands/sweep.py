@@ -35,7 +35,7 @@ from miles.commands.sweeps.run_queue import (
 from miles.commands.sweeps.swept_run import TRAIN, RunStart, SweptRun
 from miles.commands.train import in_one_process
 from miles.config.command_parser import CommandParser
-from miles.config.rules.modes import check_one_process
+from miles.config.rules import check_one_process
 
 
 def main(argv: Sequence[str]) -> int:

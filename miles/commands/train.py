@@ -56,7 +56,7 @@ def in_one_process(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: As ``main``, also if the run needs more processes.
     """
-    from miles.config.rules.modes import check_one_process
+    from miles.config.rules import check_one_process
     from miles.run.failures import exit_with_message
 
     validated = main_parse(argv)

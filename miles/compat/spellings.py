@@ -12,8 +12,8 @@ from miles.base.text import one_line
 from miles.compat.functions import ZERO_REWARD, our_function
 from miles.compat.line import Line
 from miles.compat.verdicts import table
-from miles.config.abilities import reads_megatron_flags
 from miles.config.checkpoint import CheckpointArguments, checkpoint_name
+from miles.config.choice import reads_megatron_flags
 from miles.config.notes import NO_EFFECT, READ_AS, SPEED, Note, written
 from miles.config.settings import Settings
 from miles.config.spelling import group_words

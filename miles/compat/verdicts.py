@@ -9,8 +9,8 @@ from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
 from miles.base.flags import Errors
-from miles.config.abilities import reads_megatron_flags
 from miles.config.checkpoint import first_iteration
+from miles.config.choice import reads_megatron_flags
 from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, SAME, Note, written
 from miles.config.settings import Settings

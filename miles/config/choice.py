@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from miles.base.flags import count
-from miles.config.abilities import first_with
-from miles.config.components import ENGINES, TRAIN_BACKENDS
-from miles.config.joined_cluster import JoinedCluster
+from miles.base.processes import importing_miles
+from miles.base.text import one_line
+from miles.config.components import ENGINES, TRAIN_BACKENDS, EngineSpec, TrainBackendSpec
 from miles.config.model import readable_config
 from miles.config.settings import Settings
+from miles.config.sglang.flags import VLLM
 from miles.models.packing import is_compared_by_test, model_type, why_not_trained
 from miles.models.registry import BRIDGED, CONVERTED
+from miles.tasks.rewards.passing import deciding_part
 
 RANKS_ON_CUDA = 8
 
@@ -126,3 +134,114 @@ def in_words(backend: ChosenValue, engine: ChosenValue, ranks: ChosenValue | Non
     if device is not None and device.why != engine.why:
         text += f", device {device.value} ({device.why})"
     return text if ranks is None else f"{text}, {count(ranks.value, 'trainer rank')} per node ({ranks.why})"
+
+
+# Ask a Ray cluster for its GPUs before the run joins it, in a separate process: validation imports no Ray.
+
+
+ASKING = "miles.run.gpus_of_cluster"
+ANSWER_SECONDS = 2.0  # for a cluster to answer
+PROCESS_SECONDS = 60.0  # for the process that asks, which imports Ray: 0.5 s, or many on a busy host
+LONGEST_FAULT = 200  # characters
+
+
+@dataclass(frozen=True)
+class JoinedCluster:
+    """Hold a cluster's report on its GPUs.
+
+    Attributes:
+        address: Its address, as given.
+        gpus: Its GPUs; None if they are not known.
+        fault: Why not.
+    """
+
+    address: str
+    gpus: int | None
+    fault: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """The known facts, in a few words."""
+        if self.gpus is None:
+            return f"the GPUs of the Ray cluster at {self.address} are not known ({self.fault})"
+        return f"the Ray cluster at {self.address} has {count(self.gpus, 'GPU') if self.gpus else 'no GPU'}"
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether nothing listens at the address: a run would wait for it, and never start."""
+        return self.gpus is None and "refused" in self.fault
+
+    @property
+    def doubt(self) -> str:
+        """The note on GPUs that are not known."""
+        planned = "the run is planned for CPU; give --device cuda if the cluster has GPUs, else --device cpu"
+        return f"--ray-address {self.address}: the GPUs of the cluster are not known ({self.fault}), so {planned}"
+
+
+@functools.cache
+def joined_cluster(address: str) -> JoinedCluster:
+    """Ask the cluster at ``address``, once in this process; returns after seconds if it does not answer."""
+    words = [sys.executable, "-P", "-m", ASKING, address, str(ANSWER_SECONDS)]
+    try:
+        ended = subprocess.run(
+            words,
+            env=os.environ | importing_miles(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROCESS_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return JoinedCluster(address, None, f"asking it took more than {PROCESS_SECONDS:g} s")
+    if ended.returncode == -signal.SIGALRM:
+        return JoinedCluster(address, None, f"it did not answer within {ANSWER_SECONDS:g} s")
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        return JoinedCluster(address, None, one_line(lines[-1] if lines else "no answer", LONGEST_FAULT))
+    if "fault" in answer:
+        return JoinedCluster(address, None, one_line(answer["fault"].split(". ")[0], LONGEST_FAULT))
+    return JoinedCluster(address, int(answer["gpus"]))
+
+
+# Ask which flags the chosen backend and engine read, before their names are checked too, and what rewards decide.
+
+
+Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
+
+
+def reads_megatron_flags(settings: Settings) -> bool:
+    """Return whether the training backend reads the flags of Megatron."""
+    backend = TRAIN_BACKENDS.get(settings.training.train_backend)
+    return backend is not None and backend.reads_megatron_flags
+
+
+def has_servers(settings: Settings) -> bool:
+    """Return whether the engine generates in servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and engine.has_servers
+
+
+def reads_sglang_flags(settings: Settings) -> bool:
+    """Return whether the engine generates in SGLang's servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and engine.reads_sglang_flags
+
+
+def reads_vllm_flags(settings: Settings) -> bool:
+    """Return whether the engine generates in vLLM's servers."""
+    engine = ENGINES.get(settings.rollout.rollout_engine)
+    return engine is not None and VLLM in engine.prefixes
+
+
+def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:
+    """Return the first backend or engine that has ``ability``, or lacks it."""
+    return next(name for name, row in rows.items() if getattr(row, ability) is wanted)
+
+
+def deciding_metric(names: Iterable[str], prefix: str) -> str | None:
+    """Return the metric, among ``names``, of the reward that decides whether a sample passes; None without parts."""
+    start = f"{prefix}reward_parts/"
+    part = deciding_part(name.removeprefix(start) for name in names if name.startswith(start))
+    return None if part is None else start + part

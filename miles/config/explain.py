@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from miles.base.flags import count
-from miles.config.abilities import reads_megatron_flags
 from miles.config.checkpoint import explain_checkpoint
+from miles.config.choice import reads_megatron_flags
 from miles.config.cluster import explain_cluster
 from miles.config.components import engine_spec
 from miles.config.critic import explain_critic

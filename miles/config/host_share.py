@@ -13,7 +13,7 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.base.host import GIB, busy_cores, has_gpu, memory_bytes
-from miles.config.abilities import reads_sglang_flags
+from miles.config.choice import reads_sglang_flags
 from miles.config.components import engine_spec
 from miles.config.model import local_config
 from miles.config.settings import Settings

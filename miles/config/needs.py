@@ -16,7 +16,7 @@ from typing import Any
 
 from miles.base.choices import Registry
 from miles.base.flags import changed, flag_name
-from miles.config.abilities import has_servers, reads_megatron_flags, reads_vllm_flags
+from miles.config.choice import has_servers, reads_megatron_flags, reads_vllm_flags
 from miles.config.lora import counts_experts
 from miles.config.model import readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-# A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
 from argparse_dataclass import _add_dataclass_options
 
 import miles
@@ -23,37 +23,40 @@ from miles.base.host import busy_cores, has_bf16, has_gpu
 from miles.base.text import one_line
 from miles.config import files
 from miles.config.choice import (
+    JoinedCluster,
     choose_backend,
     choose_device,
     choose_engine,
     choose_ranks,
+    has_servers,
     in_words,
+    joined_cluster,
     trained_without_megatron,
 )
 from miles.config.cluster import ClusterArguments, is_cluster_address
 from miles.config.components import TRAIN_BACKENDS
-from miles.config.files import Expanded, expand_configs, fetch_configs, located
-from miles.config.flags_file import with_words_of_files
+from miles.config.files import Expanded, expand_configs, fetch_configs, located, with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
 from miles.config.inputs import check_inputs
-from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
-from miles.config.megatron.normalize import normalize_converter, normalize_megatron
+from miles.config.megatron.rules import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.needs import without_effect
-from miles.config.notes import Note, strict_errors, surprises
-from miles.config.rules.modes import (
+from miles.config.notes import READ_AS, Note, note_on, strict_errors, surprises
+from miles.config.rollout import names_iteration
+from miles.config.rules import (
     check_deterministic_on_cpu,
+    check_devices,
+    check_engine_is_there,
+    check_load,
     check_replay_on_cpu,
     check_saved_samples,
+    check_sources,
     notes_on_saved_samples,
 )
-from miles.config.rules.start import check_devices, check_engine_is_there, check_load, check_sources
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags, split_server_flags
-from miles.config.sglang.normalize import normalize_server_flags
-from miles.config.sglang.rules import check_server_heads
-from miles.config.sglang.server_values import check_server_files
+from miles.config.sglang.rules import check_server_files, check_server_heads, normalize_server_flags
 from miles.config.spelling import (
     cut_lists,
     cut_spaced_words,
@@ -63,10 +66,12 @@ from miles.config.spelling import (
     stray_words,
     with_written_flags,
 )
-from miles.config.suggest import near_choice, suggestion
+from miles.config.suggest import environment_strings, near_choice, set_name, suggestion
 from miles.config.training import fill_precision
 from miles.config.validate import Validated, validate
-from miles.config.values import normalize_values
+
+# A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
+
 
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 
@@ -575,3 +580,42 @@ def judge_without_hub(command: Command, judged: Callable[[Command], Validated] =
         if not all("--megatron-to-hf-mode" in message for message in error.messages):
             raise
         return error
+
+
+# Read values that scripts of related launchers write in another form.
+
+
+def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Read values that are written in another form: a set without a name, an environment of numbers."""
+    notes = list[Note]()
+    sets = settings.evaluation.eval_prompt_data
+    if sets is not None and len(sets) == 1:
+        named = (set_name(sets[0]), sets[0])
+        notes.append(note_on(READ_AS, "eval_prompt_data", sets, " ".join(("--eval-prompt-data", *named))))
+        settings = replace(settings, evaluation=replace(settings.evaluation, eval_prompt_data=named))
+    saved = settings.rollout.save_debug_rollout_data
+    if saved is not None and not names_iteration(saved) and settings.rollout.num_rollout != 1:
+        path = Path(saved)
+        by_iteration = str(path.with_name(f"{path.stem}_{{iteration}}{path.suffix}"))
+        notes.append(
+            note_on(READ_AS, "save_debug_rollout_data", saved, f"{by_iteration}: each iteration has a separate file")
+        )
+        settings = replace(settings, rollout=replace(settings.rollout, save_debug_rollout_data=by_iteration))
+    if settings.rollout.debug_rollout_only and settings.cluster.colocate:
+        size = settings.cluster.world_size if has_servers(settings) else None
+        devices = f"--rollout-num-gpus {size}" if size else "the engine's own device"
+        notes.append(note_on(READ_AS, "colocate", True, f"{devices}: no trainer shares it"))
+        settings = replace(settings, cluster=replace(settings.cluster, colocate=False, rollout_num_gpus=size))
+    strings = _strings(settings.cluster.train_env_vars)
+    if strings is not None:
+        why = "every value as a string, as environment variables are"
+        notes.append(note_on(READ_AS, "train_env_vars", settings.cluster.train_env_vars, why))
+        settings = replace(settings, cluster=replace(settings.cluster, train_env_vars=strings))
+    return settings, notes
+
+
+def _strings(text: str | None) -> str | None:
+    try:
+        return None if text is None else environment_strings(text)
+    except ValueError:
+        return None  # the validator reports it

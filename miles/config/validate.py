@@ -34,27 +34,30 @@ from miles.config.parallel import check_parallel, pad_recurrent_models
 from miles.config.profiling import check_profiling
 from miles.config.rehearsal import check_rehearsal
 from miles.config.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
-from miles.config.rules.agents import check_agents
-from miles.config.rules.export_folder import check_export_folder
-from miles.config.rules.loss import check_loss, name_policy_loss
-from miles.config.rules.model import (
+from miles.config.rules import (
+    check_agents,
+    check_debug_modes,
+    check_deterministic,
+    check_export_folder,
     check_images,
     check_labels,
+    check_loss,
     check_model_context,
+    check_replay,
     check_stop_token_ids,
     check_tokens_of_scorers,
+    name_policy_loss,
     notes_on_model_context,
 )
-from miles.config.rules.modes import check_debug_modes, check_deterministic, check_replay
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.rules import (
     check_engine,
     check_rollout_workers,
+    check_server_texts,
     fill_rollout_num_gpus,
     fill_server_section,
 )
-from miles.config.sglang.server_values import check_server_texts
 from miles.config.tracking import check_tracking
 from miles.config.training import check_training, fill_global_batch_size, notes_on_training
 from miles.objective.aggregation import MODE_FLAGS, reconcile_aggregation

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
-from miles.config.abilities import deciding_metric
+from miles.config.choice import deciding_metric
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.settings import LossArguments

@@ -13,11 +13,12 @@ from miles.compat.spellings import CKPT_STEP, ESTIMATOR, OTHER_VALUES
 from miles.compat.verdicts import FOREIGN_FLAGS, Foreign
 from miles.config.functions import HOOKS
 from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
-from miles.config.megatron.normalize import NOT_LATENT, OF_LATENT_ROPE
-from miles.config.megatron.overrides import (
+from miles.config.megatron.rules import (
     FIXED,
     FREE_FIELDS,
     NEUTRAL_VALUES,
+    NOT_LATENT,
+    OF_LATENT_ROPE,
     OF_OTHER_MODELS,
     SHAPE_FIELDS,
     TRIED,
@@ -37,8 +38,7 @@ from miles.config.sglang.flags import (
     known_router_flags,
     known_server_flags,
 )
-from miles.config.sglang.normalize import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
-from miles.config.sglang.rules import NOT_ALONE, NOT_QUANTIZED
+from miles.config.sglang.rules import CHANGES_RESULTS, NOT_ALONE, NOT_QUANTIZED, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
 from miles.models.base import LAYER_FIELDS
 
 INTRODUCTION = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 from miles.commands.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Device, Seconds
 from miles.commands.rehearsal.trace import prompt_length, response_length
-from miles.config.abilities import has_servers
+from miles.config.choice import has_servers
 from miles.config.settings import Settings
 from miles.config.sglang.flags import value_of
 from miles.models.packing import kv_bytes_per_token

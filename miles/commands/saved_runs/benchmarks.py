@@ -10,7 +10,7 @@ from typing import Any
 
 from miles.base.text import InputError
 from miles.config.evaluation import EvaluationArguments
-from miles.config.rules.model import sequence_limit
+from miles.config.rules import sequence_limit
 from miles.config.settings import Settings
 from miles.tasks.data.settings import HUGGING_FACE
 from miles.tasks.data.sources import load_hugging_face

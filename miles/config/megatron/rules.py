@@ -2,21 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import tomllib
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from typing import Any, TypeAlias
 
 from miles.base.flags import Errors, changed, collect_errors, count, flag_name, refuse
+from miles.config.choice import reads_megatron_flags
 from miles.config.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.config.lora import LoraArguments, check_adapted_layers, check_adapter_flags, check_adapter_with_model
-from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.megatron.overrides import Overrides, check_overrides
+from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments, local_config, readable_config, reading_config
+from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, note_on, written
 from miles.config.settings import Settings
-from miles.models.base import HEADS_IN_CONFIG
-from miles.models.registry import BRIDGED, CONVERTED, FAMILIES, check_bridged, megatron_shape, vocabulary_shape
+from miles.models.base import EXPERT_FIELDS, HEADS_IN_CONFIG, LAYER_FIELDS
+from miles.models.registry import (
+    BRIDGED,
+    CONVERTED,
+    FAMILIES,
+    check_bridged,
+    common_shape,
+    megatron_shape,
+    vocabulary_shape,
+)
+
+# Check the flags that set fields of Megatron's own dataclasses.
+#
+# The Hugging Face config determines the shape of the model, and this backend sets some fields itself: a flag may repeat
+# their values, as launch scripts do, and is an error if it states something else. The fields in ``TRIED`` are passed
+# on. All others are refused: megatron-core has them, but training with them has not been shown to be correct here.
+
+
+FP32_EPSILON = 2.0**-23
+
+Overrides: TypeAlias = tuple[tuple[str, Any], ...]  # name and value of each field that a flag sets
+
+_TABLE = tomllib.loads((files(__package__) / "fields.toml").read_text(encoding="utf-8"))
+FIXED: dict[str, tuple[Any, str]] = {name: (value, why) for name, (value, why) in _TABLE["fixed"].items()}
+TRIED: tuple[str, ...] = tuple(_TABLE["tried"])
+# Values that ask for nothing, and that scripts give for models which do not have the setting.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {name: tuple(values) for name, values in _TABLE["neutral"].items()}
+# Fields of layers that no family of this backend has. --train-backend fsdp reads them from the config.
+OF_OTHER_MODELS: set[str] = {*_TABLE["of_other_models"]}
+# The fields that a model's config determines: they can be checked only after it has been read.
+SHAPE_FIELDS = {*OF_OTHER_MODELS, *LAYER_FIELDS, *EXPERT_FIELDS, *_TABLE["of_model"]}
+# Fields whose every value gives the same results: heading of the note, and reason.
+FREE_FIELDS = {name: (row["heading"], row["why"]) for row in _TABLE["free"] for name in row["fields"]}
+
+
+def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: dict[str, str], errors: Errors) -> None:
+    """Check the fields of Megatron's dataclasses that flags set.
+
+    Args:
+        overrides: The fields, by name.
+        shape: The model's shape in Megatron's terms; None if its config is not known yet.
+        flags: The flag of each field.
+        errors: Collects what contradicts the model or the backend.
+    """
+    for name, value in overrides:
+        flag = flags[name]
+        shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+        if shape is not None and name in shape:
+            if not repeats(_by_layer(value, shape[name]) if name == "moe_layer_freq" else value, shape[name]):
+                errors.add(contradiction(name, value, flag, shape))
+        elif name in FIXED:
+            fixed, why = FIXED[name]
+            if not repeats(value, fixed):
+                errors.add(f"{shown}: contradicts --train-backend megatron: {why}; drop it")
+        elif name in TRIED or asks_for_nothing(name, value) or (shape is None and name in SHAPE_FIELDS):
+            continue
+        elif shape is not None and name in SHAPE_FIELDS:
+            errors.add(contradiction(name, value, flag, shape))
+        else:
+            errors.add(f"{shown}: {refusal_of(name)}; drop it")
+
+
+def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> str:
+    """Return the error of a field that states something else than the model's config.
+
+    Args:
+        name: The field.
+        value: Its value; a switch has True or False.
+        flag: Its flag.
+        shape: The model's shape in Megatron's terms.
+    """
+    neutral = NEUTRAL_VALUES.get(name, (None,))[0]
+    if isinstance(value, bool):
+        found = f"states the opposite of {flag}" if name in shape else f"describes a model without {flag}"
+    elif shape.get(name, neutral) is None:
+        found = f"describes a model without {flag}"
+    else:
+        found = f"gives {flag} {_words(shape.get(name, neutral))}"
+    shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+    return f"{shown}: contradicts --hf-checkpoint, whose config.json {found}; drop it"
+
+
+_UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
+_REASONS = {
+    ("fp8", "fp4"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
+}
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Return whether a value asks for no more than a model without this setting computes."""
+    return value in NEUTRAL_VALUES.get(name, ())
+
+
+def refusal_of(name: str) -> str:
+    """Say why a field that would change the result is refused."""
+    return next((why for starts, why in _REASONS.items() if name.startswith(starts)), _UNTESTED)
+
+
+def repeats(value: Any, wanted: Any) -> bool:
+    """Return whether a flag states the value that holds anyway; lists of equal entries may be written as one entry.
+
+    A float that a config has rounded to fp32, such as 9.999999747378752e-06, is the number that was rounded.
+    """
+    found = value[0] if isinstance(value, list) and not isinstance(wanted, list) and len(value) == 1 else value
+    if isinstance(wanted, list) and len(set(map(str, wanted))) == 1 and found in (wanted[0], [wanted[0]]):
+        return True
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=FP32_EPSILON)
+    return bool(found == wanted)
+
+
+def _by_layer(value: Any, wanted: Any) -> Any:
+    """Write ``--moe-layer-freq N``, experts in every Nth layer, as one entry per layer."""
+    step = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(step, int) and step > 0 and isinstance(wanted, list):
+        return [int(layer % step == 0) for layer in range(len(wanted))]
+    return value
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
 
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's terms
 
@@ -337,3 +462,161 @@ def check_bridge(sizes: MegatronArguments) -> None:
     if sizes.mtp_heads:
         rule = "with --megatron-to-hf-mode bridge: the names of the heads in a checkpoint were not tested"
         refuse("mtp_num_layers", sizes.mtp_heads, rule, "drop it")
+
+
+# Read the flags of Megatron's own configuration as launch scripts mean them, before they are checked.
+
+# Fields that Megatron's latent attention does not read, and why.
+NOT_LATENT = {
+    "kv_channels": "latent attention has its own widths",
+    "add_qkv_bias": "latent attention has no bias on queries, keys and values",
+}
+_MSCALES = ("mscale", "mscale_all_dim")
+# Fields of Megatron's MLATransformerConfig, which it does not build for other attention.
+OF_LATENT_ROPE = (*_MSCALES, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+
+
+@dataclass(frozen=True)
+class FieldVerdict:
+    """Say what becomes of a field that a flag sets.
+
+    Attributes:
+        value: The value that is passed on; None if the flag is dropped.
+        note: Why it was dropped or replaced; None if it is passed on unchanged.
+    """
+
+    value: Any = None
+    note: Note | None = None
+
+
+def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
+    """Drop the fields that change nothing; drop all of them if the backend does not read them."""
+    if not settings.megatron_overrides:
+        return settings, []
+    fields = {field.name: field for field in (*MODEL_FLAGS, *megatron_fields().values())}
+    given = dict(settings.megatron_overrides)
+    shape = _shape(settings) or {}
+    kept, notes = list[tuple[str, Any]](), list[Note]()
+    if not reads_megatron_flags(settings) and "recompute_granularity" in given:
+        shown = _shown(fields["recompute_granularity"], given.pop("recompute_granularity"))
+        notes.append(Note(READ_AS, shown, "--gradient-checkpointing: every layer is recomputed"))
+        settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
+    for name, value in given.items():
+        if reads_megatron_flags(settings):
+            verdict = judge(fields[name], value, shape, given)
+        else:
+            verdict = _judge_without_megatron(fields[name], value, shape, given, errors)
+        notes += [verdict.note] if verdict.note is not None else []
+        kept += [(name, verdict.value)] if verdict.value is not None else []
+    return replace(settings, megatron_overrides=tuple(kept)), notes
+
+
+def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any]) -> FieldVerdict:
+    """Judge a field under ``--train-backend megatron``.
+
+    Args:
+        field: The field.
+        value: Its value.
+        shape: The known part of the model's shape, in Megatron's terms.
+        given: All fields that flags set.
+    """
+    name, shown = field.name, _shown(field, value)
+    if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
+        return FieldVerdict(value)
+    why = _why_without_effect(name, shape, given)
+    if why is not None:
+        return FieldVerdict(note=Note(NO_EFFECT, shown, why))
+    if name in shape:
+        return FieldVerdict(value)
+    if name in _RECOMPUTE:
+        return _judge_recomputation(name, value, shown, given)
+    if name in FREE_FIELDS:
+        heading, why = FREE_FIELDS[name]
+        return FieldVerdict(note=Note(heading, shown, why))
+    waits_for_shape = name in SHAPE_FIELDS and not shape
+    if name not in TRIED and name not in FIXED and not waits_for_shape and _asks_for_nothing(field, value):
+        return FieldVerdict(note=Note(SAME, shown, "the value that asks for nothing"))
+    return FieldVerdict(value)
+
+
+def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, Any]) -> str | None:
+    """Return why Megatron's own layers do not read a field of this model; None if they do, or may."""
+    if not shape:
+        return None
+    if not shape.get("multi_latent_attention"):
+        if given.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
+            return None
+        return "only latent attention reads it" if name in OF_LATENT_ROPE else None
+    if name in NOT_LATENT:
+        return NOT_LATENT[name]
+    scales = shape.get("rope_type") != "rope" or given.get("rotary_scaling_factor", 1) != 1
+    return "the rotary embedding is not scaled" if name in _MSCALES and not scales else None
+
+
+def _asks_for_nothing(field: MegatronField, value: Any) -> bool:
+    return value == field.default or asks_for_nothing(field.name, value)
+
+
+def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any]) -> FieldVerdict:
+    """Recomputation changes no result: any kind of it recomputes whole layers, one by one."""
+    wanted = FIXED[name][0]
+    if "recompute_granularity" not in given and name != "recompute_granularity":
+        return FieldVerdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))
+    note = None if value == wanted else Note(MEMORY, shown, "recomputation covers whole layers, one by one")
+    return FieldVerdict(wanted, note)
+
+
+def _judge_without_megatron(
+    field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any], errors: Errors
+) -> FieldVerdict:
+    """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
+    shown = _shown(field, value)
+    unread = _why_without_effect(field.name, shape, given)
+    if unread is not None:
+        return FieldVerdict(note=Note(NO_EFFECT, shown, unread))
+    why = "Megatron's, and --train-backend fsdp trains"
+    is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
+    says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
+    if not repeats(value, shape[field.name]) if field.name in shape else says_more:
+        errors.add(contradiction(field.name, value, field.flag, shape))
+        return FieldVerdict()
+    harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
+    if not harmless and not _asks_for_nothing(field, value):
+        errors.add(f"{shown}: {refusal_of(field.name)}; drop it")
+        return FieldVerdict()
+    return FieldVerdict(note=Note(OTHER_PART, shown, why))
+
+
+def _shape(settings: Settings) -> dict[str, Any] | None:
+    """Return the model's shape if its config is on this machine and its family is known."""
+    try:
+        config = local_config(settings.model, "hf_checkpoint")
+        if config is None:
+            return None
+        if config.get("model_type") not in CONVERTED:
+            return None if reads_megatron_flags(settings) else common_shape(config)
+        return {**megatron_shape(config), **vocabulary_shape(config)}
+    except (ValueError, KeyError, TypeError):
+        return None  # the validator reports it
+
+
+def _shown(field: MegatronField, value: Any) -> str:
+    return written(field.flag, value)
+
+
+def normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Convert weights without Megatron-Bridge if it is not there, or an adapter is trained, and the family is known."""
+    mode = settings.megatron.megatron_to_hf_mode
+    if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
+        return settings, []
+    config = readable_config(settings.model)
+    if config is None or config.get("model_type") not in CONVERTED:
+        return settings, []
+    if not settings.lora.trains_adapter and not lacks_bridge():
+        return settings, []
+    why = "raw: miles converts this family itself, to the same weights"
+    return (
+        replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")),
+        [note_on(READ_AS, "megatron_to_hf_mode", mode, why)],
+    )

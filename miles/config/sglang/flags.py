@@ -12,8 +12,7 @@ from typing import Literal, Optional, assert_never
 from miles.base.flags import LONGEST_VALUE, Errors, count, flag
 from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
-from miles.config.sglang.config_file import CONFIG, read_server_config
-from miles.config.sglang.installed import router_flags, server_flags
+from miles.config.sglang.installed import CONFIG, read_server_config, router_flags, server_flags
 from miles.config.suggest import nearest_flag
 
 SERVER, ROUTER, VLLM = "--sglang-", "--router-", "--vllm-"

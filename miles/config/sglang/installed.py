@@ -14,6 +14,8 @@ from JSON once it has it.
 from __future__ import annotations
 
 import ast
+import json
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +23,10 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import yaml
+
+from miles.base.text import one_line
 
 Reading: TypeAlias = Literal["text", "int", "float", "size", "json"]
 Expressions: TypeAlias = Mapping[str, ast.expr]
@@ -250,3 +256,46 @@ def _flag_text(argument: ast.expr) -> str:
     if isinstance(argument, ast.JoinedStr):
         return "".join(str(part.value) for part in argument.values if isinstance(part, ast.Constant))
     return ""
+
+
+# Read ``--sglang-config FILE``: SGLang's own form becomes its flags, so that a run checks the settings of the file.
+#
+# Related launchers give another file by this flag: groups of servers that differ.
+
+
+CONFIG = "--config"
+_GROUPS = {"sglang", "server_groups", "engine_groups", "prefill_num_servers"}
+_INLINE = "base64:"
+
+
+def read_server_config(path: str) -> tuple[list[str], str | None]:
+    """Return the words of SGLang's flags in a file, and why it cannot be obeyed with what to do; None if it can."""
+    try:
+        is_inline = path.startswith(_INLINE)
+        text = b64decode(path.removeprefix(_INLINE)) if is_inline else Path(path).read_bytes()
+        content = yaml.safe_load(text.decode("utf-8"))
+    except OSError as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        return [], f"{what}; check the path"
+    except (ValueError, yaml.YAMLError) as error:
+        return [], f"is no YAML ({one_line(str(error), 200)}); correct it"
+    settings = {} if content is None else content
+    if isinstance(settings, dict) and (groups := sorted(_GROUPS & {*map(str, settings)})):
+        rule = f"describes groups of servers ({', '.join(groups)}), and all engines of a run are equal"
+        size = "their size as --rollout-num-gpus-per-engine, and what they share as --sglang-NAME"
+        return [], f"{rule}; drop it, and give {size}"
+    if not isinstance(settings, dict):
+        return [], "must be a mapping from SGLang's flags to their values; correct it"
+    return [word for key, value in settings.items() for word in _words_of(f"--{key}", value)], None
+
+
+def _words_of(flag: str, value: Any) -> Iterator[str]:
+    known = server_flags()
+    flag = flag if flag in known else flag.replace("_", "-")
+    if isinstance(value, bool) and (flag not in known or known[flag].most == 0):
+        yield from [flag] if value else []
+    elif isinstance(value, list):
+        yield from [flag, *map(str, value)] if value else []
+    else:
+        yield flag
+        yield json.dumps(value, separators=(",", ":")) if isinstance(value, dict | bool) else str(value)

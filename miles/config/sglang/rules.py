@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
-from miles.base.flags import Errors, changed, count, flag_name
-from miles.config.abilities import reads_sglang_flags
+from miles.base.flags import Errors, changed, count, fault_of_text, flag_name
+from miles.config.choice import reads_sglang_flags
 from miles.config.cluster import ClusterArguments
 from miles.config.components import ENGINES, call, engine_spec, names_with
 from miles.config.model import local_config, readable_config
+from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.config.settings import Settings
 from miles.config.sglang.flags import (
     ADMIN_KEY,
     ATTENTION_DATA_PARALLEL,
     DATA_PARALLEL,
+    REPLACED,
+    ROUTER,
     SERVER,
     SERVER_KEY,
+    TENSOR_PARALLEL,
     VLLM,
     ServerFlags,
     SglangArguments,
     check_server_flags,
     has_flag,
+    known_router_flags,
     known_server_flags,
     value_of,
 )
-from miles.config.sglang.server_values import check_server_values
-from miles.config.spelling import group_words
+from miles.config.sglang.installed import (
+    CONFIG,
+    Accepted,
+    Reading,
+    has_plugins,
+    read_server_config,
+    router_flags,
+    server_flags,
+)
+from miles.config.spelling import Group, group_words
+from miles.config.suggest import near_choice
 from miles.models.packing import why_not_generated
 
 # Check how SGLang's flags divide the devices of an engine, as SGLang does when a server starts.
@@ -175,8 +192,8 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
     passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
     why, what_to_do = f"by --rollout-engine {settings.rollout.rollout_engine}", f"use --rollout-engine {others}"
     _refuse_vllm(settings, errors)
-    for written in (*passed_on.server_as_written, *passed_on.router_as_written):
-        errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
+    for flag in (*passed_on.server_as_written, *passed_on.router_as_written):
+        errors.add(f"{flag}: would be ignored {why}; {what_to_do}, or drop {flag}")
     if settings.generates and errors.none_about("hf_checkpoint"):
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
@@ -342,10 +359,10 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
             rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
             errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
     keys = [SERVER + flag.removeprefix("--") for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
-    for written in (flag for flag in passed_on.server_as_written if flag not in keys):
+    for flag in (flag for flag in passed_on.server_as_written if flag not in keys):
         errors.add(
-            f"{written}: would be ignored with --rollout-external, whose engines are already running; give it to them "
-            f"when they start, or drop {written}"
+            f"{flag}: would be ignored with --rollout-external, whose engines are already running; give it to them "
+            f"when they start, or drop {flag}"
         )
 
 
@@ -393,3 +410,360 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
         if 0 < requests < workers:
             rule = f"leaves some of them without a request: all servers together take {requests} at once"
             errors.refuse(name, workers, rule, f"give at most {requests}, or a larger --sglang-server-concurrency")
+
+
+# Check the values of flags that are passed on to SGLang's server and router, as its parser would when it starts.
+
+# Bounds of numbers, as SGLang 0.5.23 checks them when a server starts (srt/arg_groups/*_hook.py): the smallest number
+# that it takes, whether it takes that number itself, and the largest. Above 1, SGLang starts with a share of the GPU's
+# memory that no GPU has.
+_POSITIVE, _NOT_NEGATIVE = (0.0, False, math.inf), (0.0, True, math.inf)
+_SHARE = (0.0, False, 1.0)
+_RANGES: dict[str, tuple[float, bool, float]] = {
+    **dict.fromkeys(("--mem-fraction-static", "--swa-full-tokens-ratio", "--hicache-host-memory-fraction"), _SHARE),
+    **dict.fromkeys(
+        (
+            "--detokenizer-worker-num",
+            "--gpu-id-step",
+            "--grpc-response-timeout-secs",
+            "--max-loras-per-batch",
+            "--page-size",
+            "--pp-max-micro-batch-size",
+            "--sampling-mask-max-tokens",
+        ),
+        _POSITIVE,
+    ),
+    **dict.fromkeys(
+        (
+            "--lora-drain-wait-threshold",
+            "--mamba-cache-philox-rounds",
+            "--mm-io-worker-num",
+            "--mm-processor-worker-num",
+            "--prefill-decode-interval",
+            "--prefill-decode-interval-min-bs",
+            "--schedule-conservativeness",
+            "--swa-prefix-tails",
+        ),
+        _NOT_NEGATIVE,
+    ),
+}
+# Flags whose text SGLang reads as JSON when a server starts, not when it reads its flags.
+_JSON = ("--json-model-override-args",)
+# Flags whose value is the path of a file, and those whose value is one if it ends so.
+FILES = (
+    "--config",
+    "--debug-tensor-dump-input-file",
+    "--dllm-algorithm-config",
+    "--flexkv-config-file",
+    "--lmcache-config-file",
+    "--pdmux-config-path",
+    "--quantization-param-path",
+    "--rl-quant-profile",
+    "--ssl-ca-certs",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+)
+_FILES_OR_NAMES = {"--chat-template": (".jinja", ".json"), "--completion-template": (".jinja", ".json")}
+
+_SIZE = re.compile(r"\d+(\.\d+)?[kMGT]|\d+[KMGT]i")  # a number with a suffix: decimals only of powers of 1000
+
+
+def check_server_values(flags: ServerFlags, errors: Errors) -> None:
+    """Check how many values each flag has, and that SGLang can read them.
+
+    Args:
+        flags: The words that are passed on.
+        errors: Collects the errors, and has the flags that are refused already.
+    """
+    _check_words(SERVER, flags.server, server_flags(), errors)
+    _check_words(ROUTER, flags.router, router_flags(), errors)
+
+
+def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
+    """Check that no value is empty or has characters that no message can hold; line breaks only in JSON and texts.
+
+    The value of a flag that SGLang does not have is not shown: the flag may be a key whose name is misspelt.
+    """
+    for prefix, words, known in ((SERVER, flags.server, server_flags), (ROUTER, flags.router, router_flags)):
+        for flag, values in group_words(words):
+            field = _field(prefix, flag)
+            for word in (flag, *values):
+                rule = fault_of_text(word, has_lines=word != flag and flag not in FILES)
+                if not word.strip():
+                    errors.add(f"{flag_name(field)}: the value is empty; give one, or drop {flag_name(field)}")
+                elif rule is not None:
+                    # Reading the flags of an installed SGLang takes as long as the rest of the check.
+                    errors.refuse(field, word if word != flag and flag in known() else None, rule, "correct the value")
+
+
+def check_server_files(settings: Settings, errors: Errors) -> None:
+    """Check that each file is there that a flag of the server names, unless the servers are on hosts of a cluster."""
+    if not reads_sglang_flags(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
+        return
+    for flag, values in group_words(settings.server_flags.server):
+        field = _field(SERVER, flag)
+        for path in values[:1]:
+            is_file = (flag in FILES and flag != CONFIG) or (
+                flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag])
+            )
+            if is_file and path != "None" and flag != CONFIG:
+                errors.existing_file(field, path)
+
+
+def _check_words(prefix: str, words: Sequence[str], known: Mapping[str, Accepted], errors: Errors) -> None:
+    for flag, values in group_words(words):
+        field, accepted = _field(prefix, flag), known.get(flag)
+        if accepted is None or not errors.none_about(field):
+            continue
+        if prefix == SERVER and flag in _JSON:
+            accepted = replace(accepted, reading="json")
+        fault = _fault(accepted, values)
+        if fault is None and prefix == SERVER:
+            fault = _out_of_range(flag, accepted, values)
+        if fault is not None:
+            errors.refuse(field, values or None, *fault)
+
+
+def _field(prefix: str, flag: str) -> str:
+    """Return what ``Errors`` calls a flag that is passed on."""
+    return (prefix + flag.removeprefix("--")).removeprefix("--")
+
+
+def _fault(accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
+    """Return the rule that the values of a flag break, and what to do; None if SGLang can read them."""
+    if accepted.most == 0 and values:
+        return "is a switch, which takes no value", "drop the value, or the flag if it is to be off"
+    if len(values) < accepted.least:
+        return "has no value", "add one"
+    if accepted.most is not None and len(values) > accepted.most:
+        return "takes one value", "give one; a value with spaces is written in quotes"
+    for word in values:
+        try:
+            value = _read(word, accepted.reading)
+        except ValueError:
+            return _RULES[accepted.reading]
+        if accepted.choices and value not in accepted.choices and not has_plugins():
+            return _no_such_choice(word, accepted.choices)
+    return None
+
+
+def _out_of_range(flag: str, accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
+    """Return why SGLang would stop at the number that a flag has; None if it would not."""
+    if flag not in _RANGES or len(values) != 1:
+        return None
+    low, takes_low, high = _RANGES[flag]
+    number = _read(values[0], accepted.reading)
+    if low < number <= high or (takes_low and number == low):
+        return None
+    if high < math.inf:
+        return f"must be in ({low:g}, {high:g}]", "give a share such as 0.8"
+    return f"must be {'at least' if takes_low else 'above'} {low:g}", "give such a number"
+
+
+def _read(word: str, reading: Reading) -> Any:
+    """Return what SGLang reads.
+
+    Raises:
+        ValueError: SGLang cannot read it.
+    """
+    match reading:
+        case "text":
+            return word
+        case "int":
+            return int(word)
+        case "float":
+            return float(word)
+        case "size":
+            return word if _SIZE.fullmatch(word.strip()) else int(word)
+        case "json":
+            return json.loads(word)
+        case unknown:
+            assert_never(unknown)
+
+
+_RULES: dict[Reading, tuple[str, str]] = {
+    "int": ("SGLang reads a whole number", "give one, such as 4"),
+    "float": ("SGLang reads a number", "give one, such as 0.5"),
+    "size": ("SGLang reads a whole number, or a number with k, M, G, T, Ki, Mi, Gi or Ti", "give one, such as 16k"),
+    "json": ("SGLang reads JSON", """write it in single quotes, such as '{"key": "value"}'"""),
+}
+
+
+def _no_such_choice(word: str, choices: Sequence[Any]) -> tuple[str, str]:
+    names = [str(choice) for choice in choices if choice is not None]
+    near = near_choice(word, names)
+    return "no such choice", (f"did you mean {near}? SGLang has " if near else "give one of ") + ", ".join(names)
+
+
+# Read the flags of SGLang's servers: earlier names, and flags that the run sets itself or does without.
+
+# Earlier name -> name in current releases. Used only if the installed release knows the second, and not the first.
+RENAMED = {
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+}
+# Words that argparse, and so SGLang, reads as the beginning of a longer flag.
+SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
+# Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
+_REMOTE_LOADER = "--remote-instance-weight-loader-"
+_DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
+# They change the generated text, so an engine that does not read them cannot run the command.
+CHANGES_RESULTS = {
+    "--context-length",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--enable-multimodal",
+    "--json-model-override-args",
+    "--enable-lora",
+    "--lora-paths",
+    "--sampling-defaults",
+}
+# Of adapters that a server holds. Here it receives the weights with the trained adapter added to them.
+OF_ADAPTERS = {
+    "--enable-lora",
+    "--lora-backend",
+    "--lora-target-modules",
+    "--lora-use-virtual-experts",
+    "--max-lora-rank",
+    "--max-loras-per-batch",
+}
+OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
+
+
+def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
+    flags, notes = _normalize_adapters(settings.server_flags)
+    if not reads_sglang_flags(settings):
+        kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
+        dropped = [group for group in group_words(flags.server) if group not in kept]
+        notes += [_note(OTHER_PART, group, "SGLang's, and another engine generates") for group in dropped]
+        notes += [
+            Note(OTHER_PART, _written(group, ROUTER), "SGLang's, and another engine generates")
+            for group in group_words(flags.router)
+        ]
+        return replace(settings, server_flags=replace(settings.server_flags, server=_words(kept), router=())), notes
+    flags, found = _normalize_config(flags)
+    notes += found
+    settings, flags, found = _normalize_replicas(settings, flags)
+    notes += found
+    server = list[Group]()
+    for group in group_words(flags.server):
+        instead = _replacement(group, settings)
+        normalized: Group | None
+        note: Note | None
+        if instead is None:
+            normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
+        elif has_flag(flags.server, instead[0]):
+            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[0][2:]} states it")
+        else:
+            normalized, note = instead, _note(READ_AS, group, _written(instead, SERVER))
+        server += [normalized] if normalized is not None else []
+        notes += [note] if note is not None else []
+    router, router_notes = _normalize_router(group_words(flags.router), settings)
+    return replace(
+        settings, server_flags=replace(settings.server_flags, server=_words(server), router=_words(router))
+    ), [*notes, *router_notes]
+
+
+def _normalize_config(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+    """Read SGLang's own file of flags as these flags; what cannot be read so stays, and is refused later."""
+    groups = group_words(flags.server)
+    files = [group for group in groups if group[0] == CONFIG]
+    if len(files) != 1 or len(files[0][1]) != 1:
+        return flags, []
+    words, fault = read_server_config(files[0][1][0])
+    if fault is not None:
+        return flags, []
+    others = _words([group for group in groups if group[0] != CONFIG])
+    instead = " ".join(SERVER + flag[2:] for flag, _ in group_words(words))  # no values: one may be a key
+    return replace(flags, server=(*words, *others)), [_note(READ_AS, files[0], instead or "no flags")]
+
+
+def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+    """Drop the flags of adapters, unless the servers are given adapters of their own."""
+    groups = group_words(flags.server)
+    if any(flag == "--lora-paths" for flag, _ in groups):
+        return flags, []
+    idle = [group for group in groups if group[0] in OF_ADAPTERS]
+    kept = [group for group in groups if group not in idle]
+    return replace(flags, server=_words(kept)), [_note(SAME, group, OF_ADAPTERS_WHY) for group in idle]
+
+
+def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:
+    """Read the replicas that a server would hold as engines: each has its own server, behind the router.
+
+    SGLang updates no weights of a server with replicas. What cannot be read so stays, and is refused later.
+    """
+    groups = group_words(flags.server)
+    last = next((group for group in reversed(groups) if group[0] in DATA_PARALLEL), None)
+    attention = has_flag(flags.server, ATTENTION_DATA_PARALLEL)
+    if last is None or attention or settings.sglang.rollout_external or len(last[1]) != 1:
+        return settings, flags, []
+    replicas = int(last[1][0]) if last[1][0].isdecimal() else 0
+    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    if replicas < 2 or size < 1:
+        return settings, flags, []
+    if cluster.rollout_num_gpus is None and not cluster.colocate:
+        cluster = replace(cluster, rollout_num_gpus=replicas * size)
+    devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or 0
+    if devices < 1 or devices % (replicas * size):
+        return settings, flags, []
+    engines = f"{devices // size} engines of --rollout-num-gpus-per-engine {size} behind the router: a replica is one"
+    kept = _words([group for group in groups if group[0] not in DATA_PARALLEL])
+    return replace(settings, cluster=cluster), replace(flags, server=kept), [_note(READ_AS, last, engines)]
+
+
+def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
+    """Drop the flags of a router that is not started. Unknown flags stay, and are refused later."""
+    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or size
+    if size < 1 or settings.sglang.rollout_external or devices // size > 1:
+        return groups, []
+    known = known_router_flags()
+    unknown = [group for group in groups if known and group[0] not in known]
+    idle = [group for group in groups if group not in unknown]
+    return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in idle]
+
+
+def _replacement(group: Group, settings: Settings) -> Group | None:
+    """Return the flag and the value that have the effect of a switch of earlier versions; None for other flags."""
+    flag, known = group[0], known_server_flags()
+    if flag not in REPLACED or flag in known or REPLACED[flag] not in known:
+        return None
+    values = {"--enable-ep-moe": str(settings.sglang.rollout_num_gpus_per_engine), "--enable-deepep-moe": "deepep"}
+    return REPLACED[flag], (values[flag],)
+
+
+def _normalize(
+    group: Group, engine_size: int, known_flags: Callable[[], Collection[str]]
+) -> tuple[Group | None, Note | None]:
+    flag, values = group
+    if flag in TENSOR_PARALLEL and values != (str(engine_size),):
+        why = f"an engine has the size of --rollout-num-gpus-per-engine {engine_size}"
+        return None, _note(NO_EFFECT, group, why)
+    known = known_flags()
+    if not known or flag in known:
+        return group, None
+    if SHORTENED.get(flag) in known:
+        return (SHORTENED[flag], values), None
+    if RENAMED.get(flag) in known:
+        return (RENAMED[flag], values), _note(READ_AS, group, SERVER + RENAMED[flag].removeprefix("--"))
+    if flag.startswith((_REMOTE_LOADER, _DELTAS)):
+        return None, _note(SPEED, group, "every engine receives its weights from the trainer")
+    return group, None
+
+
+def _note(heading: str, group: Group, why: str) -> Note:
+    return Note(heading, _written(group, SERVER), why)
+
+
+def _written(group: Group, prefix: str) -> str:
+    flag, values = group
+    return written(prefix + flag.removeprefix("--"), values)
+
+
+def _words(groups: list[Group]) -> tuple[str, ...]:
+    return tuple(word for flag, values in groups for word in (flag, *values))

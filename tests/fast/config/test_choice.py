@@ -9,9 +9,8 @@ from miles.base.flags import FlagError
 from miles.base.host import has_bf16
 from miles.compat import border
 from miles.config import parser
-from miles.config.choice import ChosenValue, choose_backend, choose_device, choose_engine
+from miles.config.choice import ChosenValue, JoinedCluster, choose_backend, choose_device, choose_engine, joined_cluster
 from miles.config.explain import explain
-from miles.config.joined_cluster import JoinedCluster, joined_cluster
 from tests.fast.config.conftest import minimal
 from tests.fast.support.rows import rows
 

@@ -3,7 +3,7 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.config.flags_file import FlagsFile
+from miles.config.files import FlagsFile
 from miles.config.parser import parse
 from tests.fast.support.rows import rows
 

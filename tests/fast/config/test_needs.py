@@ -10,7 +10,7 @@ import yaml
 
 from miles.base.flags import FlagError, flag_name
 from miles.compat.border import read_command
-from miles.config.megatron import normalize
+from miles.config.megatron import rules as normalize
 from miles.config.needs import CONDITIONS, read_needs
 from miles.config.parser import judge
 from miles.config.settings import SECTIONS

@@ -10,7 +10,7 @@ from socket import socket
 import pytest
 
 from miles.base.host import has_gpu
-from miles.config.joined_cluster import joined_cluster
+from miles.config.choice import joined_cluster
 from miles.run.gpus_of_cluster import knock
 from tests.fast.support.ray_head import ENVIRONMENT, answers, free_ports, ray_head
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.batch.collate import collate
 from miles.batch.convert import convert
-from miles.config.rules.modes import WITH_KNOWN_ROUTERS
+from miles.config.rules import WITH_KNOWN_ROUTERS
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.models.routers import WEIGHTS, Routers

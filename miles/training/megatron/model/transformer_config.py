@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from miles.config.megatron.overrides import TRIED, Overrides
+from miles.config.megatron.rules import TRIED, Overrides
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.optimizer import OptimizerArguments
 

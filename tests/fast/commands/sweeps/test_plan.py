@@ -14,7 +14,7 @@ from miles.compat.border import read_command
 from miles.config.files import Fetched
 from miles.config.model import ModelArguments
 from miles.config.parser import judge
-from miles.config.rules.modes import check_one_process
+from miles.config.rules import check_one_process
 from miles.config.run_file import run_config
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles.commands.sweeps.definition import plan, read_definition
-from miles.config.rules.modes import check_one_process
+from miles.config.rules import check_one_process
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "examples" / "reproduce"

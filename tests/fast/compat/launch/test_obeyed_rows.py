@@ -8,13 +8,13 @@ from miles.base.flags import Errors
 from miles.compat.border import read_command
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.megatron.normalize import judge as judge_field
-from miles.config.megatron.overrides import FIXED, FREE_FIELDS, SHAPE_FIELDS, check_overrides
+from miles.config.megatron.rules import FIXED, FREE_FIELDS, SHAPE_FIELDS, check_overrides
+from miles.config.megatron.rules import judge as judge_field
 from miles.config.notes import HEADINGS, READ_AS
 from miles.config.parser import judge
 from miles.config.sglang.flags import TENSOR_PARALLEL
 from miles.config.sglang.installed import server_flags
-from miles.config.sglang.normalize import RENAMED
+from miles.config.sglang.rules import RENAMED
 from scripts.pages.launch_scripts import launch_page
 
 

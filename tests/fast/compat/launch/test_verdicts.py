@@ -14,7 +14,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.compat.border import read_command
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.megatron.overrides import OF_OTHER_MODELS, SHAPE_FIELDS
+from miles.config.megatron.rules import OF_OTHER_MODELS, SHAPE_FIELDS
 from miles.config.notes import READ_AS
 from miles.config.parser import judge
 from miles.models.registry import CONVERTED, megatron_shape, vocabulary_shape

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from miles.base.flags import Errors
-from miles.config.megatron.overrides import check_overrides
+from miles.config.megatron.rules import check_overrides
 from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.models.registry import vocabulary_shape

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.config.megatron.overrides import repeats
+from miles.config.megatron.rules import repeats
 
 
 @given(st.floats(1e-12, 1e6))

@@ -9,9 +9,8 @@ import pytest
 
 from miles.compat.border import read_command
 from miles.config.megatron.fields import megatron_fields
-from miles.config.megatron.overrides import TRIED
+from miles.config.megatron.rules import TRIED
 from miles.config.parser import judge
-from miles.config.sglang.config_file import CONFIG
 from miles.config.sglang.flags import (
     DATA_PARALLEL,
     OTHER_PARALLEL,
@@ -21,9 +20,8 @@ from miles.config.sglang.flags import (
     known_router_flags,
     known_server_flags,
 )
-from miles.config.sglang.installed import router_flags, server_flags
-from miles.config.sglang.normalize import RENAMED, REPLACED
-from miles.config.sglang.server_values import FILES
+from miles.config.sglang.installed import CONFIG, router_flags, server_flags
+from miles.config.sglang.rules import FILES, RENAMED, REPLACED
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.engine import server_spec

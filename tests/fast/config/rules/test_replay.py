@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from miles.config.rules.modes import WITH_KNOWN_ROUTERS
+from miles.config.rules import WITH_KNOWN_ROUTERS
 from miles.engine.servers.keys import NO_KEYS
 from miles.engine.sglang.engine import server_spec
 

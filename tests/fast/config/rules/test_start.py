@@ -16,7 +16,7 @@ def started(monkeypatch):
     """Return ``started(command)``: the refusals of a start on a host of ``gpus`` GPUs, also as the notes of a plan."""
 
     def refusals(words, gpus):
-        monkeypatch.setattr("miles.config.rules.start.num_gpus", lambda: gpus)
+        monkeypatch.setattr("miles.config.rules.num_gpus", lambda: gpus)
         monkeypatch.setattr("miles.config.host_share.has_gpu", lambda: bool(gpus))
         monkeypatch.setattr("miles.config.parser.has_gpu", lambda: bool(gpus))
         try:

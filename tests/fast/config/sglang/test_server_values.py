@@ -10,7 +10,7 @@ from miles.base.flags import Errors, FlagError
 from miles.config.parser import parse
 from miles.config.sglang.flags import ServerFlags
 from miles.config.sglang.installed import Accepted, server_flags
-from miles.config.sglang.server_values import check_server_values
+from miles.config.sglang.rules import check_server_values
 from miles.config.validate import validate
 from tests.fast.support.rows import rows
 
@@ -71,7 +71,7 @@ def test_key_is_not_shown(refused):
 
 
 def test_choices_are_not_judged_beside_a_plugin(monkeypatch):
-    monkeypatch.setattr("miles.config.sglang.server_values.has_plugins", lambda: True)
+    monkeypatch.setattr("miles.config.sglang.rules.has_plugins", lambda: True)
     errors = Errors()
     check_server_values(ServerFlags(("--attention-backend", "of-the-plugin", "--tp-size", "x")), errors)
     assert [message.split(":")[0] for message in errors.messages] == ["--sglang-tp-size x"]
