@@ -33,7 +33,7 @@ from miles.run.launcher.run import launch
 if TYPE_CHECKING:
     import pandas
 
-    from miles.run.failure_files import FailureFiles
+    from miles.run.failures import FailureFiles
     from miles.run.stop_requests import StopRequests
 
 REWARD_LATER = "given:later"  # stands for the function that ``train`` will be given

@@ -5,14 +5,26 @@ Of a run with --lora-rank, that is the weights with the adapter added to them; -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from miles.base.text import InputError
-from miles.commands.saved_runs.hub import model_card, open_repository, push
-from miles.commands.saved_runs.run import SavedRun, on_this_machine, run_folder
+import miles
+from miles.base.flags import flag_name
+from miles.base.secrets import hide_in_text, public_words
+from miles.base.text import InputError, one_line
+from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun, on_this_machine, run_folder
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
+from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags
+from miles.observe.health import MetricsFile
+from miles.observe.run_files import METRICS
+from miles.tasks.data.settings import HUGGING_FACE
 
 # --to: the function that writes the folder, and its contents
 WRITERS = {
@@ -62,3 +74,122 @@ def main(argv: Sequence[str]) -> int:
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+# Push an exported folder to the Hugging Face hub, with a card that has the command, the data and the curve.
+
+
+LONGEST_CAUSE = 300
+MOST_ROWS = 12  # of the curve
+_PASSED_ON = dict(zip((field.name for field in fields(ServerFlags)), (SERVER, ROUTER, VLLM), strict=True))
+_CURVES = ("rollout/reward", "train/loss")  # the first that the run has, and the held-out ones
+
+
+def open_repository(name: str, is_private: bool) -> str:
+    """Create a repository unless it is there, and check that the token may write; return ``USER/NAME``.
+
+    Raises:
+        InputError: There is no token, it may not write there, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    with _refused_in_one_sentence(name):
+        user = hub.whoami()["name"]
+        repository = name if "/" in name else f"{user}/{name}"
+        hub.create_repo(repository, private=is_private or None, exist_ok=True)
+        hub.auth_check(repository, write=True)
+    return repository
+
+
+def push(repository: str, folder: Path, card: str) -> str:
+    """Upload a folder with its card in one commit; return the address of the repository.
+
+    Raises:
+        InputError: The hub refuses it, or does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    with _refused_in_one_sentence(repository):
+        commit = HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=f"Upload by miles {miles.__version__}"
+        )
+    return str(commit.repo_url)
+
+
+@contextmanager
+def _refused_in_one_sentence(name: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub import get_token
+
+    try:
+        yield
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        cause = one_line(hide_in_text(str(error), [token for token in [get_token()] if token]), LONGEST_CAUSE).strip()
+        raise InputError(
+            f"--push-to-hub {name}: the hub refuses it, or cannot be reached ({cause}); "
+            "give a token that may write there (HF_TOKEN, or hf auth login), and check the name and the network"
+        ) from error
+
+
+def model_card(run: SavedRun, checkpoint: SavedCheckpoint, repository: str, is_adapter: bool) -> str:
+    """Return the text of the repository's README.md."""
+    base = str(run.settings.model.hf_checkpoint)
+    data = run.header.provenance.get("data", [])
+    on_hub = [
+        row["source"].removeprefix(HUGGING_FACE).partition(":")[0]
+        for row in data
+        if row["source"].startswith(HUGGING_FACE)
+    ]
+    about: list[tuple[str, Sequence[str]]] = [
+        ("base_model", [] if os.path.isabs(base) or os.path.exists(base) else [base]),
+        ("datasets", on_hub),
+        ("tags", ["miles", "reinforcement-learning"] if run.header.objective_words else ["miles"]),
+    ]
+    lines = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
+    lines += [*(f"{key}: [{', '.join(values)}]" for key, values in about if values), "---", ""]
+    steps = f"{checkpoint.steps} of {run.header.total_steps} optimizer steps"
+    lines += [f"# {repository.rpartition('/')[2]}", "", f"`{base}` after {steps} with miles {miles.__version__}.", ""]
+    lines += [*run.header.objective_words.splitlines(), "", "## Curve", "", *_curve(run, checkpoint.steps), ""]
+    lines += ["## Data", "", *map(_data_line, data), "", "## Command", "", "```", _command(run), "```", ""]
+    return "\n".join(lines)
+
+
+def _data_line(row: dict[str, Any]) -> str:
+    known = f" ({row['bytes']} bytes, SHA-256 `{row['sha256']}`)" if "sha256" in row else ""
+    return f"- `{row['source']}`{known}"
+
+
+def _curve(run: SavedRun, last: int) -> list[str]:
+    """Return a table of the reward, or the loss of a run without rewards, and of the held-out sets.
+
+    Every row has the means of the steps since the row before it.
+    """
+    metrics = MetricsFile(run.folder / METRICS)
+    metrics.refresh()
+    steps = [step for step in metrics.steps if step <= last]
+    names = [name for name in _CURVES if name in metrics.names][:1]
+    names += [name for name in metrics.names if name.startswith("eval/") and name.endswith(("/reward", "/loss"))]
+    lines = [f"| step | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
+    rows, begin = min(MOST_ROWS, len(steps)), 0
+    for row in range(rows):
+        end = (row + 1) * len(steps) // rows
+        values = ([v for v in metrics.column(name)[begin:end] if math.isfinite(v)] for name in names)
+        cells = (f"{sum(found) / len(found):.3f}" if found else "" for found in values)
+        lines.append(f"| {steps[end - 1]} | {' | '.join(cells)} |")
+        begin = end
+    return lines
+
+
+def _command(run: SavedRun) -> str:
+    """Return the command of the run: every setting that is not the default, without secrets."""
+    words = [["miles", "train"]]
+    for section, values in run.header.settings.items():
+        for name, value in values.items():
+            if section == "server_flags":
+                words.append([_PASSED_ON[name] + word[2:] if word.startswith("--") else word for word in value])
+            elif not run.header.is_default(section, name):
+                several = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+                words.append([flag_name(name), *map(str, several)])
+    return " \\\n    ".join(shlex.join(public_words(flag)) for flag in words if flag)

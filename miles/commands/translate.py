@@ -5,14 +5,15 @@ Read a file of TRL, verl, slime, miles, OpenRLHF, prime-rl or NeMo-RL. Nothing i
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from miles.base.text import InputError
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
+from miles.compat.translate.objective import UNEVEN, Objective, distance, token_weights
 from miles.compat.translate.reading import read_document
-from miles.compat.translate.report import report
-from miles.compat.translate.translation import Translation
+from miles.compat.translate.translation import Entry, Expression, Setting, Translation
 from miles.config.command_parser import CommandParser
 
 
@@ -42,3 +43,94 @@ def main(argv: Sequence[str]) -> int:
         print(f"miles translate: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+# Print a translation: the command, what differs from the original, and what was not read.
+
+
+REQUIRED = {
+    "--hf-checkpoint": "the model",
+    "--prompt-data": "the prompts",
+    "--rollout-batch-size": "prompts of an iteration",
+    "--rollout-max-response-len": "tokens of a response",
+}
+
+
+def report(name: str, translation: Translation, objective: Objective | None) -> str:
+    """Return the text of ``miles translate`` for a file of the trainer called ``name``."""
+    settings, version = len(translation.document.settings), translation.table.version
+    differs = [*_objective(objective), *_entries(translation.differences)]
+    unread = [*_settings(translation.unread), *_elsewhere(translation.document.elsewhere.values())]
+    parts = [
+        ("Command", _command(translation)),
+        ("Differs from the original", differs or ["nothing that was read"]),
+        ("Not read, and could change learning", unread or ["nothing"]),
+    ]
+    text = [f"{translation.document.path}: {name}, {settings} settings, with the defaults of {version}"]
+    if objective is not None and objective.exact and translation.is_proven:
+        text[0] += "\nThe gradient of a step's loss is the same: docs/conformance.md"
+    text += ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts]
+    if translation.quiet:
+        plural = "s" * (translation.quiet != 1)
+        text.append(f"{translation.quiet} setting{plural} without effect on learning left out")
+    return "\n\n".join(text)
+
+
+def _command(translation: Translation) -> list[str]:
+    lines = ["python train.py"] + [f"  {_joined(group)}" for group in translation.groups]
+    missing = [f"{flag} ({what})" for flag, what in REQUIRED.items() if flag not in translation.words]
+    if "--prompt-mix" in translation.words:
+        missing.remove("--prompt-data (the prompts)")
+    if not {"--rm-type", "--custom-rm-path"} & {*translation.words}:
+        missing.append("--rm-type or --custom-rm-path (the reward)")
+    if not {"--num-rollout", "--num-epoch"} & {*translation.words}:
+        missing.append("--num-rollout or --num-epoch (the end)")
+    lines = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+    return lines + ([f"still to add: {', '.join(missing)}"] if missing else [])
+
+
+def _joined(words: Iterable[str]) -> str:
+    """Return words for a shell, which may expand ``~``."""
+    return " ".join(f"~/{shlex.quote(word[2:])}" if word.startswith("~/") else shlex.quote(word) for word in words)
+
+
+def _place(line: int | None) -> str:
+    return "" if line is None else f" (line {line})"
+
+
+def _entries(entries: Sequence[Entry]) -> list[str]:
+    lines = []
+    for entry in entries:
+        became = f" -> {shlex.join(entry.words)}" if entry.words else ""
+        lines.append(f"{entry.shown}{_place(entry.line)}{became}: {entry.why}")
+    return lines
+
+
+def _settings(settings: Iterable[Setting]) -> list[str]:
+    computed = ": computed when the file is run; what follows from it is left out"
+    return [
+        f"{setting.shown}{_place(setting.line)}{computed if isinstance(setting.value, Expression) else ''}"
+        for setting in settings
+    ]
+
+
+def _elsewhere(settings: Iterable[Setting]) -> list[str]:
+    return [f"{setting.key} {setting.value}{_place(setting.line)}" for setting in settings]
+
+
+def _objective(objective: Objective | None) -> list[str]:
+    """Return how far the weights of the tokens are from the original's in an uneven batch."""
+    if objective is None or objective.exact:
+        return []
+    ours = objective.ours(objective.mode)
+    weights = token_weights(objective.reduce, UNEVEN)
+    pairs = zip(UNEVEN.responses, weights, strict=True)
+    total = sum(response.tokens * abs(weight) for response, weight in pairs)
+    share = distance(objective.reduce, ours, UNEVEN) / total
+    sentence = (
+        f"{objective.setting} -> {' '.join(objective.words)}: {objective.formula} there, {objective.our_formula} "
+        f"here; it depends on {objective.depends}. In the uneven batch of docs/translate.md the weights of the tokens "
+        f"differ by {100 * share:.0f} %"
+    )
+    nearest = objective.nearest()
+    return [sentence + (f"; {nearest} is nearer there" if nearest != objective.mode else "")]

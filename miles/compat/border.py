@@ -19,16 +19,17 @@ from typing import Any
 
 from miles.base.flags import LONGEST_VALUE, Errors, FlagError, flag_name
 from miles.base.text import one_line
-from miles.compat.custom_config import read_settings_of_file
-from miles.compat.functions import read_functions, read_multi_turn
-from miles.compat.line import Line
 from miles.compat.spellings import (
     COUNTERPARTS,
+    Line,
     check_reference,
     read_async_steps,
     read_estimator,
     read_eval_servers,
+    read_functions,
+    read_multi_turn,
     read_reference,
+    read_settings_of_file,
     read_step,
     read_teacher,
     read_values,

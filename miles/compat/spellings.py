@@ -2,23 +2,221 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from miles.base.flags import LONGEST_VALUE, Errors
+from miles.base.flags import LONGEST_VALUE, Errors, flag_name
 from miles.base.storage import is_url
 from miles.base.text import one_line
-from miles.compat.functions import ZERO_REWARD, our_function
-from miles.compat.line import Line
 from miles.compat.verdicts import table
 from miles.config.checkpoint import CheckpointArguments, checkpoint_name
 from miles.config.choice import reads_megatron_flags
+from miles.config.flags_view import CUSTOM_CONFIG, read_custom_config
+from miles.config.functions import HOOKS, has_source
 from miles.config.notes import NO_EFFECT, READ_AS, SPEED, Note, written
 from miles.config.settings import Settings
-from miles.config.spelling import group_words
+from miles.config.spelling import group_words, without_flags
+from miles.objective.aggregation import MODE_FLAGS
+from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.settings import LossArguments
+from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
 from miles.tasks.rewards.settings import RewardArguments
+
+# A command line that is being rewritten: its words, and what was read as what.
+
+
+@dataclass
+class Line:
+    """Hold the words of a command between the readers of foreign spellings. Each reader may change them.
+
+    Attributes:
+        words: The words; each flag is a word, with its value after it or after ``=``.
+        errors: Collects what cannot be obeyed.
+        foreign: The flags of ``FOREIGN_FLAGS`` in it that are left to judge, with their values; True for a switch.
+        notes: What was read in another spelling.
+    """
+
+    words: list[str]
+    errors: Errors
+    foreign: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def __contains__(self, flag: str) -> bool:
+        return any(flag == name for name, _ in group_words(self.words))
+
+    def value(self, flag: str) -> str | None:
+        """Return the value of a flag; None if it is not there, or has not exactly one. The last one counts."""
+        values = dict(group_words(self.words)).get(flag, ())
+        return values[0] if len(values) == 1 else None
+
+    def drop(self, *flags: str) -> None:
+        """Remove flags with their values."""
+        self.words = without_flags(self.words, flags)
+
+    def read_as(self, flag: str, why: str, *words: str) -> None:
+        """Replace a flag by ``words``, and note its reading."""
+        self.note(READ_AS, flag, why)
+        self.drop(flag)
+        self.words += words
+
+    def note(self, heading: str, flag: str, why: str) -> None:
+        """Add the note on a flag as written."""
+        self.notes.append(Note(heading, written(flag, dict(group_words(self.words))[flag]), why))
+
+
+# Replace functions that a command names inside the packages of related launchers; refuse those without counterpart.
+
+
+ZERO_REWARD = "miles.tasks.rewards.built_in.zero:zero"
+
+_FUNCTIONS = table("functions")["function"]
+# (flag, function elsewhere without the name of its package) -> ours; None is the run's behaviour without the flag.
+KNOWN: dict[tuple[str, str], str | None] = {
+    (row["flag"], there): row.get("here") for row in _FUNCTIONS if "flags" not in row for there in row["there"]
+}
+# The same, for functions whose work is done by flags here -> what to do.
+FLAGS_INSTEAD: dict[tuple[str, str], str] = {
+    (row["flag"], there): row["flags"] for row in _FUNCTIONS if "flags" in row for there in row["there"]
+}
+# Functions elsewhere that a run on conversations (--loss-type sft_loss) does not need.
+FOR_CONVERSATIONS = {("--rollout-function-path", "rollout.sft_rollout.generate_rollout")}
+# Generate ahead of the trainer without end, as --fully-async does.
+FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_rollout.FullyAsyncRolloutFn")
+# Dr.GRPO's reducer, which divides the sum of a trajectory by a constant in its file.
+_CONSTANT_REDUCER = re.compile(r"examples\.(experimental\.)?DrGRPO\.custom_reducer([.:]\w+)?")
+CONSTANT_OF_REDUCER = 1000.0
+# miles' multi-turn function, and its flags.
+_GENERATE, MULTI_TURN = "--custom-generate-function-path", "rollout.generate_hub.multi_turn.generate"
+_TURNS, _PARSER, _SEVERAL = "--generate-max-turns", "--generate-tool-call-parser", "--generate-multi-samples"
+_SPECS, _CALL = "--generate-tool-specs-path", "--generate-execute-tool-function-path"
+_DEFAULT_TURNS = "16"  # there
+_READ_FORMS = ("qwen", "qwen25", "hermes")  # parsers of <tool_call>{json}</tool_call>
+_PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")
+
+
+def read_functions(line: Line) -> None:
+    """Replace functions of related launchers by ours, or by flags; refuse those that have no counterpart."""
+    for hook in HOOKS:
+        flag = flag_name(hook)
+        path = line.value(flag)
+        if path is None or has_source(path):
+            continue
+        is_known, ours = our_function(flag, path, _reads_conversations(line))
+        if flag == "--rollout-function-path" and _ends_with(path, *FULLY_ASYNC):
+            steps = line.value("--async-steps") or "1"
+            line.drop("--async-steps")
+            ahead = ("--fully-async", "--async-steps", steps)
+            line.read_as(flag, " ".join(ahead), *ahead)
+        elif flag == "--custom-pg-loss-reducer-function-path" and _CONSTANT_REDUCER.fullmatch(path):
+            _read_constant_reducer(line, flag, path)
+        elif is_known:
+            line.read_as(flag, ours or "what the run does without it", *((flag, ours) if ours else ()))
+        elif flag == "--dynamic-sampling-filter-path" and "--rollout-function-path" in line:
+            continue  # no filter is called alongside that function: the validator reports it
+        elif (message := missing_function(flag, path)) is not None:
+            line.errors.add(message)
+
+
+def _read_constant_reducer(line: Line, flag: str, path: str) -> None:
+    for name in map(flag_name, MODE_FLAGS):
+        if name in line:
+            line.note(NO_EFFECT, name, f"{flag} {path} takes precedence")
+            line.drop(name)
+    constant = f"--loss-aggregation constant --loss-aggregation-divisor {CONSTANT_OF_REDUCER:g}"
+    line.read_as(flag, constant, *constant.split())
+
+
+def _reads_conversations(line: Line) -> bool:
+    """Return whether the run trains on conversations, which other launchers collect by a function."""
+    kind = LOSS_TYPES.get(line.value("--loss-type") or LossArguments.loss_type)
+    return kind is not None and not kind.uses_advantages and "--load-debug-rollout-data" not in line
+
+
+def read_multi_turn(line: Line) -> None:
+    """Replace the function by ``--environment tool_calls``, if the command names it."""
+    path = line.value(_GENERATE)
+    if path is None or not names_function_of_others(path, MULTI_TURN):
+        return
+    own = {flag: line.foreign.pop(flag, None) for flag in (_TURNS, _SPECS, _PARSER, _CALL, _SEVERAL)}
+    turns, specs, call = own[_TURNS] or _DEFAULT_TURNS, own[_SPECS], own[_CALL]
+    _check_turns(turns, own[_PARSER], own[_SEVERAL], line)
+    if call is None:
+        rule = "no function is named that runs the calls of the model"
+        line.errors.add(f"{_GENERATE} {path}: {rule}; add {_CALL} module.function")
+        return
+    for flag, value, signature in (
+        (_CALL, call, "async def call(name: str, arguments: dict) -> str"),
+        (_SPECS, specs, "a list of tools, in the form of OpenAI's API"),
+    ):
+        if value is not None and is_missing(value):
+            line.errors.add(f"{flag} {value}: this is part of another launcher, and is not here; write {signature}")
+    environment = f"{ENVIRONMENT.name}:call={call}" + (f",specs={specs}" if specs else "")
+    line.drop("--environment", "--max-turns")
+    words = ("--environment", environment, *(("--max-turns", turns) if turns.isdecimal() else ()))
+    why = f"--environment {environment} --max-turns {turns} --apply-chat-template"
+    line.read_as(_GENERATE, why, *words, "--apply-chat-template")
+
+
+def _check_turns(turns: str, parser: str | None, several: bool | None, line: Line) -> None:
+    if not turns.isdecimal() or int(turns) < 1:
+        line.errors.add(f"{_TURNS} {turns}: must be a whole number of at least 1; correct the value")
+    if parser is not None and parser not in _READ_FORMS:
+        rule = "calls are read as <tool_call>{json}</tool_call>, the form of Hermes and Qwen"
+        what_to_do = (
+            f"use a model that writes it, and give {', '.join(_READ_FORMS)}, or read the calls in --environment"
+        )
+        line.errors.add(f"{_PARSER} {parser}: {rule}; {what_to_do} module:class")
+    if several:
+        rule = "the turns of a trajectory are one sample, as long as the chat template can continue it"
+        line.errors.add(f"{_SEVERAL}: {rule}; drop it")
+
+
+def our_function(flag: str, path: str, reads_conversations: bool = False) -> tuple[bool, str | None]:
+    """Return whether ``path`` names a function whose counterpart is here, and that one; None is the default."""
+    name = (flag, _tail(path))
+    if has_source(path) or not (name in KNOWN or (reads_conversations and name in FOR_CONVERSATIONS)):
+        return False, None
+    return True, KNOWN.get(name)
+
+
+def names_function_of_others(path: str, tail: str) -> bool:
+    """Return whether ``path`` names the function ``tail`` of a package of other launchers, and no file here has it."""
+    return _tail(path) == tail and path.replace(":", ".") != tail and not has_source(path)
+
+
+def is_missing(path: str) -> bool:
+    """Return whether ``path`` is in a package of a related launcher, and not here."""
+    return path.replace(":", ".").partition(".")[0] in _PACKAGES and not has_source(path)
+
+
+def missing_function(flag: str, path: str) -> str | None:
+    """Return the error of a path into a package of a related launcher whose function is not here."""
+    of_flag = {tail: what_to_do for (name, tail), what_to_do in FLAGS_INSTEAD.items() if name == flag}
+    instead = next((what_to_do for tail, what_to_do in of_flag.items() if _ends_with(path, tail)), None)
+    if (instead is None and not is_missing(path)) or has_source(path):
+        return None
+    signature = next(hook.signature for field, hook in HOOKS.items() if flag_name(field) == flag)
+    what_to_do = instead or f"write {signature}, and name it as module:function"
+    return f"{flag} {path}: this function is part of another launcher, and is not here; {what_to_do}"
+
+
+def _tail(path: str) -> str:
+    """Return a path without the name of its package, with dots only: ``slime.rollout.x:f`` is ``rollout.x.f``."""
+    dotted = path.replace(":", ".")
+    package, _, rest = dotted.partition(".")
+    return rest if package in _PACKAGES else dotted
+
+
+def _ends_with(path: str, *names: str) -> bool:
+    """Return whether a path names one of these functions, in any package."""
+    dotted = path.replace(":", ".")
+    return any(dotted == name or dotted.endswith("." + name) for name in names)
+
 
 ESTIMATOR = ("--advantage-estimator", "on_policy_distillation")
 CKPT_STEP = "--ckpt-step"
@@ -197,3 +395,152 @@ def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[
             "Related launchers start it from --ref-load too if --load has no checkpoint; for that give --hf-checkpoint "
             f"{reference}"
         )
+
+
+# Read ``--custom-config-path``: a YAML file of settings that takes precedence over the command.
+#
+# Among them can be the settings of slime's and miles' function of importance weights (``mis.yaml``), which scripts name
+# as ``--custom-tis-function-path examples.….mis.compute_mis_weights_with_cp``. They become the flags that do its work;
+# the formulas are in docs/off-policy.md.
+
+
+MISMATCH_FLAG = "--custom-tis-function-path"
+MISMATCH_FUNCTIONS = ("compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp")
+_OF_WEIGHTS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")
+_OF_REJECTION = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
+_MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # theirs -> ours
+
+
+def read_settings_of_file(line: Line, known: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
+    """Add the settings of the file to the command, if it names one.
+
+    Args:
+        line: The command.
+        known: Returns the flags that exist, if some of these words are flags of Megatron also its own.
+
+    Returns:
+        The names in the file that are no flags: they are for functions of the user's.
+    """
+    path = line.value(CUSTOM_CONFIG)
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = read_custom_config(path)
+        except ValueError as error:
+            line.errors.add(str(error))
+            return []
+    values = read_mismatch_config(line, values)
+    if not values:
+        return []
+    flags = known([flag_name(name) for name in values])
+    line.drop(*(flag_name(name) for name, value in values.items() if _leaves_out(value)))
+    line.words += words_of(values, flags)
+    return [name for name in values if flag_name(name) not in flags]
+
+
+def words_of(values: Mapping[str, Any], flags: Collection[str]) -> list[str]:
+    """Return the values whose names are ``flags`` as words of a command; false and null give none."""
+    words = []
+    for name, value in values.items():
+        flag = flag_name(name)
+        if flag not in flags or _leaves_out(value):
+            continue
+        words.append(flag)
+        if value is True:
+            continue
+        many = value if isinstance(value, list) else [value]
+        words += [json.dumps(part) if isinstance(part, dict | list) else str(part) for part in many]
+    return words
+
+
+def _leaves_out(value: Any) -> bool:
+    return value is None or value is False
+
+
+def read_mismatch_config(line: Line, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop their function if the command names it, and it or the file has the settings.
+
+    Args:
+        line: The command.
+        values: The settings of ``--custom-config-path``.
+
+    Returns:
+        The settings with our names, for the settings of the file.
+    """
+    path = line.value(MISMATCH_FLAG)
+    if path is None or path.replace(":", ".").rpartition(".")[2] not in MISMATCH_FUNCTIONS:
+        return dict(values)
+    in_words = _in_words(line.words)
+    if missing_function(MISMATCH_FLAG, path) is None or not (in_words.keys() | values.keys()) & {*_OF_WEIGHTS}:
+        return dict(values)
+    values = in_words | dict(values)  # the file takes precedence there
+    line.drop(*map(flag_name, in_words))
+
+    def is_on(name: str) -> bool:
+        return bool(values.get(name, flag_name(name) in line))
+
+    others = {name: value for name, value in values.items() if name not in (*_OF_WEIGHTS, *_OF_REJECTION)}
+    if not is_on("use_tis"):
+        line.note(NO_EFFECT, MISMATCH_FLAG, "its settings have use_tis: false, so it weighs and rejects nothing")
+        line.drop(MISMATCH_FLAG)
+        return others | {"use_rs": False}
+    found = _flags_of(values, is_on("use_rs"), line.errors)
+    said = " ".join(written(flag_name(name), value) for name, value in found.items() if value is not False)
+    if found["tis_batch_normalize"]:
+        said += ", where the mean is over the whole step instead of a rank's micro-batch"
+    line.read_as(MISMATCH_FLAG, f"{said}: the same weights")
+    return others | found
+
+
+def _in_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of their function among the words; newer releases have them as flags."""
+    names = {flag_name(name): name for name in (*_OF_WEIGHTS, *_OF_REJECTION)}
+    groups = [(names[flag], given) for flag, given in group_words(words) if flag in names]
+    return {name: given[-1] if given else True for name, given in groups}
+
+
+def _flags_of(values: Mapping[str, Any], rejects: bool, errors: Errors) -> dict[str, Any]:
+    """Return the flags by name. A bound that is not given follows from the others, as there."""
+    mode = values.get("tis_mode", "truncate")
+    upper = _number(values, "tis_upper_bound", 2.0, errors)
+    lower = _number(values, "tis_lower_bound", 1.0 / upper, errors)
+    if mode not in _MODES:
+        errors.add(f"--tis-mode {mode}: no such mode of this function; give one of {', '.join(_MODES)}")
+    if mode == "mask" and values.get("tis_batch_normalize"):
+        errors.add(
+            "--tis-batch-normalize: with --tis-mode mask of this function the mean counts the ratios that are "
+            "dropped, and here it does not; drop it, or give --tis-mode clip"
+        )
+    found: dict[str, Any] = {
+        "use_tis": True,
+        "tis_mode": _MODES.get(mode, "truncate"),
+        "tis_level": values.get("tis_level", "token"),
+        "tis_clip": upper,
+        "tis_clip_low": 0.0 if mode == "truncate" else lower,
+        "tis_batch_normalize": bool(values.get("tis_batch_normalize")),
+        "use_rs": rejects,
+    }
+    if rejects:
+        found |= {
+            "rs_level": values.get("rs_level", "token"),
+            "rs_lower_bound": _number(values, "rs_lower_bound", lower, errors),
+            "rs_upper_bound": _number(values, "rs_upper_bound", upper, errors),
+        }
+        if values.get("rs_veto_threshold") is not None:
+            found["rs_veto_threshold"] = _number(values, "rs_veto_threshold", 1e-4, errors)
+    return found
+
+
+def _number(values: Mapping[str, Any], name: str, default: float, errors: Errors) -> float:
+    """Return the number of that name, or the default if there is none. YAML reads ``1e-4`` as a text."""
+    value = values.get(name)
+    if value is None:
+        return default
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        errors.add(f"{flag_name(name)} {value}: must be a finite number above 0; correct it")
+        return default
+    return number

@@ -21,7 +21,7 @@ from miles.config.settings import Settings
 from miles.config.sglang.flags import VLLM
 from miles.models.packing import is_compared_by_test, model_type, why_not_trained
 from miles.models.registry import BRIDGED, CONVERTED
-from miles.tasks.rewards.passing import deciding_part
+from miles.tasks.rewards.registry import deciding_part
 
 RANKS_ON_CUDA = 8
 

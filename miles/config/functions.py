@@ -108,7 +108,7 @@ HOOKS = {
     ),
     "curriculum_path": Hook(
         "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None "
-        "(miles.tasks.data.curriculum)",
+        "(miles.tasks.data.stream)",
         "the rollout process, before each iteration",
         "which prompts are drawn",
         1,

@@ -62,7 +62,7 @@ from miles.config.tracking import check_tracking
 from miles.config.training import check_training, fill_global_batch_size, notes_on_training
 from miles.objective.aggregation import MODE_FLAGS, reconcile_aggregation
 from miles.tasks.data.settings import check_data
-from miles.tasks.rewards.passing import deciding_part
+from miles.tasks.rewards.registry import deciding_part
 from miles.tasks.rewards.settings import check_reward
 from miles.types.dims import ParallelDims
 

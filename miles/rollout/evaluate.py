@@ -14,7 +14,7 @@ from miles.engine.base import SamplingParams, gather_or_cancel
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
 from miles.tasks.data.settings import DataArguments
-from miles.tasks.rewards.passing import passes_of
+from miles.tasks.rewards.registry import passes_of
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import Prompt, PromptGroup, Sample

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles.base.user_code import load_function
-from miles.tasks.rewards.passing import deciding_reward
+from miles.tasks.rewards.registry import deciding_reward
 from miles.types.sample import PromptGroup
 
 _FLAG = "--dynamic-sampling-filter-path"

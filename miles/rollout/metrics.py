@@ -11,7 +11,7 @@ from statistics import stdev
 from typing import Any, Protocol
 
 from miles.rollout.filters import has_reward_spread
-from miles.tasks.rewards.passing import passes_of
+from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 

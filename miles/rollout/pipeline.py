@@ -28,8 +28,7 @@ from miles.config.settings import Settings
 from miles.engine.base import EngineHost
 from miles.models.packing import reads_images
 from miles.models.reading import read_config
-from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
-from miles.rollout.conversation_collector import ConversationCollector
+from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.hooks import (

@@ -11,10 +11,9 @@ from miles.config.inputs import load_training_prompts
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.rollout.evaluate import EvalSet, load_eval_sets
-from miles.tasks.data.curriculum import CurriculumStream, load_curriculum
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader
-from miles.tasks.data.stream import Mixture, NamedSet, PromptStream, TrainingStream
+from miles.tasks.data.stream import CurriculumStream, Mixture, NamedSet, PromptStream, TrainingStream, load_curriculum
 
 
 @dataclass(frozen=True)

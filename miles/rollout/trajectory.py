@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams, gather_or_cancel
-from miles.rollout.answer_text import Detokenizer, answer_text
-from miles.rollout.groups import STATUS, SeedOf, fit_context, response_seed
+from miles.rollout.groups import STATUS, Detokenizer, SeedOf, answer_text, fit_context, response_seed
 from miles.types.replay import TokenSets, continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 

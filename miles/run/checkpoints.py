@@ -17,7 +17,7 @@ from miles.base.storage import is_url
 from miles.config.checkpoint import checkpoint_name
 from miles.config.rollout import path_of_iteration
 from miles.observe.run_files import RunIdentity
-from miles.run.folders.best_checkpoint import BestCheckpoint, BestSoFar
+from miles.run.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.run.resume import KEY as SETTINGS
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import appearing_whole

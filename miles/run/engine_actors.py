@@ -19,8 +19,8 @@ from miles.base.stacks import RUN_FOLDER, answer_requests, own_stacks
 from miles.config.settings import Settings
 from miles.engine.base import ServerFailed, ServerProcess
 from miles.rollout.workers.pool import WorkerLost
-from miles.run.liveness import DEATHS, HEARTBEAT, HEARTBEAT_SECONDS, REPORT, how_it_died, with_heartbeat
 from miles.run.placement import importing, private_session_root
+from miles.run.ray_watch import DEATHS, HEARTBEAT, HEARTBEAT_SECONDS, REPORT, how_it_died, with_heartbeat
 from miles.run.run_guard import RunGuard
 from miles.run.session import Placement
 

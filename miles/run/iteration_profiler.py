@@ -2,21 +2,241 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from miles.base.disk_faults import disk_fault
-from miles.base.profiling import ProcessTrace
-from miles.base.recorder import LoopPhases, clock_name, clock_offset
+from miles.base.profiling import (
+    KERNELS,
+    SPAN,
+    Event,
+    LoopPhases,
+    ProcessTrace,
+    clock_name,
+    clock_offset,
+    idle_times,
+    self_times,
+    threads_of,
+)
 from miles.config.profiling import FOLDER, ProfilingArguments
-from miles.observe.profile import table, write_trace
-from miles.run.liveness import Workers
+from miles.run.ray_watch import Workers
 from miles.run.rollout_actor import RolloutDriver
 from miles.run.train_actor import TrainDriver
+
+# One trace of several processes, in the format that Perfetto and chrome://tracing open.
+#
+# Every process is a separate row with its threads below it; ``idle`` is a thread that shows when no other one works.
+# Perfetto leaves out an event that ends after the one around it, in whole nanoseconds, and PyTorch records some that
+# do. The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+
+
+WAITS = "waits of coroutines"
+IDLE = "idle"
+
+
+def write_trace(path: Path, processes: Sequence[ProcessTrace]) -> None:
+    """Write the processes, whose clocks are the same, as one compressed file."""
+    begin = min(map(_first_time, processes))
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(_events(processes, begin)):
+            file.write(("" if number == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def _events(processes: Sequence[ProcessTrace], begin: int) -> Iterator[dict[str, Any]]:
+    for number, process in enumerate(processes, start=1):
+        yield _named("process_name", number, 0, process.name)
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
+        rows = [IDLE, *threads_of(process)]
+        for row, name in enumerate(rows, start=1):
+            yield _named("thread_name", number, row, name)
+            yield {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": row, "args": {"sort_index": row}}
+        for start, end in idle_times(process):
+            yield _slice(IDLE, IDLE, number, 1, start - begin, end - start)
+        row_of = {name: row for row, name in enumerate(rows, start=1)}
+        for event in _nested(process.events):
+            yield _slice(event.name, event.category, number, row_of[event.thread], event.start - begin, event.duration)
+        for wait, (name, start, end) in enumerate(process.waits):
+            one: dict[str, Any] = {"cat": WAITS, "name": name, "pid": number, "tid": 0, "id": f"{number}.{wait}"}
+            yield one | {"ph": "b", "ts": _microseconds(start - begin)}
+            yield one | {"ph": "e", "ts": _microseconds(end - begin)}
+
+
+def _first_time(process: ProcessTrace) -> int:
+    """Return when the first event of a process began, or its recording."""
+    events, waits = (event.start for event in process.events), (start for _, start, _ in process.waits)
+    return min([process.start, *events, *waits])
+
+
+def _nested(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield ``events``, sorted as in ``ProcessTrace``; one that ends after the event around it is shortened."""
+    thread, ends = "", [0]
+    for event in events:
+        if event.thread != thread:
+            thread, ends = event.thread, []
+        while ends and ends[-1] <= event.start:
+            ends.pop()
+        ends.append(min([event.end, *ends[-1:]]))
+        yield event._replace(duration=ends[-1] - event.start)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """Return the time in the unit of the format; a reader that cuts off fractions gets the same nanoseconds back."""
+    found = nanoseconds / 1000
+    return found if int(found * 1000) == nanoseconds else math.nextafter(found, math.inf)
+
+
+def _slice(name: str, category: str, process: int, row: int, start: int, duration: int) -> dict[str, Any]:
+    times = {"ts": _microseconds(start), "dur": _microseconds(duration)}
+    return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": row, **times}
+
+
+def _named(what: str, process: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}}
+
+
+# The text table of a profile: the seconds of an iteration by phase, kind of operation and span.
+
+
+NAMES = 3  # largest operations that a row names
+SPANS = 15  # rows of spans
+SHORTEST = 0.001  # of the iteration: kinds below it are left out
+
+PYTHON = "python, between operations"
+OTHER = "other operations"
+
+# The first pattern that a name contains decides. The names are from ATen, c10d, FSDP2 and CUDA's kernels.
+_KINDS = (
+    ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
+    ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention|CachedAttention"),
+    (
+        "matrix products",
+        r"::(mm|bmm|addmm|baddbmm|addbmm|_?linear|mkldnn_linear|_linear_pointwise|_grouped_mm|_scaled_mm)$|gemm|cutlass|xmma",
+    ),
+    ("optimizer", r"adam|_foreach_|multi_tensor"),
+    ("copies and casts", r"copy|_reorder_\w+|::(cat|clone|to|contiguous|stack|chunk_cat)$|memcpy|CatArray"),
+    ("filling", r"::(fill_|zero_|zeros|ones|full|masked_fill_?|zeros_like|ones_like)$|memset|FillFunctor"),
+    ("indexing", r"index|gather|scatter|embedding|::(take|where|nonzero|sort|topk|unique)"),
+    ("reductions", r"::(sum|mean|amax|max|min|logsumexp|norm|linalg_\w+|cumsum|all|any|var)$|softmax|reduce_kernel"),
+    ("random numbers", r"exponential_|multinomial|uniform_|normal_|bernoulli|philox"),
+    (
+        "shapes and memory",
+        r"::(empty\w*|as_strided|view|_unsafe_view|reshape|t|transpose|permute|slice|select|split\w*|expand|unsqueeze|"
+        r"squeeze|detach_?|alias|narrow|resize_|unbind|chunk|set_|numpy_T|lift\w*|result_type|resolve_\w+|item|"
+        r"_local_scalar_dense|is_nonzero|flatten|unflatten|new_\w+)$",
+    ),
+    (
+        "elementwise",
+        r"::(mul|add|sub|div|rsub|neg|exp|exp2|log|sqrt|rsqrt|pow|silu|gelu|relu|sigmoid|tanh|cos|sin|abs|clamp\w*|sign|"
+        r"reciprocal|addcmul|addcdiv|lerp|square|ge|gt|le|lt|eq|ne|logical_\w+|bitwise_\w+|isfinite|isnan|maximum|minimum|"
+        r"erf|fmod|remainder|floor|round|tril|triu|threshold)_?(_backward)?$|elementwise",
+    ),
+)
+_NUMBER = re.compile(r" \d+\b")
+_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
+_BACKENDS = ("gloo:", "nccl:")  # PyTorch names their collectives by spans
+_OF_AUTOGRAD = ("Backward", "Backward0")
+KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
+
+
+def kind_of(event: Event) -> str:
+    """Return the kind of work that an event does on its own.
+
+    A span on its own is the Python code between the operations within it, and so are autograd's own events.
+
+    >>> kind_of(Event("aten::addmm", "cpu_op", "t", 0, 1)), kind_of(Event("aten::copy_", "cpu_op", "t", 0, 1))
+    ('matrix products', 'copies and casts')
+    """
+    if event.category == SPAN and not event.name.startswith(_BACKENDS):
+        return PYTHON
+    if event.category not in KERNELS and ("evaluate_function" in event.name or event.name.endswith(_OF_AUTOGRAD)):
+        return PYTHON
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(event.name)), OTHER)
+
+
+def seconds_by_kind(events: Sequence[Event]) -> dict[str, Counter[str]]:
+    """Return the seconds that operations took on their own, by kind and by name; threads add up."""
+    seconds: dict[str, Counter[str]] = {}
+    for event, own in self_times(events):
+        seconds.setdefault(kind_of(event), Counter())[event.name] += own / 1e9  # type: ignore[assignment]
+    return seconds
+
+
+def table(loop: ProcessTrace, processes: Sequence[ProcessTrace], iteration: int) -> str:
+    """Return the table.
+
+    Args:
+        loop: The phases of the main loop.
+        processes: The worker processes.
+        iteration: Which one was recorded.
+    """
+    wall = max((loop.end - loop.start) / 1e9, 1e-9)
+    lines = [f"iteration {iteration}: {wall:.3f} s"]
+    phases: Counter[str] = Counter()
+    for event in loop.events:
+        phases[event.name] += event.duration / 1e9  # type: ignore[assignment]
+    phases["between phases"] = max(0.0, wall - sum(phases.values()))  # type: ignore[assignment]
+    lines += ["", "main loop", *_rows(((name, seconds, "") for name, seconds in phases.most_common()), wall)]
+    for process in processes:
+        lines += ["", process.name, *_rows(_work(process), wall)]
+        gpus = [event for event in process.events if event.category in KERNELS]
+        if gpus:
+            lines += ["", f"{process.name}, kernels", *_rows(_kinds(gpus), wall)]
+        lines += ["", f"{process.name}, spans", *_rows(_spans(process), wall)]
+        if process.dropped:
+            lines.append(f"  {process.dropped:,} events and waits are left out, as there were too many")
+    return "\n".join(lines) + "\n"
+
+
+def _work(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:
+    yield from _kinds([event for event in process.events if event.category not in KERNELS])
+    idle = sum(end - start for start, end in idle_times(process)) / 1e9
+    yield "idle", idle, ""
+
+
+def _kinds(events: Sequence[Event]) -> Iterator[tuple[str, float, str]]:
+    found = seconds_by_kind(events)
+    for kind in sorted(found, key=lambda kind: (-sum(found[kind].values()), KINDS.index(kind))):
+        names = ", ".join(f"{_short(name)} {seconds:.3f}" for name, seconds in found[kind].most_common(NAMES))
+        yield kind, sum(found[kind].values()), names
+
+
+def _spans(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:
+    """Yield the longest spans, including everything within them; a span within another counts in both.
+
+    Those that differ in a number are one row: all micro-batches, all steps. FSDP2's own are in the trace only.
+    """
+    seconds: Counter[str] = Counter()
+    number: Counter[str] = Counter()
+    for event in process.events:
+        if event.category == SPAN and not event.name.startswith("FSDP::"):
+            name = _NUMBER.sub("", event.name)
+            seconds[name] += event.duration / 1e9  # type: ignore[assignment]
+            number[name] += 1
+    for name, total in seconds.most_common(SPANS):
+        yield name, total, f"{number[name]} x"
+
+
+def _rows(rows: Iterator[tuple[str, float, str]], wall: float) -> Iterator[str]:
+    for name, seconds, rest in rows:
+        if seconds >= SHORTEST * wall:
+            yield f"  {_short(name):<32} {seconds:>9.3f} s {100 * seconds / wall:>5.1f} %  {rest}".rstrip()
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("aten::")
+    return name if len(name) <= 48 else name[:45] + "..."
+
 
 CLOCK_READINGS = 5  # of another machine's clock; the fastest counts
 

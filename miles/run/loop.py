@@ -28,18 +28,104 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.observe.console import PhaseTimer
 from miles.run.checkpoints import RunCheckpoints
-from miles.run.sides import Sides
 from miles.tasks.data.stream import note_of_no_prompts
 from miles.types.metrics import Metric
 
-if TYPE_CHECKING:  # the loop itself needs no Ray
+if TYPE_CHECKING:
+    from miles.config.cluster import Offload
     from miles.config.evaluation import EvaluationArguments
     from miles.observe.tracker import Tracker
+    from miles.run.best_checkpoint import BestCheckpoint
+    from miles.run.rollout_actor import GeneratedIteration
     from miles.run.stop_requests import StopRequests
+    from miles.run.train_actor import TrainedIteration
+
+
+# The trainer and the engines of a run: weights go from one to the other, and both may share GPUs.
+#
+# Without ``--colocate`` on GPUs, each keeps its memory. With it, the two take turns, as ``Offload`` states::
+#
+#     engines generate ── give_gpus_to_trainer() ──> the trainer trains, saves ── sync_weights() ──> engines generate
+
+
+class RolloutSide(Protocol):
+    """The calls that the loop and the checkpoints make on the engines. ``RolloutDriver`` describes each call."""
+
+    num_iterations: int
+    weight_metrics: dict[str, Metric]
+
+    def generate(self, iteration: int) -> GeneratedIteration | None: ...  # noqa: D102
+    def evaluate(self) -> dict[str, Metric]: ...  # noqa: D102
+    def update_weights(self, weights: Any, version: int) -> None: ...  # noqa: D102
+    def release_memory(self) -> None: ...  # noqa: D102
+    def state(self, iterations_done: int) -> dict[str, Any]: ...  # noqa: D102
+    def restore(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+    def save_tokenizer(self, folder: Path) -> None: ...  # noqa: D102
+
+
+class TrainerSide(Protocol):
+    """The calls that the loop and the checkpoints make on the trainer. ``TrainDriver`` describes each call."""
+
+    def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
+    def export_weights(self) -> Any: ...  # noqa: D102
+    def offload(self) -> None: ...  # noqa: D102
+    def onload(self) -> None: ...  # noqa: D102
+    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None: ...  # noqa: D102
+    def settle_save(self) -> None: ...  # noqa: D102
+    def resume(self) -> dict[str, Any] | None: ...  # noqa: D102
+    def export_hf(self, folder: Path) -> None: ...  # noqa: D102
+    def upload_export(self, folder: Path, url: str) -> None: ...  # noqa: D102
+    def settle_uploads(self) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Hands the trainer's weights to the engines, and shared GPUs from one to the other.
+
+    Attributes:
+        rollout: The engines, with the rollout process.
+        trainer: The trainer's ranks.
+        offload: Whether engines or trainer leave the GPUs while the other one works.
+        timer: Measures both.
+    """
+
+    rollout: RolloutSide
+    trainer: TrainerSide
+    offload: Offload
+    timer: PhaseTimer
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether engines or trainer leave the GPUs while the other one works."""
+        return self.offload.train or self.offload.rollout
+
+    def give_gpus_to_trainer(self) -> None:
+        """Have the engines release their memory and the trainer take its own back, if they take turns."""
+        if not self.take_turns:
+            return
+        with self.timer.phase("offload"):
+            if self.offload.rollout:
+                self.rollout.release_memory()
+            if self.offload.train:
+                self.trainer.onload()
+
+    def sync_weights(self, version: int) -> None:
+        """Give the engines the trainer's weights, and with them the memory that they had released.
+
+        Args:
+            version: The number of iterations that the weights were trained on.
+        """
+        with self.timer.phase("sync_weights"):
+            weights = self.trainer.export_weights()
+            if self.offload.train:
+                self.trainer.offload()
+            self.rollout.update_weights(weights, version)
 
 
 def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -148,3 +234,60 @@ class TrainingLoop:
 def is_due_after(done: int, interval: int | None, num_iterations: int) -> bool:
     """Return whether an action that is due every ``interval`` iterations, and after the last, is due after ``done``."""
     return done == num_iterations or (interval is not None and done % interval == 0)
+
+
+# The loop of ``--debug-rollout-only``: generate, evaluate, log; repeat. Nothing is trained.
+
+
+@dataclass
+class GenerationLoop:
+    """Runs the iterations of ``--debug-rollout-only``: generate and evaluate, with the weights that engines start with.
+
+    Each iteration has one row, at the step that would be the last of its training.
+    """
+
+    rollout: RolloutSide
+    tracker: Tracker
+    evaluation: EvaluationArguments
+    steps_per_iteration: int
+    stop: StopRequests
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
+
+    def run(self) -> None:
+        """Run from the first iteration to the last."""
+        self.rollout.update_weights(None, 0)
+        if self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
+            self.log(0, self.rollout.evaluate())
+        for iteration in range(self.rollout.num_iterations):
+            with self.profiled(iteration):
+                has_prompts = self.run_iteration(iteration)
+            if not has_prompts:
+                print(note_of_no_prompts(iteration, self.rollout.num_iterations))
+                self.tracker.end_early(iteration * self.steps_per_iteration)
+                break
+            if self.stop.is_requested:
+                self.stop.end_run()
+
+    def run_iteration(self, iteration: int) -> bool:
+        """Generate, evaluate if that is due, and log; return false if no prompts were left to generate from."""
+        done = iteration + 1
+        with self.timer.phase("generate"):
+            generated = self.rollout.generate(iteration)
+        if generated is None:
+            return False
+        self.rollout.update_weights(None, done)
+        metrics = dict(generated.summary.metrics)
+        if self.evaluation.has_sets and is_due_after(done, self.evaluation.eval_interval, self.rollout.num_iterations):
+            with self.timer.phase("eval"):
+                metrics |= self.rollout.evaluate()
+        self.log(done * self.steps_per_iteration, metrics)
+        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.samples.records)
+        return True
+
+    def log(self, step: int, metrics: dict[str, Metric]) -> None:
+        """Log one row, with the seconds of the phases and the throughput."""
+        self.before_writing()
+        self.timer.add_to(metrics, generated_during="generate")
+        self.tracker.log(step, metrics)

@@ -35,8 +35,8 @@ from miles.config.checkpoint import CheckpointArguments, split_checkpoint
 from miles.config.settings import Settings
 from miles.observe import run_files
 from miles.observe.run_files import CONFIG, ENDED_EARLY, METRICS
-from miles.run.folders.best_checkpoint import FILE_NAME as BEST
-from miles.run.folders.best_checkpoint import BestCheckpoint, best_in, remove_superseded
+from miles.run.best_checkpoint import FILE_NAME as BEST
+from miles.run.best_checkpoint import BestCheckpoint, best_in, remove_superseded
 from miles.training.checkpoint_files import (
     MANIFEST,
     ONLY_REMOTE,

@@ -23,8 +23,7 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
-from miles.base.profiling import ProcessTrace, span
-from miles.base.recorder import Recorder, read_clock
+from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
 from miles.base.stacks import answer_requests, own_stacks
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
@@ -39,11 +38,10 @@ from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import RolloutPipeline, build_pipeline
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
-from miles.run.liveness import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
+from miles.run.ray_watch import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
 from miles.run.session import Placement
-from miles.run.stored_images import without_images
-from miles.run.stored_weights import UpdateWeights
+from miles.run.stored_weights import UpdateWeights, without_images
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
 from miles.types.images import PromptImages

@@ -31,9 +31,7 @@ from miles.base.locks import release_at_end
 from miles.base.processes import importing_miles, kill_all
 from miles.base.text import few_lines
 from miles.config.cluster import ClusterArguments
-from miles.run.failure_files import FailureFiles
-from miles.run.failures import cause_of, is_death, is_stopped_soon
-from miles.run.liveness import ActorLost
+from miles.run.failures import FailureFiles, cause_of, is_death, is_stopped_soon
 from miles.run.placement import (
     GpuSlot,
     check_engines,
@@ -47,7 +45,7 @@ from miles.run.placement import (
     private_session_root,
     ranks_by_node,
 )
-from miles.run.ray_watch import RayWatch, are_alive, own_node, parts_of_ray
+from miles.run.ray_watch import ActorLost, RayWatch, are_alive, own_node, parts_of_ray
 from miles.run.run_guard import END_SECONDS, RunGuard
 from miles.run.stop_requests import StopRequests, stops_later
 

@@ -23,8 +23,7 @@ import ray
 from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.host import GIB, resident_bytes
-from miles.base.profiling import ProcessTrace, span
-from miles.base.recorder import Recorder, read_clock
+from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
 from miles.base.secrets import is_secret
 from miles.base.stacks import answer_requests, own_stacks
 from miles.base.storage import is_url
@@ -34,13 +33,12 @@ from miles.config.flags_view import flags_view
 from miles.config.host_share import sharers_at_start, sharers_of_trainer
 from miles.config.settings import Settings
 from miles.engine.weight_sync.deltas import DeltaWriter
+from miles.run.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.checkpoints import BackgroundSave
-from miles.run.folders.best_checkpoint import BestCheckpoint, remove_superseded
-from miles.run.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.run.placement import importing, use_threads
+from miles.run.ray_watch import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.run.session import Placement
-from miles.run.stored_images import with_images
-from miles.run.stored_weights import UpdateWeights, store, store_packed
+from miles.run.stored_weights import UpdateWeights, store, store_packed, with_images
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
 from miles.training.optimizer import be_deterministic

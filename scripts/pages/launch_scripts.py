@@ -7,9 +7,17 @@ import textwrap
 from collections.abc import Iterator
 
 from miles.base.flags import flag_name
-from miles.compat.custom_config import MISMATCH_FUNCTIONS
-from miles.compat.functions import CONSTANT_OF_REDUCER, FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, MULTI_TURN
-from miles.compat.spellings import CKPT_STEP, ESTIMATOR, OTHER_VALUES
+from miles.compat.spellings import (
+    CKPT_STEP,
+    CONSTANT_OF_REDUCER,
+    ESTIMATOR,
+    FLAGS_INSTEAD,
+    FULLY_ASYNC,
+    KNOWN,
+    MISMATCH_FUNCTIONS,
+    MULTI_TURN,
+    OTHER_VALUES,
+)
 from miles.compat.verdicts import FOREIGN_FLAGS, Foreign
 from miles.config.functions import HOOKS
 from miles.config.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields

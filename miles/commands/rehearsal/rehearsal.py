@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -11,14 +11,22 @@ from typing import Any
 import torch
 
 from miles.base.flags import FlagError
-from miles.commands.rehearsal import memory
-from miles.commands.rehearsal.changes import Change, changes
-from miles.commands.rehearsal.generation import GenerationEstimate, foresee_generation, sync_seconds
-from miles.commands.rehearsal.meter import Phase, Usage
-from miles.commands.rehearsal.roofline import NOTHING, Device, Seconds, device_of, seconds
+from miles.commands.rehearsal.meter import MemoryKind, Phase, Usage
+from miles.commands.rehearsal.roofline import (
+    NOTHING,
+    Device,
+    GenerationEstimate,
+    Seconds,
+    device_of,
+    foresee_generation,
+    seconds,
+    sync_seconds,
+)
 from miles.commands.rehearsal.trace import Job, RankTrace, Tracers, step_of_one_rank, trace_rank
+from miles.config.components import train_backend_spec
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.settings import Settings
+from miles.config.validate import validate
 from miles.models.packing import reads_images
 from miles.models.reading import class_of, read_config
 from miles.models.registry import CONVERTED, megatron_shape
@@ -48,7 +56,7 @@ class RankForecast:
     @property
     def peak(self) -> int:
         """Bytes at the worst moment."""
-        return memory.total(self.phases[memory.worst_phase(self.phases)])
+        return total(self.phases[worst_phase(self.phases)])
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,7 @@ def foresee_trainer(settings: Settings) -> int:
     assert settings.model.hf_checkpoint is not None
     stages = _stages(settings, read_config(settings.model.hf_checkpoint).to_dict())
     traces = [trace_rank(settings, stage * settings.dims.ranks_per_stage) for stage in stages]
-    return max(memory.allocated_by_trainer(settings, trace) for trace in traces)
+    return max(allocated_by_trainer(settings, trace) for trace in traces)
 
 
 def model_size(config: Any) -> ModelSize:
@@ -303,7 +311,7 @@ def _forecasts(
     for job, trace in zip(jobs, traces, strict=True):
         if isinstance(trace, str):
             raise ValueError(trace)
-        yield RankForecast(job.stage, trace, memory.phases_of_rank(job.settings, trace, generation))
+        yield RankForecast(job.stage, trace, phases_of_rank(job.settings, trace, generation))
 
 
 def _stages(settings: Settings, config: dict[str, object]) -> list[int]:
@@ -344,3 +352,125 @@ def layers_of_stages(pattern: Sequence[int], sizes: MegatronArguments) -> list[t
     counts[-1] = counts[-1] if last is None else last
     ends = [0, *accumulate(counts)]
     return [tuple(pattern[start:end]) for start, end in pairwise(ends)]
+
+
+# Changes of a command that may save memory. Each is tried, and its saving is traced, not estimated.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: the flags in words, and the sections that it replaces."""
+
+    words: str
+    sections: Callable[[Settings], dict[str, Any]]
+
+    def applied(self, settings: Settings) -> Settings:
+        """Return the changed settings. Raises ``FlagError`` if they are not valid."""
+        return validate(replace(settings, **self.sections(settings))).settings
+
+
+def _set(section: str, words: str, **values: Any) -> Change:
+    return Change(words, lambda settings: {section: replace(getattr(settings, section), **values)})
+
+
+def changes(settings: Settings) -> Iterator[Change]:
+    """Yield the changes that apply to ``settings``."""
+    training, megatron, loss = settings.training, settings.megatron, settings.loss
+    is_recomputed = training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_overrides)
+    if not is_recomputed:
+        yield _set("training", "--gradient-checkpointing", gradient_checkpointing=True)
+    if training.max_tokens_per_gpu is not None and training.max_tokens_per_gpu > 1:
+        half = training.max_tokens_per_gpu // 2
+        yield _set("training", f"--max-tokens-per-gpu {half}", max_tokens_per_gpu=half)
+    elif not training.use_dynamic_batch_size and training.micro_batch_size > 1:
+        half = training.micro_batch_size // 2
+        yield _set("training", f"--micro-batch-size {half}", micro_batch_size=half)
+    if not settings.parallel.dynamic_context_parallel and not settings.parallel.pads:
+        size = settings.parallel.context_parallel_size * 2
+        yield _set("parallel", f"--context-parallel-size {size}", context_parallel_size=size)
+    if loss.log_probs_chunk_size == -1 or loss.log_probs_chunk_size > 512:
+        yield _set("loss", "--log-probs-chunk-size 512", log_probs_chunk_size=512)
+    if train_backend_spec(training.train_backend).reads_megatron_flags:
+        if not megatron.divides_optimizer:
+            yield _set("megatron", "--use-distributed-optimizer", use_distributed_optimizer=True)
+        if not megatron.optimizer_cpu_offload:
+            yield _set("megatron", "--optimizer-cpu-offload", optimizer_cpu_offload=True)
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        words = f"--tensor-model-parallel-size {tp * 2} --sequence-parallel"
+        yield _set("megatron", words, tensor_model_parallel_size=tp * 2, sequence_parallel=True)
+        words = f"--pipeline-model-parallel-size {pp * 2}"
+        yield _set("megatron", words, pipeline_model_parallel_size=pp * 2)
+        if megatron.expert_model_parallel_size > 1:
+            ep = megatron.expert_model_parallel_size * 2
+            yield _set("megatron", f"--expert-model-parallel-size {ep}", expert_model_parallel_size=ep)
+    nodes = settings.cluster.actor_num_nodes * 2
+    yield _set("cluster", f"--actor-num-nodes {nodes}", actor_num_nodes=nodes)
+
+
+# Add up the memory of one device over the phases of an iteration: the trainer's trace, the engine, and the rest.
+
+
+CONTEXT = int(1.5 * 2**30)  # bytes of CUDA's context, cuBLAS' workspace, and NCCL's buffers
+FRAGMENTATION = 0.05  # of what comes and goes: activations, logits and buffers of communication
+_FLEETING = (MemoryKind.ACTIVATIONS, MemoryKind.LOGITS, MemoryKind.COMMUNICATION)
+
+
+def phases_of_rank(settings: Settings, trace: RankTrace, generation: GenerationEstimate) -> dict[Phase, Usage]:
+    """Return the bytes by kind at the peak of each phase, on the device of a trainer rank.
+
+    Args:
+        settings: All sections.
+        trace: Of the rank.
+        generation: The engine, which shares the device with ``--colocate``.
+    """
+    shares = settings.cluster.colocate and generation.engines > 0
+    offload = settings.offload("cuda")
+    engine = {MemoryKind.ENGINE: generation.device_bytes, MemoryKind.KV_CACHE: generation.cache_bytes} if shares else {}
+    while_training = {} if offload.rollout else engine
+    peaks, resident = {p: _on_device(u, settings) for p, u in trace.peaks.items()}, _on_device(trace.resident, settings)
+    phases = {Phase.BUILD: _sum(peaks[Phase.BUILD], while_training)}
+    if generation.engines:
+        phases[Phase.GENERATE] = _sum({} if offload.train else resident, engine)
+    for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
+        if phase in peaks:
+            phases[phase] = _sum(peaks[phase], while_training)
+    if generation.engines:
+        weights = {MemoryKind.ENGINE: generation.weight_bytes} if shares and offload.rollout else while_training
+        phases[Phase.SYNC] = _sum(resident, weights)
+    return {phase: _with_runtime(usage) for phase, usage in phases.items()}
+
+
+def allocated_by_trainer(settings: Settings, trace: RankTrace) -> int:
+    """Return the bytes of tensors on a trainer rank at the peak of its iteration, the engine's turn left out."""
+    return max(total(_on_device(usage, settings)) for phase, usage in trace.peaks.items() if phase is not Phase.BUILD)
+
+
+def total(usage: Mapping[MemoryKind, int]) -> int:
+    """Return the bytes of all kinds."""
+    return sum(usage.values())
+
+
+def worst_phase(phases: Mapping[Phase, Usage]) -> Phase:
+    """Return the phase that needs most."""
+    return max(phases, key=lambda phase: total(phases[phase]))
+
+
+def _on_device(usage: Usage, settings: Settings) -> Usage:
+    """Return ``usage`` without the part of the optimizer's state that ``--optimizer-cpu-offload`` keeps elsewhere."""
+    sizes = settings.megatron
+    if not sizes.optimizer_cpu_offload or MemoryKind.OPTIMIZER not in usage:
+        return usage
+    return usage | {MemoryKind.OPTIMIZER: int(usage[MemoryKind.OPTIMIZER] * (1 - sizes.optimizer_offload_fraction))}
+
+
+def _sum(*usages: Mapping[MemoryKind, int]) -> Usage:
+    total: Usage = {}
+    for usage in usages:
+        for kind, size in usage.items():
+            total[kind] = total.get(kind, 0) + size
+    return total
+
+
+def _with_runtime(usage: Usage) -> Usage:
+    fleeting = sum(usage.get(kind, 0) for kind in _FLEETING)
+    return _sum(usage, {MemoryKind.RUNTIME: CONTEXT + int(FRAGMENTATION * fleeting)})

@@ -32,8 +32,7 @@ from miles.rollout.supply import load_held_out
 from miles.tasks.data.images import ImageReader
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer
-from miles.tasks.rewards.passing import passes
-from miles.tasks.rewards.registry import get_reward_function
+from miles.tasks.rewards.registry import get_reward_function, passes
 from miles.types.sample import IMAGE_PLACEHOLDER, Prompt, PromptGroup, Sample
 
 

@@ -30,7 +30,7 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.settings import Settings
 from miles.observe.health import MetricsFile
 from miles.observe.run_files import FILE_NAME, METRICS, RunFiles, RunHeader
-from miles.run.folders.best_checkpoint import BestCheckpoint, best_in
+from miles.run.best_checkpoint import BestCheckpoint, best_in
 from miles.run.remote_checkpoints import RUN_FILES, RemoteCheckpoints
 from miles.training.checkpoint_files import (
     DamagedFile,

@@ -114,7 +114,7 @@ class MegatronArguments:
 
 
 _ROUTER = "miles.training.megatron.moe"
-_HEADS = "miles.training.megatron.model.mtp"
+_HEADS = "miles.training.megatron.model.packed_tokens"
 # By --moe-router-load-balancing-type, the unit that the load is balanced over.
 _BALANCED = {"aux_loss": "each micro-batch", "seq_aux_loss": "each sample"}
 

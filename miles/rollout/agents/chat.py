@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
 from miles.engine.base import Generation
-from miles.rollout.answer_text import answer_text
+from miles.rollout.groups import answer_text
 from miles.tasks.data.row import Row
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.tokenizer import SpecialTokens, turn_arguments

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from miles.base.host import memory_limit
-from miles.base.profiling import span
-from miles.base.recorder import Recorder
+from miles.base.profiling import Recorder, span
 from miles.base.tokenizer import load_tokenizer
 from miles.base.user_code import limit_calls
 from miles.config.settings import Settings

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from miles.config.checkpoint import default_remote_cache
 from miles.config.run_file import FILE_NAME, run_config
+from miles.config.settings import Settings
+from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     from miles.config.checkpoint import CheckpointArguments
@@ -17,13 +26,12 @@ if TYPE_CHECKING:
     from miles.config.settings import Settings
     from miles.observe.sinks import Notifier, Sink
     from miles.observe.tracker import Tracker
-    from miles.run.failure_files import FailureFiles
-    from miles.run.foreseen_memory import ForeseenMemory
+    from miles.run.failures import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
+    from miles.run.loop import RolloutSide, TrainerSide
     from miles.run.remote_checkpoints import Uploads
     from miles.run.restarts import Continuation, Restarts
     from miles.run.session import Placement
-    from miles.run.sides import RolloutSide, TrainerSide
     from miles.run.stop_requests import StopRequests
 
 
@@ -69,7 +77,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     from miles.observe.report.sink import ReportSink
     from miles.observe.sinks import PrometheusSink
     from miles.run.iteration_profiler import IterationProfiler
-    from miles.run.liveness import Workers
+    from miles.run.ray_watch import Workers
     from miles.run.rollout_actor import RolloutDriver
     from miles.run.train_actor import TrainDriver
 
@@ -111,7 +119,6 @@ def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[F
     """Return the rehearsal of the trainer's memory alongside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
-    from miles.run.foreseen_memory import ForeseenMemory
 
     return ForeseenMemory(settings)
 
@@ -149,10 +156,8 @@ def _run_loop(
     """Run the iterations, with a trainer or without."""
     from miles.observe.console import PhaseTimer
     from miles.run.checkpoints import RunCheckpoints
-    from miles.run.generation_loop import GenerationLoop
-    from miles.run.loop import TrainingLoop, nothing_foreseen
+    from miles.run.loop import GenerationLoop, Sides, TrainingLoop, nothing_foreseen
     from miles.run.resume import settings_to_save
-    from miles.run.sides import Sides
 
     steps, stop = settings.steps_per_iteration, context.stop
     timer, profiled = (
@@ -224,3 +229,69 @@ def _config(settings: Settings, found: dict[str, Any], given: Collection[str]) -
     more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
     repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
     return run_config(settings, [*in_words(found), repeat], given)
+
+
+# Foresee the memory of a rank that trains on GPUs, so that it is logged alongside the measured memory.
+#
+# The traces run in a process of their own, at low priority, while the run starts (commands/rehearsal/beside_run.py).
+
+
+REHEARSAL = "miles.commands.rehearsal.beside_run"  # the module that this process runs
+MEASURED = "perf/trainer_memory_gib"  # of the fullest rank, by the trainer's processes
+FORESEEN = "perf/trainer_memory_foreseen_gib"
+
+
+class ForeseenMemory:
+    """Rehearses a run alongside it.
+
+    Args:
+        settings: All sections of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._gib: float | None = None
+        self._is_noted = False
+        with tempfile.TemporaryFile() as given:  # a pipe would make this process wait until the other one reads it
+            given.write(pickle.dumps(settings))
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", REHEARSAL],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                text=True,
+            )
+
+    def beside(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Return the foreseen memory if it is known by now, and note it once alongside the measurement in ``row``."""
+        if not self._is_noted and self._process.poll() is not None:
+            self._is_noted = True
+            said, _ = self._process.communicate()
+            found: dict[str, Any] = {"error": "the rehearsal failed"}
+            if self._process.returncode == 0:
+                found = json.loads(said.splitlines()[-1])  # user code may have printed before
+            self._gib = found.get("gib")
+            measured = row[MEASURED].value if MEASURED in row else None
+            print(f"note: {_note(measured, self._gib, found.get('error'))}", file=sys.stderr)
+        return {} if self._gib is None else {FORESEEN: Metric(self._gib)}
+
+    def wait(self) -> None:
+        """Wait until the rehearsal is over."""
+        self._process.wait()
+
+    def __enter__(self) -> ForeseenMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _note(measured: float | None, foreseen: float | None, error: str | None) -> str:
+    held = "" if measured is None else f"the fullest trainer rank has allocated {measured:.1f} GiB; "
+    if foreseen is None:
+        return f"{held}--rehearse cannot foresee it: {error}"
+    return f"{held}--rehearse foresees {foreseen:.1f} GiB with responses of the longest length"

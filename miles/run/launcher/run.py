@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from miles.config.settings import Settings
     from miles.config.validate import Validated
     from miles.observe.sinks import Event, Notifier
-    from miles.run.failure_files import FailureFiles
+    from miles.run.failures import FailureFiles
     from miles.run.restarts import Continuation
     from miles.run.resume import ResumePoint
     from miles.run.stop_requests import StopRequests
@@ -87,8 +87,7 @@ def launch(
     """
     from miles.observe.console import as_json_lines
     from miles.observe.sinks import Notifier
-    from miles.run.failure_files import FailureFiles
-    from miles.run.failures import notifying
+    from miles.run.failures import FailureFiles, notifying
     from miles.run.remote_checkpoints import uploading
     from miles.run.resume import own_save_folder
     from miles.run.stop_requests import StopRequests

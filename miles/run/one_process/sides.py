@@ -25,7 +25,7 @@ from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
-    from miles.run.folders.best_checkpoint import BestCheckpoint
+    from miles.run.best_checkpoint import BestCheckpoint
 
 T = TypeVar("T")
 

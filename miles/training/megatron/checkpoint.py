@@ -55,8 +55,7 @@ from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.versions import objects_to_write
+from miles.training.megatron.process_groups import Ranks, objects_to_write
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 

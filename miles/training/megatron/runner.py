@@ -22,13 +22,11 @@ from miles.batch.collate import collate
 from miles.config.megatron.settings import MegatronArguments
 from miles.objective.output import LossOutput
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
-from miles.training.megatron.model.mtp import NextTokens
-from miles.training.megatron.model.packed_tokens import PackedTokens
+from miles.training.megatron.model.packed_tokens import NextTokens, PackedTokens
 from miles.training.megatron.moe import AuxiliaryStep, MicroBatchExperts, RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.versions import average_of_ddp, average_of_schedule
+from miles.training.megatron.process_groups import Ranks, average_of_ddp, average_of_schedule
 from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 
 # Return a micro-batch's share of the loss to Megatron's schedule, so that gradients are plain sums.

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from miles.base.ctrl_c import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
+from miles.cli import STATUS, ending_at_ctrl_c, raising_at_ctrl_c
 
 ENDS = """
 import os, signal
-from miles.base.ctrl_c import ending_at_ctrl_c
+from miles.cli import ending_at_ctrl_c
 with ending_at_ctrl_c("stopped"):
     try:
         os.kill(os.getpid(), signal.SIGINT)

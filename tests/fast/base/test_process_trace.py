@@ -10,15 +10,18 @@ from miles.base.profiling import (
     OPERATION,
     SPAN,
     Event,
+    LoopPhases,
     ProcessTrace,
+    Recorder,
+    clock_name,
+    clock_offset,
     from_kineto,
     idle_times,
     self_times,
     span,
     waiting,
 )
-from miles.base.recorder import LoopPhases, Recorder, clock_name, clock_offset
-from miles.observe.profile import IDLE, KINDS, PYTHON, kind_of, seconds_by_kind, table, write_trace
+from miles.run.iteration_profiler import IDLE, KINDS, PYTHON, kind_of, seconds_by_kind, table, write_trace
 
 
 @st.composite

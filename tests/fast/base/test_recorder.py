@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import sys
-from miles.base.recorder import Recorder
+from miles.base.profiling import Recorder
 from miles.base.profiling import span, waiting
 
 recorder = Recorder("worker", operations=False)

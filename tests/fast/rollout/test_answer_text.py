@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from miles.engine.base import Generation, SamplingParams
-from miles.rollout.answer_text import answer_text
-from miles.rollout.groups import generate_group
+from miles.rollout.groups import answer_text, generate_group
 from miles.rollout.trajectory import generate_trajectories
 from miles.types.sample import Prompt, PromptGroup
 

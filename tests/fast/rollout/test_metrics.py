@@ -15,7 +15,7 @@ from miles.rollout.metrics import (
     rollout_metrics,
     with_own_metrics,
 )
-from miles.tasks.rewards.passing import passes_of
+from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
 from miles.types.sample import Prompt, PromptGroup, Sample
 

@@ -16,8 +16,8 @@ from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
-from miles.tasks.data.curriculum import Curriculum
 from miles.tasks.data.settings import DataArguments
+from miles.tasks.data.stream import Curriculum
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.weights import WeightChunk
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.base.recorder import LoopPhases, clock_name
+from miles.base.profiling import LoopPhases, clock_name
 from miles.config.profiling import ProfilingArguments
 from miles.run.iteration_profiler import IterationProfiler
 

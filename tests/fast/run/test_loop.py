@@ -12,11 +12,9 @@ from miles.config.evaluation import EvaluationArguments
 from miles.observe.console import PhaseTimer
 from miles.observe.run_files import RunIdentity
 from miles.observe.sample_records import StoredSamples
+from miles.run.best_checkpoint import BestCheckpoint
 from miles.run.checkpoints import RunCheckpoints
-from miles.run.folders.best_checkpoint import BestCheckpoint
-from miles.run.generation_loop import GenerationLoop
-from miles.run.loop import TrainingLoop
-from miles.run.sides import Sides
+from miles.run.loop import GenerationLoop, Sides, TrainingLoop
 from miles.run.stop_requests import STOPS, StopRequested, StopRequests
 from miles.run.train_actor import TrainedIteration
 from miles.types.metrics import Metric

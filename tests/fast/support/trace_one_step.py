@@ -22,9 +22,8 @@ from miles.observe.console import PhaseTimer
 from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker
 from miles.run.checkpoints import RunCheckpoints
-from miles.run.loop import TrainingLoop
+from miles.run.loop import Sides, TrainingLoop
 from miles.run.rollout_actor import GeneratedIteration, RolloutActor, Start
-from miles.run.sides import Sides
 from miles.run.stop_requests import StopRequests
 from miles.run.train_actor import TrainActor
 

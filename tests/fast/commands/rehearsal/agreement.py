@@ -16,8 +16,8 @@ from typing import Any
 
 from rehearsed_layouts import LAYOUTS
 
-from miles.commands.rehearsal.memory import total
 from miles.commands.rehearsal.meter import Phase
+from miles.commands.rehearsal.rehearsal import total
 from miles.commands.rehearsal.trace import RankTrace, trace_rank
 from miles.config.settings import Settings
 from miles.config.validate import validate

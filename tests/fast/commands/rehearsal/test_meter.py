@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from miles.commands.rehearsal.memory import total
 from miles.commands.rehearsal.meter import Meter, Phase
+from miles.commands.rehearsal.rehearsal import total
 from tests.fast.commands.rehearsal.measured import PASSES, peaks
 
 ROWS = 500

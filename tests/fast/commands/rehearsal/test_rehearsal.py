@@ -19,13 +19,11 @@ from vision_models import write_vision_model
 from miles.base.flags import FlagError
 from miles.commands.rehearsal import command as rehearsal_command
 from miles.commands.rehearsal import rehearsal as rehearsals
-from miles.commands.rehearsal.generation import foresee_generation
-from miles.commands.rehearsal.memory import total
 from miles.commands.rehearsal.meter import MemoryKind, Phase
-from miles.commands.rehearsal.rehearsal import model_size, rehearse_settings
+from miles.commands.rehearsal.rehearsal import model_size, rehearse_settings, total
 from miles.commands.rehearsal.report import as_json as figures_of
 from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
-from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of
+from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of, foresee_generation
 from miles.commands.rehearsal.trace import Tracers, prompt_length, response_length, step_of_one_rank
 from miles.compat.border import main_parse
 from miles.config.lora import LoraArguments
@@ -36,8 +34,7 @@ from miles.config.sglang.flags import ServerFlags
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.models.registry import CONVERTED
-from miles.run.foreseen_memory import FORESEEN, MEASURED, ForeseenMemory
-from miles.run.launcher.attempt import foreseen_memory
+from miles.run.launcher.attempt import FORESEEN, MEASURED, ForeseenMemory, foreseen_memory
 from miles.types.metrics import Metric
 from tests.fast.commands.rehearsal.agreement import figures
 

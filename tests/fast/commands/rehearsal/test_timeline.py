@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 from rehearsed_layouts import FSDP, save_models
 
-from miles.commands.rehearsal.generation import sync_seconds
 from miles.commands.rehearsal.meter import Phase
 from miles.commands.rehearsal.rehearsal import Rehearsal, rehearse_settings
-from miles.commands.rehearsal.report import as_json, as_page, as_text
-from miles.commands.rehearsal.roofline import Seconds
-from miles.commands.rehearsal.timeline import WAITS, Lane, Side, Timeline, timeline_of
+from miles.commands.rehearsal.report import WAITS, Lane, Side, Timeline, as_json, as_page, as_text, timeline_of
+from miles.commands.rehearsal.roofline import Seconds, sync_seconds
 from miles.commands.rehearsal.trace import Tracers
 from miles.config.validate import validate
 

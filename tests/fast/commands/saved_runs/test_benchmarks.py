@@ -12,7 +12,7 @@ import pytest
 from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
 from miles.commands import eval as eval_command
-from miles.commands.saved_runs.benchmarks import BENCHMARKS, benchmark_settings
+from miles.commands.eval import BENCHMARKS, benchmark_settings
 from miles.commands.saved_runs.generation import settings_for
 from miles.rollout.supply import load_held_out
 from miles.tasks.rewards.registry import get_reward_function

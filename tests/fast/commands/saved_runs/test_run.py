@@ -20,7 +20,7 @@ from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.observe.run_files import RunFiles, RunHeader
 from miles.observe.tracker import Tracker
-from miles.run.folders.best_checkpoint import BestCheckpoint
+from miles.run.best_checkpoint import BestCheckpoint
 from miles.training.checkpoint_files import publish, staging
 
 REPO = Path(__file__).parents[4]

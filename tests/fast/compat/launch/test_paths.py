@@ -7,7 +7,7 @@ import pytest
 
 from miles.base.flags import flag_name
 from miles.base.user_code import load_function
-from miles.compat.functions import FLAGS_INSTEAD, KNOWN
+from miles.compat.spellings import FLAGS_INSTEAD, KNOWN
 from miles.config.explain import explain
 from miles.config.functions import HOOKS
 from miles.config.settings import SECTIONS

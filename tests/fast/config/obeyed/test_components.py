@@ -37,7 +37,7 @@ from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
 from miles.rollout.supply import build_supply, iterations_of
 from miles.run import remote_checkpoints, rollout_actor
-from miles.run.sides import Sides
+from miles.run.loop import Sides
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.rewards import registry as rewards_registry

@@ -14,7 +14,7 @@ from tolerance import FEW_ROUNDINGS
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
-from miles.training.advantages import _score_norm
+from miles.training.trainer import _score_norm
 
 # A token: the probability of the one that was sampled, the sum of all squared ones, and whether it is a loss token.
 TOKENS = st.lists(st.tuples(st.floats(0.05, 0.95), st.floats(0, 1), st.booleans()), min_size=1, max_size=6)

@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from miles.base.profiling import SPAN, named_by_timers
-from miles.base.recorder import Recorder
+from miles.base.profiling import SPAN, Recorder, named_by_timers
 
 
 def test_timers_are_spans_while_a_profile_is_recorded():

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.base import strict_json
-from miles.base.profiling import OPERATION, SPAN, Event, ProcessTrace, span, waiting
-from miles.base.recorder import Recorder
-from miles.observe.profile import IDLE, _microseconds, write_trace
+from miles.base.profiling import OPERATION, SPAN, Event, ProcessTrace, Recorder, span, waiting
+from miles.run.iteration_profiler import IDLE, _microseconds, write_trace
 
 EPOCH = 1_700_000_000_000_000_000  # nanoseconds
 TIMES = st.integers(0, 10**9)

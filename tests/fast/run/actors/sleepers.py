@@ -7,7 +7,7 @@ import time
 import ray
 
 from miles.base.stacks import own_stacks
-from miles.run.liveness import HEARTBEAT, REPORT
+from miles.run.ray_watch import HEARTBEAT, REPORT
 
 FOR_EVER = 10**6
 

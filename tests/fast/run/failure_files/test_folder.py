@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from miles.base.stacks import RUN_FOLDER
-from miles.run import failure_files
-from miles.run import failure_files as report_module
-from miles.run.failure_files import FailureFiles, collective_in
+from miles.run import failures as failure_files
+from miles.run import failures as report_module
+from miles.run.failures import FailureFiles, collective_in
 
 STUCK = """
 import time

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.model import ModelArguments
-from miles.run.folders.best_checkpoint import FILE_NAME, BestCheckpoint, BestSoFar, best_in, remove_superseded
+from miles.run.best_checkpoint import FILE_NAME, BestCheckpoint, BestSoFar, best_in, remove_superseded
 from miles.training.checkpoint_files import all_in, publish, staging
 from miles.types.metrics import Metric
 

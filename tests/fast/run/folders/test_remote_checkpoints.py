@@ -13,7 +13,7 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.settings import Settings
 from miles.config.tracking import TrackingArguments
 from miles.run import remote_checkpoints as uploads_module
-from miles.run.folders.best_checkpoint import BestCheckpoint, best_in
+from miles.run.best_checkpoint import BestCheckpoint, best_in
 from miles.run.remote_checkpoints import INCOMPLETE, RemoteCheckpoints, index_all, pending_in, uploading
 from miles.run.resume import check_load_folder, own_save_folder, resume_point
 from miles.training.checkpoint_files import STATE, all_in, is_only_remote, publish, staging

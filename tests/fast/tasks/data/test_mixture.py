@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from tolerance import DOUBLE_ERROR
 
 from miles.base.text import InputError
-from miles.tasks.data.curriculum import Curriculum, CurriculumStream, load_curriculum
-from miles.tasks.data.stream import Mixture, NamedSet, NoPromptsLeft, PromptStream
+from miles.tasks.data.stream import (
+    Curriculum,
+    CurriculumStream,
+    Mixture,
+    NamedSet,
+    NoPromptsLeft,
+    PromptStream,
+    load_curriculum,
+)
 from miles.types.sample import Prompt, Sample
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=4)

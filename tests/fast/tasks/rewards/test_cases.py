@@ -9,7 +9,7 @@ import pytest
 
 from miles import cli
 from miles.base.junit import CheckResult, write_junit
-from miles.tasks.rewards.cases import read_cases
+from miles.commands.check_reward import read_cases
 
 REWARDS = """
 import os, time

@@ -11,7 +11,7 @@ from tolerance import rounding_error
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from miles.training.fsdp.layers import reset_states_between_samples
+from miles.training.fsdp.models import reset_states_between_samples
 from miles.training.packed_attention import PackedLayout
 
 # Kernels scan in chunks of 64 and 256 tokens. The last three samples share a prompt of 70 tokens.

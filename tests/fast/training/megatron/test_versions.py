@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles.training.megatron import versions
+from miles.training.megatron import process_groups as versions
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from state_checks import ADAM, CASE, PLAIN, log_probs
 from tolerance import log_prob_error, rounding_error
 
 from miles.training import scoring
-from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.reference import named_weights
+from miles.training.megatron.backend import MegatronBackend, named_weights
 from miles.training.trainer import Trainer
 
 KL = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)

@@ -34,7 +34,7 @@ def batch() -> TrainBatch:
 def test_next_tokens_align_with_every_token(
     batch: TrainBatch, samples: tuple[int, ...], size: int, row_multiple: int | None
 ) -> None:
-    from miles.training.megatron.model.mtp import NextTokens
+    from miles.training.megatron.model.packed_tokens import NextTokens
 
     for rank in range(size):
         micro = collate(batch, samples, CPU, ContextGroup(size, rank, None), False, row_multiple)

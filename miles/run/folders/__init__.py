@@ -1,1 +1,0 @@
-"""Folders that a run writes: locks, the run that owns them, the point to resume from, and errors of the disk."""
