@@ -4,8 +4,6 @@ Subcommands are the modules of ``miles/commands/``. Only the chosen one is impor
 flags need no torch.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

@@ -6,8 +6,6 @@ nothing else names it. Validation reads these files, so they import torch, numpy
 only, or inside the functions that compute.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from abc import ABC

@@ -1,7 +1,5 @@
 """Bound an HTTP server of a run: its connections and the time of a request. It never takes the last descriptors."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Say in words why a file or folder cannot be written: its disk is full or read-only, or a quota is used up."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

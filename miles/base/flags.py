@@ -4,8 +4,6 @@ The rules of a section report to an ``Errors``, which collects every broken rule
 line in one go. The functions at the end of this file are the same checks for a single value: they raise at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

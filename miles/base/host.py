@@ -1,7 +1,5 @@
 """Look at this host without importing torch: GPUs, cores, the arithmetic of the CPU, and memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

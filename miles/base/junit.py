@@ -1,7 +1,5 @@
 """JUnit XML, where CI services show the results of checks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

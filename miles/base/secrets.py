@@ -6,8 +6,6 @@ password and tokens in a URL.
 Names of data columns (``--label-key``) and counts (``--max-tokens-per-gpu``) are no credentials.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

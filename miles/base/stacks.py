@@ -4,8 +4,6 @@
 library. The files are in the temporary folder of the run, on this machine (``RUN_FOLDER``).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

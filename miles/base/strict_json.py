@@ -4,8 +4,6 @@
 takes. Deep nesting raises ``RecursionError``, here or when the value is copied.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

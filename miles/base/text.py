@@ -1,7 +1,5 @@
 """Text from outside as a part of a message: short, on one line or a few, without control characters."""
 
-from __future__ import annotations
-
 import re
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")

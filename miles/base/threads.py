@@ -4,8 +4,6 @@ A thread is there at once, however many others hang, and a process that ends doe
 ``asyncio.to_thread`` are left to coroutines of the user's, whose calls may hold them for good.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

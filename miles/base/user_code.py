@@ -4,8 +4,6 @@
 and a worker of Ray, which is then reported as dead.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import functools

@@ -5,8 +5,6 @@ as in a run. Exit status 0: all cases get the expected reward; 1: some do not; 2
 read.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

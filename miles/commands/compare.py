@@ -1,7 +1,5 @@
 """Compare runs: settings that differ, the first step at which metrics differ, and curves over each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Put eval "$(miles completion bash)" into ~/.bashrc, or eval "$(miles completion zsh)" into ~/.zshrc.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

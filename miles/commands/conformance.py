@@ -5,8 +5,6 @@ loss from its own configuration object; the same batch goes through it, through 
 translate``, and through the papers' formulas in float64. The table states how far their gradients are apart.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

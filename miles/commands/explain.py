@@ -1,7 +1,5 @@
 """Print what a training command would compute, write and start, without starting it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.commands import train

@@ -3,8 +3,6 @@
 Of a run with --lora-rank, that is the weights with the adapter added to them; --to peft writes the adapter alone.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

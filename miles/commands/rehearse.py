@@ -1,7 +1,5 @@
 """Print what a training command's run will need: memory, arithmetic, traffic and time, without GPUs and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.commands import train

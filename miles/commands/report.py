@@ -1,7 +1,5 @@
 """Show a run in the browser while it runs or afterwards: curves, health, time, samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """List the runs below a folder: state, iterations, last metrics, checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -6,8 +6,6 @@ status 0: all runs are finished; 1: some failed twice, or a file could not be wr
 started; 128 + N: stopped by signal N.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

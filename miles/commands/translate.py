@@ -3,8 +3,6 @@
 Read a file of TRL, verl, slime, miles, OpenRLHF, prime-rl or NeMo-RL. Nothing in the file is run.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@
 ``rewrite`` knows the words only. ``notes`` judges the foreign flags whose effect depends on the settings of the run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Read what related launchers write otherwise: values, a distilled teacher, checkpoints by number, converted copies."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

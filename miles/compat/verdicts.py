@@ -1,7 +1,5 @@
 """The flags of related launchers that are no setting here: each is accepted with a note, or refused (``tables/``)."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read the flags of the small commands: no value is too large or too long, or garbles a message."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

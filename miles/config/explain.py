@@ -1,7 +1,5 @@
 """Explain the run that a command would start, on one screen: ``--explain``. Each section describes its own part."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 

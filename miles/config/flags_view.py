@@ -1,7 +1,5 @@
 """Show the settings of a run to functions of the user's, as they expect them: attributes with the names of flags."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Name the user's functions that flags name, and check that each has the form of an import path, and a source."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

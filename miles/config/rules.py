@@ -1,7 +1,5 @@
 """Rules for flags that concern several sections of ``--help``: the loss, and modes of a whole run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Write the settings of a run as a file for ``--config``: run.yaml, which repeats the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

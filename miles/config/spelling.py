@@ -1,7 +1,5 @@
 """Bring the words of a command into the spelling that the parser reads, and find flags that are written twice."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

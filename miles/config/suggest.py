@@ -1,7 +1,5 @@
 """Suggest a flag for one that does not exist: related to it, and never its opposite."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json

@@ -11,8 +11,6 @@ mistake is reported once. The rules are in the files of their sections.
    replaced, and what other flags imply is filled in, so that later code reads one final value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Describe a family of models: the methods that each family implements."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tokens that end an answer, whatever part of a model's folder names them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 

@@ -12,8 +12,6 @@ type that neither ``PACKABLE`` nor ``RECURRENT`` has is compared with transforme
 tests/fast/models/test_every_family.py tries every type that transformers has.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from miles.models.reading import WITH_IMAGES, attends_by_itself, may_have_state, why_not_loaded

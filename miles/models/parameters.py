@@ -1,7 +1,5 @@
 """Find the Hugging Face tensors that a Megatron parameter holds, by its name in the whole model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Every family that a file of ``families/`` defines, by ``model_type``."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any

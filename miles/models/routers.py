@@ -4,8 +4,6 @@ Given experts replace the choice alone. The weights of the experts are computed 
 model does, so gradients reach the router (rollout routing replay, arXiv 2510.11370).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ After each optimizer step they adapt to its metrics, which are the same on every
 without communication. A checkpoint has their state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Compare numbers of a step without regard to their last digits, which depend on the layout of the step."""
 
-from __future__ import annotations
-
 import numpy as np
 
 FP32 = 4 * float(np.finfo(np.float32).eps)

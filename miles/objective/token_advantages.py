@@ -5,8 +5,6 @@ the loss mask leaves out (a tool's answer, a turn of the user) are no actions: t
 the token after them follows the one before. A trajectory of several samples is one sequence, sample after sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

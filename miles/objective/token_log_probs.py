@@ -14,8 +14,6 @@ On a CPU, logits in half precision are converted to fp32 a few rows at once, whi
 over all rows of a chunk, one after the other, would wait for memory (docs/performance.md has the figures).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The groups of an iteration, collected in bursts: generate, score, filter, and draw again until there are enough."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476 §3.2): which scored groups are trained on, and when to stop trying."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

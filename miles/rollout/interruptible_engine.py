@@ -1,7 +1,5 @@
 """An engine whose responses survive an abort: they wait, and continue later under the weights of that time."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Compute the metrics of an iteration's samples: rewards, lengths, pass@k, and the age of their weights."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The groups of an iteration, taken as they complete: nobody waits for the slowest response."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Build the source of the training prompts: a file of prompts, of conversations, or the user's own source."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 A trajectory alternates turns of the model with tokens of a tool or an environment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

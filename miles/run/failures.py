@@ -1,7 +1,5 @@
 """End a run that fails: print the message for the user, and choose the exit status."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ A process of a run imports a function of a module. A lambda, a function inside a
 file with all that they need, by cloudpickle, which Ray brings along.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import site

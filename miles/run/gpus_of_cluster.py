@@ -5,8 +5,6 @@ head (its GCS), as ``ray status`` does, with two names that Ray does not documen
 Ray on this host, or the dashboard, and a cluster may have neither.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Record iterations of a run in all of its processes (``--profile``), and write a trace and a table of each."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

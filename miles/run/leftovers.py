@@ -3,8 +3,6 @@
 A launcher that starts removes the same (run_guard.py). Runs that are alive, and files of others, are left alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import suppress

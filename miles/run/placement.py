@@ -3,8 +3,6 @@
 Ray packs bundles onto as few nodes as it can: of two nodes of eight GPUs, one would hold two times four ranks.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import secrets

@@ -5,8 +5,6 @@ wait for ever or end the process, so the launcher becomes another program, in th
 another Ray and resumes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -4,8 +4,6 @@ A checkpoint has the settings of the sections that decide the result of training
 others, such as ``--output-dir`` and ``--worker-timeout``, may change without a note.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -14,8 +14,6 @@ The folder holds a locked file. The kernel releases the lock when both launcher 
 launcher of this user removes such a folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

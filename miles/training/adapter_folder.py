@@ -4,8 +4,6 @@ The files are peft's. They lie in a folder of their own, because transformers wo
 alongside ``config.json`` to weights that hold it already.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ exports, saves and loads. The loop over micro-batches is the backend's, because 
 Every method is collective: every rank calls it, in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Files with the hashes of a manifest are as they were written. Without a manifest
 they are read as far as possible, for which this imports torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

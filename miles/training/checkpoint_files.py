@@ -1,7 +1,5 @@
 """Files of a checkpoint or an export: write them through to the disk, and read the small ones without trusting them."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -5,8 +5,6 @@ needs collective operations and the device. A thread writes them to the disk, wh
 meanwhile, and the files are the same as without the flag.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

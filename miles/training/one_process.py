@@ -1,7 +1,5 @@
 """A trainer of one rank in this process, without Ray: for reading the weights of a checkpoint."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager

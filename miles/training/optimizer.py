@@ -1,7 +1,5 @@
 """Take an optimizer step on either backend: schedule the learning rate, and refuse a gradient that is not finite."""
 
-from __future__ import annotations
-
 import math
 import os
 from abc import ABC, abstractmethod

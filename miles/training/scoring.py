@@ -1,7 +1,5 @@
 """Scores that precede the first step of an iteration: log-probs of the models, and the critic's values."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

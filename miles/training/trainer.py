@@ -6,8 +6,6 @@
 The models run behind the seam of backend.py; miles/objective computes the losses of a micro-batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

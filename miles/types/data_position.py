@@ -4,8 +4,6 @@ There are three kinds: in one set (stream.py), in several sets (mixture.py), and
 (custom_source.py). The position of a run that draws no prompts is empty.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -19,8 +19,6 @@ Experts divide the ranks of a stage in another way: expert tensor parallel faste
 FSDP has neither tensor nor pipeline parallel: all of its ranks are token ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from math import lcm
 

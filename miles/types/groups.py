@@ -1,7 +1,5 @@
 """Process groups of context parallelism, created before the first step, and the exchanges between their ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The product of hidden states with an output head, which the trainer and the embedded engine compute alike."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Write one-digit products as prompts, with nine pairs of digits held out of training."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

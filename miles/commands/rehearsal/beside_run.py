@@ -1,7 +1,5 @@
 """Trace a run alongside it, in a separate process: the part of ``run/foreseen_memory.py`` that computes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The command: ``--rehearse``, and ``miles rehearse``."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

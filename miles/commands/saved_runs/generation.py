@@ -4,8 +4,6 @@ Prompts, sampling, rewards and the engine are the run's, so an evaluation repeat
 same step.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Imports no torch, so that listing runs is quick.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import dataclasses

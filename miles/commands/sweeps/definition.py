@@ -4,8 +4,6 @@ Scalars are taken as written, as ``--config`` takes them; only true, false and n
 own.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

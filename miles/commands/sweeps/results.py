@@ -1,7 +1,5 @@
 """The figures of a sweep: one number per run, metric and summary, and what they say about the variants."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

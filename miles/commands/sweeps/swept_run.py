@@ -1,7 +1,5 @@
 """A run of a sweep on disk: whether it is finished, how it continues, and the attempts that were made."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

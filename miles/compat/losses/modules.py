@@ -1,7 +1,5 @@
 """The module names under which related launchers keep what their losses import, so that such a file loads unchanged."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder

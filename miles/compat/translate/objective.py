@@ -1,7 +1,5 @@
 """Describe another trainer's aggregation, and find our mode that computes it or comes nearest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

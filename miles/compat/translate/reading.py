@@ -1,7 +1,5 @@
 """Read the text of a file."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math

@@ -5,8 +5,6 @@ follows from its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Meg
 (``argparse_meta``) or launch scripts use a public name (``PUBLIC_NAMES``).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections.abc import Iterator

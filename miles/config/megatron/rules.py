@@ -1,7 +1,5 @@
 """Check a run of the Megatron backend: sizes that fit ranks and model, and only correctly computed settings."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Collection, Mapping

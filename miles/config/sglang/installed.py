@@ -11,8 +11,6 @@ Not checked are values that the source does not tell: choices that SGLang comput
 from JSON once it has it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from base64 import b64decode

@@ -1,7 +1,5 @@
 """Check the engine that generates: its devices and addresses, who shares it, and the flags that are passed on to it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Find the environment that has vLLM. This file needs Python alone, so that the doctor works without the rest."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

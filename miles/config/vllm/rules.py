@@ -1,7 +1,5 @@
 """Check a run that generates with vLLM's servers."""
 
-from __future__ import annotations
-
 from miles.base.flags import Errors, changed
 from miles.config.host_share import is_on_cpu
 from miles.config.model import readable_config

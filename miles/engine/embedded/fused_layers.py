@@ -5,8 +5,6 @@ of their own. The weights of the layers are kept in oneDNN's layout, which every
 this copy replaces the model's. Other models run through transformers. docs/performance.md has the figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Types of models that a test compares are in models/packing.py; all others are co
 own weights.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """The embedded engine: generate with a transformers model inside the rollout process, with continuous batching."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Broadcast weights in one process group per engine: over gloo, or over NCCL from a GPU (``broadcast``)."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

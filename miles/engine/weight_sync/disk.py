@@ -1,7 +1,5 @@
 """Send weights through a file system that the sender and the engines share (``disk``)."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 from collections.abc import Collection, Iterable

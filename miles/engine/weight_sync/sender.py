@@ -1,7 +1,5 @@
 """Update the weights of all engines over the chosen transport, and check what arrived if asked to."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Send weights through the shared memory of one host (``ipc``)."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Collection, Iterable

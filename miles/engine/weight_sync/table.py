@@ -1,7 +1,5 @@
 """The weight transports, by the names that ``--update-weight-transfer-mode`` gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

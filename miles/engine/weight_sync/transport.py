@@ -1,7 +1,5 @@
 """The protocols of a weight update: a transport sends, a receiver takes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol

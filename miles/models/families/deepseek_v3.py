@@ -1,7 +1,5 @@
 """DeepSeek-V3 and R1, and Kimi-K2: latent attention, and sigmoid routing after the first layers."""
 
-from __future__ import annotations
-
 from miles.models.base import Config, Shape, check_sigmoid_router, refusal, sigmoid_experts, sigmoid_shape
 from miles.models.families.llama import Llama
 from miles.models.parameters import Binding

@@ -1,7 +1,5 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers; the config lists which of them have experts."""
 
-from __future__ import annotations
-
 from miles.models.base import Config, Shape
 from miles.models.families.deepseek_v3 import DeepseekV3
 

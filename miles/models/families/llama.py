@@ -4,8 +4,6 @@ Their checkpoints name and lay out tensors alike; Qwen2 has biases on queries, k
 of queries and keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from miles.models.base import Config, ConvertedFamily, Shape

@@ -1,7 +1,5 @@
 """Mistral, through Megatron-Bridge: Llama with a sliding window, unless the config states that there is none."""
 
-from __future__ import annotations
-
 from miles.models.base import Config, Family
 
 

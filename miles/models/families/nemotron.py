@@ -1,7 +1,5 @@
 """Nemotron, through Megatron-Bridge: layer norms around 1, squared ReLU, heads that are rotated in part."""
 
-from __future__ import annotations
-
 from miles.models.base import Config, Family
 
 

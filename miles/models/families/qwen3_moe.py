@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 whose layers, or some of them, have experts instead of the MLP."""
 
-from __future__ import annotations
-
 from miles.models.base import Config, Shape, routed_experts
 from miles.models.families.llama import Llama
 from miles.models.parameters import Binding

@@ -1,7 +1,5 @@
 """Several runs compared: differing settings, the first step at which metrics differ, final values, and a page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ is stored with the sample, as the batch had it; nothing is recomputed from flags
 recorded w (``token_weights``), the ratio, its own log-prob and the advantage of each token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Curves of several runs as one PNG: ``python -m miles.observe.tracking.curve RUN_DIR [RUN_DIR …] --out curve.png``."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

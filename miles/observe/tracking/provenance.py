@@ -1,7 +1,5 @@
 """Record the dependencies of a run: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Trajectories in environments: ``--environment``."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Trajectories made by an agent program: ``--agent-command``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

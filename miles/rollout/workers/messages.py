@@ -4,8 +4,6 @@ To the worker: ``Produce``, ``Cancel``, ``Show``, ``Hold``, ``Ask``, ``Checked``
 ``Answered``, ``CheckServers``.
 """
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from array import array

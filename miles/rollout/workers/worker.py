@@ -1,7 +1,5 @@
 """A generation worker: a process that generates, scores and filters groups for the rollout process."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Import the modules that a run in one process uses, so that forks of this process have them at once."""
 
-from __future__ import annotations
-
 import miles.engine.embedded.torch_engine
 import miles.run.one_process.sides
 import miles.training.fsdp.backend

@@ -1,7 +1,5 @@
 """Prompts from the user's own source: ``--data-source-path``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The endless order in which prompts are drawn, and a position in it to resume from."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Prompts that are tasks of the package verifiers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from miles.tasks.data.row import Row

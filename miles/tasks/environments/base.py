@@ -1,7 +1,5 @@
 """The protocol of an environment: reset, step, tools, reward."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

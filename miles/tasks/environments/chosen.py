@@ -1,7 +1,5 @@
 """The environment that ``--environment`` names: a built-in environment with its options, or a class of the user's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Tasks of the package verifiers as prompts: ``verifiers:TASKSET[:key=value,…]``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import islice

@@ -1,7 +1,5 @@
 """The part of a response that answers. Every search here takes linear time, whatever a model writes."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import replace

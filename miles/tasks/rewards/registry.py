@@ -1,7 +1,5 @@
 """Reward functions by name (``--rm-type``) or import path (``--custom-rm-path``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ more memory than they may, or when the worker has lost the pipe of its calls or 
 close. It reports how the worker ended by a pipe that user code never has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -11,8 +11,6 @@ Bubblewrap does not carry this: it limits no inodes of a folder, leaves /proc/sy
 that hide parts of /proc, and starts again for each empty folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -8,8 +8,6 @@ without privileges and without the system calls that make the kernel keep memory
 files that the program cannot see by name. Imports nothing of miles.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

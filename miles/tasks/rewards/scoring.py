@@ -1,7 +1,5 @@
 """Score a batch of samples, and handle a reward function that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

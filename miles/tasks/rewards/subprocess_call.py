@@ -13,8 +13,6 @@ A pool of pebble 5.2 does not carry this: a process that the system refuses to s
 it counts wall time only.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -4,8 +4,6 @@ peft wraps each chosen linear layer into a layer of peft: ``q_proj.weight`` beco
 alongside ``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.default.weight`` [out, rank].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

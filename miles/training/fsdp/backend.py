@@ -1,7 +1,5 @@
 """The FSDP2 backend: ``TrainBackend`` for one rank, on CPU (gloo) or CUDA (NCCL)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

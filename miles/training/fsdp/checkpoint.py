@@ -1,7 +1,5 @@
 """Checkpoints through torch.distributed.checkpoint, which re-shards on loading; and the Hugging Face export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

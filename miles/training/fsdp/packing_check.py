@@ -5,8 +5,6 @@ finite, and the gradient belongs to another model. Types of models that a test c
 others are compared here, once, with their own weights.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

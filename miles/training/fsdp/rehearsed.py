@@ -1,7 +1,5 @@
 """The FSDP2 backend without weights (training/backend.py)."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Run micro-batches through a sharded model. Gradients are plain sums over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The vision tower of a model that is trained: from the images of a micro-batch to what its language part reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary

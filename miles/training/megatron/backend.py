@@ -3,8 +3,6 @@
 On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

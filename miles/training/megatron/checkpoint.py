@@ -5,8 +5,6 @@ Megatron keeps it in four forms: for fp32 models alongside the parameter, for bf
 pieces in host memory. Here all of them look the same, so that a checkpoint written under one can be read under another.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

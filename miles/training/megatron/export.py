@@ -1,7 +1,5 @@
 """Export the weights of a checkpoint in one process. On CPU, ``cpu_support.support_cpu`` comes before this import."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

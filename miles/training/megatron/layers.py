@@ -1,7 +1,5 @@
 """Norms: torch's, because Megatron's wrapper of them refuses sequence parallel, which needs only a mark."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's AdamW under the schedule of training/optimizer.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's process groups, and this rank's position in them."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Three things that a run learns from values are given here: the shapes that pipel
 of each token, and the sums that the stages exchange.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Only the last pipeline stage has a loss: results are there, and empty lists on the other stages.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Hugging Face checkpoints on disk: read tensor by tensor, and written file by file."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Describe a trainer in one file of this folder, and find the trainer that a file of settings belongs to."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Read the command lines of slime and miles, whose flags are ours or have a verdict in ``arguments/launch``."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import suppress
 

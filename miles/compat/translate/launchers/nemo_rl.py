@@ -1,7 +1,5 @@
 """NeMo-RL: YAML."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """OpenRLHF: the flags of ``openrlhf.cli.train_ppo_ray`` in a shell script, of releases with dots or underscores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """prime-rl: TOML."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

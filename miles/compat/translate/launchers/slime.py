@@ -1,7 +1,5 @@
 """slime: a shell script around ``train.py``."""
 
-from __future__ import annotations
-
 from miles.compat.translate.launchers.command_lines import CommandLine
 from miles.compat.translate.translation import Document
 

@@ -1,7 +1,5 @@
 """TRL: ``GRPOConfig`` as JSON, YAML, keyword arguments, or flags of a script."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """verl: Hydra YAML, and ``key=value`` overrides in a shell script."""
 
-from __future__ import annotations
-
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.objective import (
     Objective,

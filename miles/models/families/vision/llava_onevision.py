@@ -1,7 +1,5 @@
 """LLaVA-OneVision: an image alone is cut into tiles of the tower's size; several images are one tile each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

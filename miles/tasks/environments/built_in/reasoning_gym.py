@@ -1,7 +1,5 @@
 """``--environment reasoning_gym[:attempts=N]``: a task of reasoning_gym, with several attempts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

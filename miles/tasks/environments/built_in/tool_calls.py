@@ -1,7 +1,5 @@
 """``--environment tool_calls:call=module.function[,specs=module.NAME]``: tools that one function of yours runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial

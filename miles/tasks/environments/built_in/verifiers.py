@@ -1,7 +1,5 @@
 """``--environment verifiers``: the environments of the package verifiers (its version 1 API, verifiers 0.4)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence

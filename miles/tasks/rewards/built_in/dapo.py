@@ -1,7 +1,5 @@
 """``--rm-type dapo``: mathematics as DAPO scores it (arXiv 2503.14476), 1 or -1."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

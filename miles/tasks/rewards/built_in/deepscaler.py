@@ -1,7 +1,5 @@
 """``--rm-type deepscaler``: equality of the boxed answer that follows the model's reasoning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import Reward, Rewards

@@ -1,7 +1,5 @@
 """``--rm-type environment``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import NotAReward, Reward, Rewards

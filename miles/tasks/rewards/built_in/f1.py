@@ -1,7 +1,5 @@
 """``--rm-type f1``: the overlap of words between answer and label, as SQuAD scores it (arXiv 1606.05250)."""
 
-from __future__ import annotations
-
 import string
 from collections import Counter
 from collections.abc import Sequence

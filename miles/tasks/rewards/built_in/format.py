@@ -1,7 +1,5 @@
 """``--rm-type format``: whether the response has the form ``<think>…</think><answer>…</answer>``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import Reward, Rewards

@@ -1,7 +1,5 @@
 """``--rm-type gemma_math``: equality of the boxed answer, after the thinking of a Gemma model if there is any."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import Reward, Rewards

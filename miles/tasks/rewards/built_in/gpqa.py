@@ -1,7 +1,5 @@
 """``--rm-type gpqa``: the letter of a multiple-choice answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

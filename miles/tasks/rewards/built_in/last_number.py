@@ -1,7 +1,5 @@
 """``--rm-type last_number``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from decimal import Decimal

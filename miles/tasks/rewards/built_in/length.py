@@ -1,7 +1,5 @@
 """``--rm-type length``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import Reward, Rewards

@@ -1,7 +1,5 @@
 """``--rm-type math``: equality of mathematical expressions, by math-verify."""
 
-from __future__ import annotations
-
 import logging
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """``--rm-type zero``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from miles.tasks.rewards.base import Reward, Rewards

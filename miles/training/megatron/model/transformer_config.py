@@ -1,7 +1,5 @@
 """Builds Megatron's configuration objects from the flags that they depend on and the model's shape."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
