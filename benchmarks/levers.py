@@ -45,7 +45,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from miles.base.host import has_bf16
 from miles.batch import collate as collating
 from miles.engine.base import SamplingParams
-from miles.engine.embedded import fused_layers, model_runner, running_batch, sampling
+from miles.engine.embedded import model_runner, running_batch, sampling
+from miles.engine.embedded import model_runner as fused_layers
 from miles.objective import token_log_probs
 from miles.run.placement import malloc_environment
 from miles.training import packed_attention, scoring

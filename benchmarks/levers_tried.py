@@ -17,7 +17,7 @@ from lever_bench import Bench, Call, Lever, function, patched  # benchmarks/leve
 
 from miles.batch.collate import collate
 from miles.batch.schedule import schedule_step
-from miles.engine.embedded import fused_layers
+from miles.engine.embedded import model_runner as fused_layers
 from miles.engine.embedded.attention import DecodeStep, Layer
 from miles.training.trainer import Trainer
 

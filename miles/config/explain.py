@@ -24,7 +24,7 @@ from miles.config.tracking import explain_tracking
 from miles.config.training import explain_step, unused_in_training
 from miles.config.validate import Validated
 from miles.objective.aggregation import token_weights
-from miles.objective.explain import objective_in_words, objective_terms, objective_without_effect
+from miles.objective.chosen import objective_in_words, objective_terms, objective_without_effect
 from miles.tasks.data.settings import explain_prompts
 
 WIDTH = 110

@@ -23,7 +23,7 @@ from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.vllm.flags import VllmArguments
-from miles.objective.explain import AddedLoss
+from miles.objective.chosen import AddedLoss
 from miles.objective.registry import StepShape, Term
 from miles.objective.settings import LossArguments
 from miles.tasks.data.settings import DataArguments

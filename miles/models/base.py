@@ -1,13 +1,208 @@
 """Describe a family of models: the methods that each family implements."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from miles.models.packing import WITHOUT_QUANTIZATION, is_quantized
-from miles.models.parameters import Binding, ParameterNames
-from miles.models.tensor_layouts import GateUp, Replicated, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Convert Hugging Face tensors to Megatron parameters, and cut these over the tensor-parallel ranks.
+#
+# Layouts only move numbers: both directions are exact, and each is the inverse of the other.
+
+
+class TensorLayout(Protocol):
+    """Both directions take and return Hugging Face tensors in the order of their names in a ``Binding``."""
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the shard of tensor-parallel rank ``rank`` of ``size``, from whole Hugging Face tensors."""
+        ...
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return whole Hugging Face tensors from the shards of all ranks, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank holds all of it: norms, the router."""
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the tensor."""
+        return tensors[0]
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return the first rank's."""
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cut along ``dim``: rows of a column-parallel weight (0), columns of a row-parallel one (1)."""
+
+    dim: int
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the rank's equal part."""
+        return tensors[0].chunk(size, self.dim)[rank]
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Join the parts."""
+        return [_join(shards, self.dim)]
+
+
+@dataclass(frozen=True)
+class SwappedColumns:
+    """Cut by rows, with the two halves of the columns in the other order."""
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the rank's rows, halves swapped."""
+        first, second = tensors[0].chunk(size)[rank].chunk(2, 1)
+        return _join([second, first], 1)
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Join the rows and swap the halves back."""
+        first, second = _join(shards).chunk(2, 1)
+        return [_join([second, first], 1)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows of the embedding or the head, one per token of ``tokens``, padded with zeros to a multiple of the ranks."""
+
+    tokens: int
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the rank's rows, with its part of the padding."""
+        (whole,) = tensors
+        rows = -(-self.tokens // size)
+        shard = whole[rank * rows : (rank + 1) * rows]
+        return _join([shard, shard.new_zeros(rows - len(shard), whole.shape[1])])
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Join the rows and drop the padding."""
+        return [_join(shards)[: self.tokens]]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """The first matrix of a gated MLP: each rank has its rows of the gate, then its rows of the up projection."""
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the rank's rows of both."""
+        return _join([tensor.chunk(size)[rank] for tensor in tensors])
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return gate and up projection."""
+        halves = [shard.chunk(2) for shard in shards]
+        return [_join([gate for gate, _ in halves]), _join([up for _, up in halves])]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """The first matrix of attention, or its bias: for each key head its query heads, then the key, then the value.
+
+    Ranks hold whole groups if there are at least as many groups as ranks, and equal parts of the rows otherwise.
+    """
+
+    heads: int
+    groups: int
+    width: int
+
+    def from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Return the rank's rows of query, key and value, interleaved by group."""
+        by_group = [tensor.reshape(self.groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        return _join(by_group, 1).flatten(0, 1).chunk(size)[rank]
+
+    def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return query, key and value."""
+        whole = _join(shards)
+        by_group = whole.reshape(self.groups, -1, *whole.shape[1:])
+        rows = [self.heads // self.groups * self.width, self.width, self.width]
+        parts: Sequence[Tensor] = by_group.split(rows, 1)
+        return [part.flatten(0, 1) for part in parts]
+
+
+def _join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch  # not at the top: validation reads the families, and takes no torch
+
+    return torch.cat(list(tensors), dim)
+
+
+# Find the Hugging Face tensors that a Megatron parameter holds, by its name in the whole model.
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING_HF, HEAD_HF = "model.embed_tokens.weight", "lm_head.weight"
+LAYERS_HF, MTP_HF = "model.layers.", "model.mtp_layers."
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One parameter: its layout, the Hugging Face tensors in the order of the layout, and whether it is an expert's.
+
+    ``*`` in a family's names is the number of an expert. A buffer is fp32 whatever the dtype of the rest, and has no
+    gradient.
+    """
+
+    layout: TensorLayout
+    hf_names: tuple[str, ...]
+    is_expert: bool = False
+    is_buffer: bool = False
+
+
+# The parameters of a head of multi-token prediction around its decoder layer, as the checkpoints of MiMo-7B (a Qwen2
+# with such heads) name and order it: there the hidden state comes first in the projection, in Megatron the embedding.
+MTP_OWN = {
+    "enorm.weight": Binding(Replicated(), ("token_layernorm.weight",)),
+    "hnorm.weight": Binding(Replicated(), ("hidden_layernorm.weight",)),
+    "eh_proj.weight": Binding(SwappedColumns(), ("input_proj.weight",)),
+    "final_layernorm.weight": Binding(Replicated(), ("final_layernorm.weight",)),
+}
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """The parameters of one model.
+
+    ``outside`` has the parameters outside the decoder's layers by Megatron's name. ``layer`` has the parameters of a
+    layer, both names relative to it. Heads of multi-token prediction contain such a layer.
+    """
+
+    outside: Mapping[str, Binding]
+    layer: Mapping[str, Binding]
+    tied: bool  # the output head is the embedding
+
+    def binding(self, name: str) -> Binding:
+        """Return the binding of parameter ``name``, whose layer and expert numbers count in the whole model."""
+        if name in self.outside:
+            return self.outside[name]
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if match:
+            return self._of_layer(f"{LAYERS_HF}{match[1]}.", match[2])
+        match = re.fullmatch(r"mtp\.layers\.(\d+)\.(?:(?:transformer|mtp_model)_layer\.)?(.*)", name)
+        assert match, f"{name} has no Hugging Face name"
+        return self._of_layer(f"{MTP_HF}{match[1]}.", match[2], MTP_OWN)
+
+    def _of_layer(self, prefix: str, rest: str, own: Mapping[str, Binding] | None = None) -> Binding:
+        number = r"(?<=\.)\d+(?=\.)"
+        experts = re.findall(number, rest)
+        template = re.sub(number, "*", rest)
+        found = (own or {}).get(template) or self.layer.get(template)
+        assert found, f"{rest} of a layer has no Hugging Face name"
+        return replace(found, hf_names=tuple(prefix + name.replace("*", *experts or "*") for name in found.hf_names))
+
+
+def is_of_head(hf_name: str) -> bool:
+    """Return whether a Hugging Face tensor belongs to a head of multi-token prediction."""
+    return hf_name.startswith(MTP_HF)
+
 
 Config: TypeAlias = dict[str, Any]  # a config.json
 Shape: TypeAlias = dict[str, Any]  # fields of Megatron's TransformerConfig

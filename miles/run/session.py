@@ -50,7 +50,7 @@ from miles.run.run_guard import END_SECONDS, RunGuard
 from miles.run.stop_requests import StopRequests, stops_later
 
 if TYPE_CHECKING:
-    from miles.run.restarts import Continuation
+    from miles.run.placement import Continuation
 
 PLACEMENT_SECONDS = 300
 CHOSEN_SECONDS = 20  # for bundles on chosen nodes, whose devices are free

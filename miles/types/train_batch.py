@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from miles.types.groups import ContextGroup
     from miles.types.images import ImageTensors, MicroImages
-    from miles.types.replay import TokenSets
-    from miles.types.support import Support
+    from miles.types.replay import Support, TokenSets
 
 _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass", "tis_mean")
 

@@ -44,8 +44,7 @@ from miles.config.explain import explain_layout
 from miles.config.settings import Settings
 from miles.objective.aggregation import MODES, AggregationFlags, StepDenominators, step_denominators
 from miles.objective.canary import mass_is_known
-from miles.objective.chosen import build_objective
-from miles.objective.explain import objective_formula
+from miles.objective.chosen import build_objective, objective_formula
 from miles.objective.settings import LossArguments
 from miles.training.backend import LeaveOut, RehearsedBackend, TrainBackend, build_rehearsed
 from miles.training.scoring import needs_of

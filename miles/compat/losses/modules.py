@@ -30,13 +30,13 @@ class _RelatedModules(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with what logits.py has."""
-        from miles.compat.losses import logits
+        """Fill the module with what call.py has."""
+        from miles.compat.losses import call
 
         offered: dict[str, Any] = {
-            "get_log_probs_and_entropy": logits.get_log_probs_and_entropy,
-            "compute_approx_kl": logits.compute_approx_kl,
-            "compute_policy_loss": logits.compute_policy_loss,
+            "get_log_probs_and_entropy": call.get_log_probs_and_entropy,
+            "compute_approx_kl": call.compute_approx_kl,
+            "compute_policy_loss": call.compute_policy_loss,
             "RolloutBatch": dict[str, Any],
         }
         if module.__name__ in _LOSS:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal, Optional
 
 from miles.base.flags import count, flag
-from miles.objective.explain import AddedLoss
+from miles.objective.chosen import AddedLoss
 
 _of_megatron = partial(flag, needs="Megatron")
 

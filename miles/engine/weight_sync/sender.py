@@ -1,15 +1,53 @@
 """Update the weights of all engines over the chosen transport, and check what arrived if asked to."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from miles.config.sglang.flags import SglangArguments
-from miles.engine.weight_sync.disk import DiskTransport
-from miles.engine.weight_sync.table import SendingSide, build_transport
-from miles.engine.weight_sync.transport import Delivery, WeightReceiver
+from miles.engine.weight_sync.broadcast import BroadcastTransport
+from miles.engine.weight_sync.disk import DiskDeltaTransport, DiskTransport
+from miles.engine.weight_sync.shared_memory import SharedMemoryTransport
+from miles.engine.weight_sync.transport import Delivery, Transport, WeightReceiver
 from miles.types.weights import WeightChunk
+
+# The weight transports, by the names that ``--update-weight-transfer-mode`` gives them.
+
+
+@dataclass(frozen=True)
+class SendingSide:
+    """Describe the sender.
+
+    Attributes:
+        folder: Where weights on disk are written.
+        broadcast_from: The device that broadcasts start from.
+        copies: The folder of the copies that engines' hosts keep; None for the folder of temporary files.
+    """
+
+    folder: Path
+    broadcast_from: torch.device
+    copies: str | None = None
+
+
+TRANSPORTS: dict[str, Callable[[SendingSide], Transport]] = {
+    "disk": lambda sender: DiskTransport(sender.folder),
+    "disk-delta": lambda sender: DiskDeltaTransport(sender.folder, sender.copies),
+    "broadcast": lambda sender: BroadcastTransport(sender.broadcast_from),
+    "ipc": lambda sender: SharedMemoryTransport(),
+}
+
+
+def build_transport(mode: str, sender: SendingSide) -> Transport:
+    """Build the transport that ``--update-weight-transfer-mode`` names.
+
+    Raises:
+        ValueError: If no transport has this name.
+    """
+    if mode not in TRANSPORTS:
+        raise ValueError(f"--update-weight-transfer-mode {mode}: unknown; choose from {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[mode](sender)
 
 
 class WeightSender:

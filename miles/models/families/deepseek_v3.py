@@ -1,9 +1,18 @@
 """DeepSeek-V3 and R1, and Kimi-K2: latent attention, and sigmoid routing after the first layers."""
 
-from miles.models.base import Config, Shape, check_sigmoid_router, refusal, sigmoid_experts, sigmoid_shape
+from miles.models.base import (
+    Binding,
+    Config,
+    Replicated,
+    Shape,
+    Split,
+    TensorLayout,
+    check_sigmoid_router,
+    refusal,
+    sigmoid_experts,
+    sigmoid_shape,
+)
 from miles.models.families.llama import Llama
-from miles.models.parameters import Binding
-from miles.models.tensor_layouts import Replicated, Split, TensorLayout
 
 
 class DeepseekV3(Llama):

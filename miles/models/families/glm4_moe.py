@@ -1,8 +1,7 @@
 """GLM-4.5 to 4.7: Llama's layers, half of each head rotated, with sigmoid routing after the first ones."""
 
-from miles.models.base import Config, Shape, check_sigmoid_router, sigmoid_experts, sigmoid_shape
+from miles.models.base import Binding, Config, Shape, check_sigmoid_router, sigmoid_experts, sigmoid_shape
 from miles.models.families.llama import Llama
-from miles.models.parameters import Binding
 
 
 class Glm4Moe(Llama):

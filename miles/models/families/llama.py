@@ -6,9 +6,22 @@ of queries and keys.
 
 from dataclasses import dataclass
 
-from miles.models.base import Config, ConvertedFamily, Shape
-from miles.models.parameters import EMBEDDING, EMBEDDING_HF, HEAD, HEAD_HF, Binding, ParameterNames
-from miles.models.tensor_layouts import GateUp, QueryKeyValue, Replicated, Split, Vocabulary
+from miles.models.base import (
+    EMBEDDING,
+    EMBEDDING_HF,
+    HEAD,
+    HEAD_HF,
+    Binding,
+    Config,
+    ConvertedFamily,
+    GateUp,
+    ParameterNames,
+    QueryKeyValue,
+    Replicated,
+    Shape,
+    Split,
+    Vocabulary,
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Qwen3-MoE: Qwen3 whose layers, or some of them, have experts instead of the MLP."""
 
-from miles.models.base import Config, Shape, routed_experts
+from miles.models.base import Binding, Config, Shape, routed_experts
 from miles.models.families.llama import Llama
-from miles.models.parameters import Binding
 
 
 class Qwen3Moe(Llama):

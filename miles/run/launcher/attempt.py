@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from miles.run.failures import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.loop import RolloutSide, TrainerSide
+    from miles.run.placement import Continuation, Restarts
     from miles.run.remote_checkpoints import Uploads
-    from miles.run.restarts import Continuation, Restarts
     from miles.run.session import Placement
     from miles.run.stop_requests import StopRequests
 
@@ -194,7 +194,7 @@ def _run_loop(
 
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
-    from miles.objective.explain import objective_formula, objective_in_words
+    from miles.objective.chosen import objective_formula, objective_in_words
     from miles.observe.report.sink import HealthWatch
     from miles.observe.run_files import RunHeader, RunIdentity
     from miles.observe.tracker import Tracker

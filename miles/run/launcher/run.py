@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from miles.config.validate import Validated
     from miles.observe.sinks import Event, Notifier
     from miles.run.failures import FailureFiles
-    from miles.run.restarts import Continuation
+    from miles.run.placement import Continuation
     from miles.run.resume import ResumePoint
     from miles.run.stop_requests import StopRequests
 
@@ -62,7 +62,7 @@ def take_over(previous: LauncherState) -> None:
     again.
     """
     from miles.run.failures import exit_with_message
-    from miles.run.restarts import loading_its_own
+    from miles.run.placement import loading_its_own
 
     validated = replace(previous.validated, settings=loading_its_own(previous.validated.settings))
     launch(validated, exit_with_message, is_alone=True, previous=previous)
@@ -210,7 +210,7 @@ def _context(
     is_alone: bool,
     previous: LauncherState | None,
 ) -> RunContext:
-    from miles.run.restarts import Continuation, Restarts
+    from miles.run.placement import Continuation, Restarts
 
     settings = validated.settings
     environment = dict(os.environ)  # before Ray's variables are in it
@@ -239,7 +239,7 @@ def run(settings: Settings, context: RunContext) -> None:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
         context: What its attempts share.
     """
-    from miles.run.restarts import with_restarts
+    from miles.run.placement import with_restarts
     from miles.run.session import EngineLayout, keeping_logs, ray_session
 
     size = settings.sglang.rollout_num_gpus_per_engine

@@ -17,8 +17,7 @@ import miles.training.megatron.checkpoint as checkpoint
 from miles.config.lora import LoraArguments
 from miles.config.megatron.rules import check_same_shape, check_with_model
 from miles.config.settings import Settings
-from miles.models.base import HEADS_IN_CONFIG
-from miles.models.parameters import is_of_head
+from miles.models.base import HEADS_IN_CONFIG, is_of_head
 from miles.models.reading import read_config
 from miles.training import checkpoint_files
 from miles.training.adapter_folder import check_adapter
@@ -29,17 +28,19 @@ from miles.training.megatron.export import add_adapter, exported_value, save_ada
 from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.moe import expert_biases
-from miles.training.megatron.optimizer import (
+from miles.training.megatron.policy_model import PolicyModel, ValueStage
+from miles.training.megatron.process_groups import Ranks, initialize_process_groups, megatron_version
+from miles.training.megatron.runner import (
     HostCopies,
+    MegatronBaseModel,
+    MegatronModel,
     MegatronOptimizer,
+    MegatronTrainedModel,
     free_buffers_of_layers,
     gradients,
     model_state,
     optimizer_state,
 )
-from miles.training.megatron.policy_model import PolicyModel, ValueStage
-from miles.training.megatron.process_groups import Ranks, initialize_process_groups, megatron_version
-from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights import build_converter
 from miles.training.scoring import check_can_follow, check_same_positions, follow
 from miles.types.weights import WeightChunk, in_chunks

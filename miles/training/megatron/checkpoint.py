@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from miles.models.parameters import EMBEDDING
+from miles.models.base import EMBEDDING
 from miles.training.checkpoint_files import in_one_line, read_run_state, write_run_state
 from miles.training.checkpoint_io import (
     StagedFiles,
@@ -51,9 +51,9 @@ from miles.training.checkpoint_io import (
 )
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.moe import expert_biases
-from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks, objects_to_write
+from miles.training.megatron.runner import MegatronOptimizer
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from miles.config.explain import explain, without_effect
-from miles.objective import explain as objective
+from miles.objective import chosen as objective
 
 PPO = "--advantage-estimator ppo"
 BASELINE = "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages"

@@ -6,7 +6,7 @@ import pytest
 
 from miles.compat.border import main_parse
 from miles.config.explain import explain, without_effect
-from miles.objective import explain as objective
+from miles.objective import chosen as objective
 from miles.objective.aggregation import token_weights
 from tests.fast.support.rows import rows
 

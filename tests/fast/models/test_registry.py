@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from miles.models import families as model_families
-from miles.models.registry import BRIDGED, CONVERTED, check_bridged, converted_family, families, megatron_shape
-from miles.models.tensor_layouts import (
+from miles.models.base import (
     GateUp,
     QueryKeyValue,
     Replicated,
@@ -21,6 +20,7 @@ from miles.models.tensor_layouts import (
     TensorLayout,
     Vocabulary,
 )
+from miles.models.registry import BRIDGED, CONVERTED, check_bridged, converted_family, families, megatron_shape
 
 CONFIG = dict(
     num_hidden_layers=4,

@@ -18,10 +18,9 @@ from miles.config.validate import validate
 from miles.objective.adaptive import AdaptiveEntropyFlags, AdaptiveKlFlags
 from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.aggregation import MODES, AggregationFlags
-from miles.objective.chosen import build_objective
+from miles.objective.chosen import build_objective, objective_terms
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
-from miles.objective.explain import objective_terms
 from miles.objective.kl import KlFlags
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.policy_losses import POLICY_LOSSES

@@ -22,7 +22,7 @@ from miles.run.stop_requests import STOPS, StopRequests
 LAUNCHER = """
 import sys
 from pathlib import Path
-import miles.run.failures, miles.run.resume, miles.run.restarts, miles.run.rollout_actor
+import miles.run.failures, miles.run.resume, miles.run.placement, miles.run.rollout_actor
 import miles.run.session, miles.run.train_actor, miles.run.loop, miles.observe.report.sink
 from miles.config.cluster import ClusterArguments
 from miles.observe.sinks import TensorBoardSink

@@ -17,8 +17,7 @@ from miles.base.flags import flag
 from miles.base.text import InputError
 from miles.tasks.rewards.answer_text import last_code_block, reference_object
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
-from miles.tasks.rewards.subprocess_call import in_parallel
+from miles.tasks.rewards.subprocess_call import CodeTest, Limits, Outcome, SandboxRefused, in_parallel, run_tests
 from miles.types.sample import Prompt, Sample
 
 TOLERANCE = 1e-6  # relative or absolute, between numbers with a fraction

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import nn
 
 from miles.config.lora import LoraArguments
-from miles.models.tensor_layouts import QueryKeyValue, TensorLayout
+from miles.models.base import QueryKeyValue, TensorLayout
 
 PARTS = ("lora_A", "lora_B")
 

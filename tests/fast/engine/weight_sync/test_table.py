@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles.config.sglang.flags import SglangArguments
-from miles.engine.weight_sync.table import TRANSPORTS, SendingSide, build_transport
+from miles.engine.weight_sync.sender import TRANSPORTS, SendingSide, build_transport
 
 
 def test_every_choice_of_the_flag_has_a_transport(tmp_path):

@@ -20,7 +20,7 @@ from state_checks import ADAM, CASE, PLAIN
 from miles.objective.settings import LossArguments
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint import AdamState
-from miles.training.megatron.optimizer import gradients
+from miles.training.megatron.runner import gradients
 from miles.training.trainer import Trainer
 
 # A critic, and a reference of fp32 weights that follows the policy: all that a rank can have.
