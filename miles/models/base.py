@@ -1,5 +1,7 @@
 """Describe a family of models: the methods that each family implements."""
 
+from __future__ import annotations
+
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, count, flag, flag_name
 from miles.base.text import InputError, one_line
 from miles.tasks.environments.base import read_options
-from miles.tasks.environments.chosen import SCHEME as VERIFIERS
+from miles.tasks.environments.verifiers_tasks import SCHEME as VERIFIERS
 
 SOURCES = (
     "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, reasoning_gym:TASK[:key=value,...] or "

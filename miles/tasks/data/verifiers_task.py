@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from miles.tasks.data.row import Row
-from miles.tasks.environments.chosen import METADATA as ORIGIN
-from miles.tasks.environments.chosen import SCHEME, read_tasks
+from miles.tasks.environments.verifiers_tasks import METADATA as ORIGIN
+from miles.tasks.environments.verifiers_tasks import SCHEME, read_tasks
 
 __all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "read_verifiers"]
 INPUT, LABEL, METADATA = "prompt", "label", "metadata"

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from miles.models.parameters import EMBEDDING_HF, HEAD_HF
+from miles.models.base import EMBEDDING_HF, HEAD_HF
 from miles.training.checkpoint_files import in_one_line
 from miles.types.weights import in_chunks
 

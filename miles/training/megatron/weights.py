@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers import PretrainedConfig
 
 from miles.config.lora import is_in_experts
-from miles.models.base import HEADS_IN_CONFIG
-from miles.models.parameters import HEAD, Binding, is_of_head
+from miles.models.base import HEAD, HEADS_IN_CONFIG, Binding, is_of_head
 from miles.models.registry import converted_family, megatron_shape
 from miles.training.megatron.hf_files import HuggingFaceWeights
 from miles.training.megatron.model.adapter import LinearLayer, linear_layers

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from miles.base.text import one_line
 from miles.base.user_code import user_code_in_thread
 from miles.tasks.environments.base import Environment, EnvironmentKind, EnvironmentMaker, Message, Model
-from miles.tasks.environments.chosen import METADATA, Origin, open_environment
+from miles.tasks.environments.verifiers_tasks import METADATA, Origin, open_environment
 from miles.types.sample import Prompt
 
 MODEL = "policy"
