@@ -1,8 +1,10 @@
 """Name the user's functions that flags name, and check that each has the form of an import path, and a source."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import miles
@@ -31,124 +33,8 @@ class Hook:
     arguments: int | None = None
 
 
-HOOKS = {
-    "custom_rm_path": Hook(
-        "async def reward(samples: Sequence[Sample]) -> list[float] (miles.types.sample)",
-        "processes of its own, once per group of answers",
-        "the rewards of the answers",
-    ),
-    "rollout_function_path": Hook(
-        "async def rollout(iteration: int, tools: RolloutTools) -> list[PromptGroup] (miles.rollout.hooks)",
-        "the rollout process, once per iteration",
-        "the groups that an iteration trains on",
-        2,
-    ),
-    "custom_generate_function_path": Hook(
-        "async def generate(trajectory: Trajectory) -> None (miles.rollout.trajectory)",
-        "the rollout process, once per trajectory",
-        "the trajectory",
-        1,
-    ),
-    "dynamic_sampling_filter_path": Hook(
-        "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)",
-        "the rollout process, once per scored group",
-        "whether the group is trained on",
-        1,
-    ),
-    "buffer_filter_path": Hook(
-        "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
-        "(miles.rollout.hooks)",
-        "the rollout process, when an iteration takes groups that wait",
-        "which of them it takes",
-        4,
-    ),
-    "rollout_sample_filter_path": Hook(
-        "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.types.sample)",
-        "the rollout process, once per iteration",
-        "which samples are trained on",
-        2,
-    ),
-    "rollout_all_samples_process_path": Hook(
-        "def look(args, groups: list[list[Sample]], source) -> None (miles.types.sample)",
-        "the rollout process, once per iteration",
-        "nothing of the run",
-        3,
-    ),
-    "custom_rollout_log_function_path": Hook(
-        "def log(iteration: int, args, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool",
-        "the rollout process, once per iteration",
-        "the metrics of the iteration",
-        5,
-    ),
-    "custom_convert_samples_to_train_data_path": Hook(
-        "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks)",
-        "the rollout process, once per iteration",
-        "all that is trained on",
-        2,
-    ),
-    "custom_reward_post_process_path": Hook(
-        "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.types.sample)",
-        "the rollout process, once per iteration",
-        "rewards, and advantages of samples",
-        2,
-    ),
-    "eval_function_path": Hook(
-        "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.hooks)",
-        "the rollout process, once per evaluation",
-        "the metrics of the evaluation",
-        2,
-    ),
-    "custom_eval_rollout_log_function_path": Hook(
-        "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool",
-        "the rollout process, once per evaluation",
-        "the metrics of the evaluation",
-        4,
-    ),
-    "curriculum_path": Hook(
-        "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None "
-        "(miles.tasks.data.stream)",
-        "the rollout process, before each iteration",
-        "which prompts are drawn",
-        1,
-    ),
-    "data_source_path": Hook(
-        "class Source: __init__(args), draw(n), state() and restore(state) (miles.tasks.data.custom_source)",
-        "the rollout process, whenever prompts are drawn",
-        "the prompts, and their position in checkpoints",
-        1,
-    ),
-    "custom_tis_function_path": Hook(
-        "def weights(inputs: ImportanceInputs) -> torch.Tensor (miles.objective.hooks)",
-        "each trainer rank, once per micro-batch",
-        "the weights of token losses",
-    ),
-    "custom_loss_function_path": Hook(
-        "def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict] (miles.objective.hooks), or "
-        "def loss(args, batch, logits, sum_of_sample_mean)",
-        "each trainer rank, once per micro-batch",
-        "the loss and its metrics",
-    ),
-    "rollout_data_postprocess_path": Hook(
-        "def change(args, rollout_id: int, rollout_data: dict[str, list]) -> None (docs/objective-hooks.md)",
-        "each trainer rank, once per iteration",
-        "the scored columns of the iteration",
-    ),
-    "custom_pg_loss_reducer_function_path": Hook(
-        "def reducer(inputs: ReducerInputs) (miles.objective.hooks)",
-        "each trainer rank, once per micro-batch",
-        "the sum of token losses",
-    ),
-    "custom_advantage_function_path": Hook(
-        "def advantages(samples: AdvantageSamples) -> list[float] (miles.objective.hooks)",
-        "the rollout process for samples, each trainer rank for trajectories",
-        "the advantages",
-    ),
-    "custom_policy_loss_function_path": Hook(
-        "def token_losses(inputs: PolicyLossInputs) -> torch.Tensor (miles.objective.hooks)",
-        "each trainer rank, once per micro-batch",
-        "the loss of each token",
-    ),
-}
+_TABLE = tomllib.loads((files(__package__) / "functions.toml").read_text(encoding="utf-8"))
+HOOKS = {name: Hook(**row) for name, row in _TABLE.items()}
 
 
 def names_functions(settings: Settings) -> bool:

@@ -12,107 +12,17 @@ type that neither ``PACKABLE`` nor ``RECURRENT`` has is compared with transforme
 tests/fast/models/test_every_family.py tries every type that transformers has.
 """
 
+import tomllib
+from importlib.resources import files
 from typing import Any
 
 from miles.models.reading import WITH_IMAGES, attends_by_itself, may_have_state, why_not_loaded
 
-# Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
-# padded, and the same for types with recurrent state.
-PACKABLE = (
-    "deepseek_v3",
-    "deepseek_v32",
-    "exaone4",
-    "gemma3_text",
-    "gemma4_text",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "llama",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-)
-
-RECURRENT = (
-    "nemotron_h",
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-)
-
-# Types for text and images whose text model transformers loads alone, as the language model that is trained.
-WITH_TEXT_MODEL = (
-    "emu3",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "gemma4_unified",
-    "got_ocr2",
-    "llama4",
-    "mllama",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen4_exp",
-)
-# Types that differ from transformers' results, or do not run, on the attention of FSDP and of the torch engine; or that
-# are no model of text alone.
-_DIFFERENT = (
-    "axk2",
-    "blt",
-    "cohere_compass_text",
-    "deepseek_v4",
-    "doge",
-    "gemma4_assistant",
-    "gemma4_unified_assistant",
-    "hy_v4",
-    "inkling_text",
-    "moshi",
-    "musicgen",
-    "musicgen_melody",
-    "nemotron",
-    "qwen4_exp_text",
-    "recurrent_gemma",
-    "stablelm",
-    "xlstm",
-)
-# The same in one of the two.
-_NOT_GENERATED = ("diffllama", "hrm_text")
-_NOT_TRAINED = ("minicpm3", "zamba")
-
-# The types of PACKABLE whose attention chooses the keys that a query sees by its own scores (training/fsdp/layers.py).
-SPARSE = ("deepseek_v32", "glm_moe_dsa")
-
-# The types of PACKABLE that the same file compares with a window shorter than the samples.
-WINDOWED = (
-    "exaone4",
-    "gemma3_text",
-    "gemma4_text",
-    "gpt_oss",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
+# The types (``model_type``) of types.toml, which describes each list.
+_TYPES: dict[str, list[str]] = tomllib.loads((files(__package__) / "types.toml").read_text(encoding="utf-8"))
+PACKABLE, RECURRENT, WITH_TEXT_MODEL = (tuple(_TYPES[name]) for name in ("packable", "recurrent", "with_text_model"))
+SPARSE, WINDOWED = tuple(_TYPES["sparse"]), tuple(_TYPES["windowed"])
+_DIFFERENT, _NOT_GENERATED, _NOT_TRAINED = (_TYPES[name] for name in ("different", "not_generated", "not_trained"))
 
 # The windows of types that have one if ``sliding_window`` is not there.
 _WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096}
