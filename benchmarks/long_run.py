@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.observe.run_files import METRICS, SAMPLES
 
 HIDDEN, HEADS = 64, 4

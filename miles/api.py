@@ -28,7 +28,7 @@ from miles.config.validate import Validated, validate
 from miles.observe import run_files
 from miles.observe.health import MetricsFile, verdicts
 from miles.observe.run_files import METRICS, SAMPLES, RunFiles, RunHeader, SampleFile
-from miles.run.launcher.run import launch
+from miles.run.launcher import launch
 
 if TYPE_CHECKING:
     import pandas

@@ -18,7 +18,7 @@ import time
 MARKED = {
     "miles.compat.border": {"main_parse": "launcher: flags"},
     "miles.run.session": {"_connect": "launcher: start Ray", "_place": "launcher: placement group"},
-    "miles.run.launcher.attempt": {"train": "launcher: attempt"},
+    "miles.run.launcher": {"train": "launcher: attempt"},
     "miles.run.loop": {"TrainingLoop.run": "launcher: loop"},
     "miles.run.train_actor": {
         "TrainActor.__init__": "trainer: actor",

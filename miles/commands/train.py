@@ -1,6 +1,6 @@
 """Train a language model by reinforcement learning (the same as ``python train.py``).
 
-Parse and validate the flags, start Ray, place the actors, and run the loop (miles/run/launcher/). Wrong flags are
+Parse and validate the flags, start Ray, place the actors, and run the loop (miles/run/launcher.py). Wrong flags are
 reported before torch or Ray are imported.
 """
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
 from miles.compat.border import main_parse
-from miles.run.launcher.attempt import train_in_one_process
-from miles.run.launcher.run import launch
+from miles.run.launcher import launch, train_in_one_process
 
 if TYPE_CHECKING:
     from miles.config.validate import Validated

@@ -9,9 +9,17 @@ from collections.abc import Iterable, Sequence
 
 from miles.base.text import InputError
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
-from miles.compat.translate.objective import UNEVEN, Objective, distance, token_weights
 from miles.compat.translate.reading import read_document
-from miles.compat.translate.translation import Entry, Expression, Setting, Translation
+from miles.compat.translate.translation import (
+    UNEVEN,
+    Entry,
+    Expression,
+    Objective,
+    Setting,
+    Translation,
+    distance,
+    token_weights,
+)
 from miles.config.command_parser import CommandParser
 
 

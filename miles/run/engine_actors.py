@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from miles.base.stacks import RUN_FOLDER, answer_requests, own_stacks
+from miles.base.processes import RUN_FOLDER, answer_requests, own_stacks
 from miles.config.settings import Settings
 from miles.engine.base import ServerFailed, ServerProcess
 from miles.rollout.workers.pool import WorkerLost

@@ -23,8 +23,8 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
+from miles.base.processes import answer_requests, own_stacks
 from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
-from miles.base.stacks import answer_requests, own_stacks
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder

@@ -29,8 +29,7 @@ from tempfile import mkdtemp
 
 import psutil
 
-from miles.base.processes import importing_miles, kill_all
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER, importing_miles, kill_all
 from miles.engine.servers.leftovers import open_segments, remove_segments
 from miles.run.stop_requests import STOPS
 

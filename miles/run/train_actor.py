@@ -23,9 +23,9 @@ import ray
 from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.host import GIB, resident_bytes
+from miles.base.processes import answer_requests, own_stacks
 from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
 from miles.base.secrets import is_secret
-from miles.base.stacks import answer_requests, own_stacks
 from miles.base.storage import is_url
 from miles.config.cluster import ClusterArguments
 from miles.config.components import import_code, train_backend_spec

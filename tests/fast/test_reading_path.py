@@ -66,7 +66,7 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "objective/loss_types/custom_loss.py",
         "objective/loss_types/sft_loss.py",
         "observe/sample_records.py",
-        "compat/translate/objective.py",
+        "compat/translate/translation.py",
         "commands/rehearsal/trace.py",
         "commands/conformance_parts/batch.py",
     }, "hooks, SFT, what a report stores, the worked example and the losses of other trainers, rehearsals"

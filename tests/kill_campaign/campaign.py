@@ -46,7 +46,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
 
 import psutil  # noqa: E402
 
-from miles.base.stacks import RUN_FOLDER  # noqa: E402
+from miles.base.processes import RUN_FOLDER  # noqa: E402
 from miles.engine.servers.leftovers import open_segments  # noqa: E402
 from tests.fast.conftest import VLLM_SHAPE, save_tiny_model  # noqa: E402
 from tests.fast.run.runs.launches import Launch, importing_from, kind_of, prepare_workplace, small_run, trained  # noqa: E402

@@ -23,7 +23,6 @@ from miles.engine.embedded.attention import (
     Step,
     bound_time_steps,
 )
-from miles.models.end_tokens import end_token_ids
 from miles.models.packing import (
     SPARSE,
     has_recurrent_state,
@@ -32,7 +31,7 @@ from miles.models.packing import (
     reads_images,
     why_not_generated,
 )
-from miles.models.reading import read_config, read_model
+from miles.models.reading import end_token_ids, read_config, read_model
 from miles.models.routers import Routers
 from miles.types.head import head_logits
 from miles.types.weights import WeightChunk

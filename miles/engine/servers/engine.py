@@ -32,8 +32,7 @@ from miles.engine.servers.weight_updates import WeightUpdates
 from miles.engine.sglang.router import Router
 from miles.engine.weight_sync.sender import WeightSender
 from miles.engine.weight_sync.transport import WeightReceiver
-from miles.models.end_tokens import end_token_ids
-from miles.models.reading import read_config
+from miles.models.reading import end_token_ids, read_config
 from miles.types.weights import WeightChunk
 
 LOGS = "engines"  # in --output-dir

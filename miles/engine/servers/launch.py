@@ -14,7 +14,7 @@ from weakref import finalize
 import httpx
 
 from miles.base.disk_faults import disk_fault, naming_disk
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.engine.base import ServerFailed
 from miles.engine.servers.keys import bearer
 from miles.engine.servers.leftovers import begin_notes, remove_server_folder

@@ -32,7 +32,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from miles.base.disk_faults import naming_disk
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.base.strict_json import loads
 from miles.types.metrics import Metric
 from miles.types.weights import BUCKET_BYTES, PackedChunk, WeightChunk, pack

@@ -11,7 +11,7 @@ from miles.config import host_share, parser
 from miles.config.explain import explain
 from miles.config.host_share import host_line
 from miles.config.run_file import run_config
-from miles.run.launcher import run as launcher
+from miles.run import launcher
 from miles.run.placement import use_threads
 from tests.fast.support.rows import rows
 

@@ -14,7 +14,7 @@ from miles.compat.border import read_command
 from miles.config.inputs import check_inputs, explain_inputs
 from miles.config.parser import judge
 from miles.config.validate import Validated
-from miles.run.launcher.run import launch
+from miles.run.launcher import launch
 from tests.fast.config.conftest import minimal
 from tests.fast.conftest import byte_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from miles.models.end_tokens import end_token_ids
+from miles.models.reading import end_token_ids
 
 WORDS = ["!", "x", "<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>"]
 CHATML = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"

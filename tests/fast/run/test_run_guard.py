@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.engine.servers.leftovers import NOTED, SEGMENTS, begin_notes, note_segments, remove_segments
 from miles.run.run_guard import LOCK, RunGuard, clean_up, mark_of, remove_stale
 from miles.run.stop_requests import STOPS

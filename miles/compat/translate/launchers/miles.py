@@ -1,6 +1,6 @@
 """miles: a shell script around ``train.py``."""
 
-from miles.compat.translate.launchers.command_lines import CommandLine
+from miles.compat.translate.launchers.base import CommandLine
 from miles.compat.translate.translation import Document
 
 

@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective, sequence_mean_of_unmasked, token_mean
 from miles.compat.translate.translation import (
     Document,
+    Objective,
     Translation,
     apply,
+    sequence_mean_of_unmasked,
+    token_mean,
     write_estimator,
     write_images,
     write_kl_in_rewards,

@@ -5,20 +5,18 @@ from dataclasses import replace
 from functools import cache
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import (
-    Objective,
-    sequence_mean,
-    sequence_mean_of_unmasked,
-    token_mean,
-    token_mean_of_micro_batches,
-)
 from miles.compat.translate.translation import (
     Document,
+    Objective,
     Table,
     Translation,
     apply,
     prompts_of,
+    sequence_mean,
+    sequence_mean_of_unmasked,
     table_of,
+    token_mean,
+    token_mean_of_micro_batches,
     write_estimator,
     write_kl_in_rewards,
 )

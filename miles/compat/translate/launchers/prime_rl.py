@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import Objective, token_mean, token_mean_of_ranks
-from miles.compat.translate.translation import Document, Translation, apply
+from miles.compat.translate.translation import Document, Objective, Translation, apply, token_mean, token_mean_of_ranks
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 GROUPED = ("grpo", "max_rl")

@@ -4,17 +4,22 @@ import math
 import re
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import (
+from miles.compat.translate.translation import (
+    Document,
     Objective,
     Reduction,
+    Translation,
+    apply,
     over_longest,
     sequence_mean,
     sequence_sum_mean,
+    table_of,
     token_mean,
     token_mean_of_generation,
     token_mean_of_micro_batches,
+    write_images,
+    write_template,
 )
-from miles.compat.translate.translation import Document, Translation, apply, table_of, write_images, write_template
 from miles.objective.aggregation import Aggregation
 
 RECOGNIZED, SHAPES, OWN = table_of("trl").names.values()

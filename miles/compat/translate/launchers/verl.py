@@ -1,21 +1,19 @@
 """verl: Hydra YAML, and ``key=value`` overrides in a shell script."""
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.objective import (
+from miles.compat.translate.translation import (
+    Document,
     Objective,
     Reduction,
+    Translation,
+    apply,
     over_longest,
     over_padded_width,
     sequence_mean,
     sequence_sum_mean,
+    table_of,
     token_mean,
     token_sum,
-)
-from miles.compat.translate.translation import (
-    Document,
-    Translation,
-    apply,
-    table_of,
     write_estimator,
     write_images,
     write_kl_in_rewards,

@@ -34,7 +34,7 @@ from miles.config.sglang.flags import ServerFlags
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.models.registry import CONVERTED
-from miles.run.launcher.attempt import FORESEEN, MEASURED, ForeseenMemory, foreseen_memory
+from miles.run.launcher import FORESEEN, MEASURED, ForeseenMemory, foreseen_memory
 from miles.types.metrics import Metric
 from tests.fast.commands.rehearsal.agreement import figures
 

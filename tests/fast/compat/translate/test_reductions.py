@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 from tolerance import DOUBLE_ERROR
 
-from miles.compat.translate import objective as r
-from miles.compat.translate.objective import UNEVEN, Response, Step, our_value
+from miles.compat.translate import translation as r
+from miles.compat.translate.translation import UNEVEN, Response, Step, our_value
 
 # docs/loss-aggregation.md: every token of trajectory 1 has loss 1, all others 0.
 WORKED = Step(

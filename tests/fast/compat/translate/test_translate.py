@@ -11,9 +11,8 @@ from tolerance import DOUBLE_ERROR
 from miles import cli
 from miles.compat.border import read_command
 from miles.compat.translate.launchers.base import all_launchers, launcher_of
-from miles.compat.translate.objective import UNEVEN
 from miles.compat.translate.reading import read_document
-from miles.compat.translate.translation import Expression, Translation, table_of
+from miles.compat.translate.translation import UNEVEN, Expression, Translation, table_of
 from miles.config.parser import judge, parse
 
 ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL = list(table_of("verl").names.values())[:2]

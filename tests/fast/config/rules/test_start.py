@@ -7,7 +7,7 @@ from miles.base.host import num_gpus
 from miles.compat.border import main_parse, read_command
 from miles.config.parser import judge, parse
 from miles.config.validate import validate
-from miles.run.launcher.run import _resume_point
+from miles.run.launcher import _resume_point
 from tests.fast.support.rows import rows
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.engine.servers.leftovers import NOTED, SEGMENTS
 from tests.fast.engine.sglang_servers import server_of
 
@@ -31,4 +31,4 @@ def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tm
     assert not any(Path(name).exists() for name in segments)
     assert [
         path.name for path in folder.iterdir() if path.name != "stacks"
-    ] == []  # miles.base.stacks keeps it for the run
+    ] == []  # miles.base.processes keeps it for the run

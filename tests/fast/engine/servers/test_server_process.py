@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.engine.servers.leftovers import NOTED, SEGMENTS, open_segments
 from miles.run.run_guard import clean_up
 

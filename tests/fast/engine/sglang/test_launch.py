@@ -11,7 +11,7 @@ import pytest
 from small_disk import fill, mounted_disk
 
 from miles.base.disk_faults import WriteFailed
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.config.sglang.flags import known_server_flags
 from miles.engine.base import ServerFailed
 from miles.engine.servers.keys import Keys

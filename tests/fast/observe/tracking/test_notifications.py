@@ -127,7 +127,7 @@ def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsy
         if error is not None:
             raise error
 
-    monkeypatch.setattr("miles.run.launcher.run.run", run)
+    monkeypatch.setattr("miles.run.launcher.run", run)
     shape = ["--rollout-batch-size", "1", "--global-batch-size", "1"]
     settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path), *shape])
     with nullcontext() if error is None else pytest.raises(SystemExit):

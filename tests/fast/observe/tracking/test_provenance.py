@@ -18,7 +18,7 @@ from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker
 from miles.observe.tracking import provenance as module
 from miles.observe.tracking.provenance import git_state, in_words, provenance
-from miles.run.launcher.attempt import _config
+from miles.run.launcher import _config
 from miles.tasks.data.settings import DataArguments
 
 

@@ -6,7 +6,7 @@ import time
 
 import ray
 
-from miles.base.stacks import own_stacks
+from miles.base.processes import own_stacks
 from miles.run.ray_watch import HEARTBEAT, REPORT
 
 FOR_EVER = 10**6

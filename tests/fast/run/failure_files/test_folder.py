@@ -9,14 +9,14 @@ import sys
 import psutil
 import pytest
 
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.run import failures as failure_files
 from miles.run import failures as report_module
 from miles.run.failures import FailureFiles, collective_in
 
 STUCK = """
 import time
-from miles.base.stacks import answer_requests
+from miles.base.processes import answer_requests
 
 def stuck_rank():
     print("ready", flush=True)

@@ -7,7 +7,7 @@ import pytest
 from miles.config.cluster import ClusterArguments
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.run.launcher.attempt import builds_beside_engines
+from miles.run.launcher import builds_beside_engines
 from miles.run.train_actor import TrainDriver
 
 

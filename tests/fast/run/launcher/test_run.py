@@ -14,9 +14,9 @@ from miles.config.inputs import Inputs
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
+from miles.run import launcher
 from miles.run.checkpoints import RunCheckpoints
 from miles.run.failures import exit_with_message
-from miles.run.launcher import run as launcher
 from miles.run.placement import resuming
 from miles.training import checkpoint_files
 from tests.fast.config.conftest import minimal

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from miles.base.locks import NAME
-from miles.base.stacks import RUN_FOLDER
+from miles.base.processes import RUN_FOLDER
 from miles.engine.servers.leftovers import open_segments
 from miles.run.placement import private_session_root
 from miles.run.stop_requests import STOPS
