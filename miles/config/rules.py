@@ -21,7 +21,7 @@ from miles.config.model import ModelArguments, local_config, local_vocab_size, v
 from miles.config.rollout import names_iteration, path_of_iteration
 from miles.config.settings import Settings
 from miles.config.sglang.flags import SERVER, VLLM, has_flag, known_server_flags, value_of
-from miles.models.packing import longest_generated, longest_trained, model_type, reads_images
+from miles.models.packing import WITH_KNOWN_ROUTERS, longest_generated, longest_trained, model_type, reads_images
 from miles.models.reading import READ_AS, WITH_IMAGES
 from miles.objective.adaptive import check_adaptive_kl
 from miles.objective.chosen import build_objective, check_objective
@@ -561,22 +561,6 @@ def check_one_process(settings: Settings) -> None:
 
 
 # Check routing replay: the model has experts, the engine reports which it chose, and the trainer can be given them.
-
-
-# Types whose routers can be given experts, on the backends that train them and the torch engine
-# (miles/models/routers.py).
-WITH_KNOWN_ROUTERS = (
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "nemotron_h",
-)
 
 
 def check_replay(settings: Settings, errors: Errors) -> None:

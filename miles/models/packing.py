@@ -21,7 +21,7 @@ from miles.models.reading import WITH_IMAGES, attends_by_itself, may_have_state,
 # The types (``model_type``) of types.toml, which describes each list.
 _TYPES: dict[str, list[str]] = tomllib.loads((files(__package__) / "types.toml").read_text(encoding="utf-8"))
 PACKABLE, RECURRENT, WITH_TEXT_MODEL = (tuple(_TYPES[name]) for name in ("packable", "recurrent", "with_text_model"))
-SPARSE, WINDOWED = tuple(_TYPES["sparse"]), tuple(_TYPES["windowed"])
+SPARSE, WINDOWED, WITH_KNOWN_ROUTERS = (tuple(_TYPES[name]) for name in ("sparse", "windowed", "with_known_routers"))
 _DIFFERENT, _NOT_GENERATED, _NOT_TRAINED = (_TYPES[name] for name in ("different", "not_generated", "not_trained"))
 
 # The windows of types that have one if ``sliding_window`` is not there.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tomllib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
@@ -188,36 +190,7 @@ QUESTIONS = {
 }
 SHARE = "share"  # the unit of values between 0 and 1
 NOTHING = 1e-6  # a metric that stays below this is zero: a mean of float32 token losses has errors of this size
-# Question, metric, title, unit. Within a question, these charts come first, in this order, if the run has them.
-_CHARTS = (
-    ("learning", "rollout/reward", "Reward", "reward, mean of the iteration"),
-    ("learning", "rollout/response_length", "Response length", "tokens"),
-    ("learning", "train/entropy_loss", "Entropy", "nats per token"),
-    ("learning", "rollout/zero_std_groups", "Groups without spread", SHARE),
-    ("learning", "rollout/truncated_fraction", "Truncated answers", SHARE),
-    ("learning", "rollout/reward_std", "Spread of rewards", "deviation, within a group"),
-    ("stability", "train/grad_norm", "Gradient norm", "norm, before clipping"),
-    ("stability", "train/ppo_kl", "KL of the update", "nats, to the sampling policy"),
-    ("stability", "train/train_rollout_logprob_abs_diff", "Engine-trainer gap", "nats per token"),
-    ("stability", "train/pg_clipfrac", "Clip fraction", SHARE),
-    ("stability", "train/kl_loss", "KL to the start", "nats, to the reference model"),
-    ("stability", "train/pg_loss", "Policy loss", "loss, as the objective says"),
-    ("stability", "train/value_loss", "Value loss", "loss, of the critic"),
-    ("stability", "train/explained_variance", "Explained variance", "share, of the returns by the critic"),
-    ("stability", "train/ess_ratio", "Effective sample size", SHARE),
-    ("stability", "train/is_ratio", "Importance ratio", "trainer / engine"),
-    ("stability", "train/lr", "Learning rate", "per step"),
-    ("stability", "train/loss", "Loss", "loss, of the step"),
-    ("engine", "perf/tokens_per_second", "Throughput", "tokens per second"),
-    ("engine", "perf/engine_busy", "Engine utilization", SHARE),
-    ("engine", "perf/engine_responses", "Responses in flight", "responses, mean while the engine has requests"),
-    ("engine", "rollout/staleness", "Staleness", "versions, behind the trainer, mean over tokens"),
-    ("engine", "perf/trainer_memory_gib", "Memory of the trainer", "GiB, of the fullest rank"),
-    ("engine", "perf/trainer_memory_foreseen_gib", "Memory of the trainer, foreseen", "GiB, by a rehearsal"),
-    ("engine", "perf/rollout_memory_gib", "Memory of the rollout process", "GiB"),
-    ("engine", "rollout/staleness_max", "Greatest staleness", "versions, behind the trainer"),
-    ("engine", "rollout/mixed_version_samples", "Mixed weight versions", SHARE),
-)
+_CHARTS: dict[str, list[list[str]]] = tomllib.loads((files(__package__) / "charts.toml").read_text(encoding="utf-8"))
 _ENGINE_PREFIXES = ("perf/", "engine/", "memory/", "weight_sync/", "rollout/staleness")
 _BELOW_ZERO = ("train/pg_loss", "train/loss")
 
@@ -256,7 +229,8 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
     """
     sets = {name: set_name(name) for name in evaluation_names(names)}
     charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
-    charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in _CHARTS if n in names]
+    rows = ((question, *row) for question, rows in _CHARTS.items() for row in rows)
+    charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in rows if n in names]
     shown = {series["key"] for chart in charts for series in chart["series"]}
     for name in names:
         if name not in shown and not name.startswith("time/"):

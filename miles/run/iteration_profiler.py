@@ -6,9 +6,11 @@ import math
 import re
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -113,38 +115,12 @@ SHORTEST = 0.001  # of the iteration: kinds below it are left out
 PYTHON = "python, between operations"
 OTHER = "other operations"
 
-# The first pattern that a name contains decides. The names are from ATen, c10d, FSDP2 and CUDA's kernels.
-_KINDS = (
-    ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
-    ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention|CachedAttention"),
-    (
-        "matrix products",
-        r"::(mm|bmm|addmm|baddbmm|addbmm|_?linear|mkldnn_linear|_linear_pointwise|_grouped_mm|_scaled_mm)$|gemm|cutlass|xmma",
-    ),
-    ("optimizer", r"adam|_foreach_|multi_tensor"),
-    ("copies and casts", r"copy|_reorder_\w+|::(cat|clone|to|contiguous|stack|chunk_cat)$|memcpy|CatArray"),
-    ("filling", r"::(fill_|zero_|zeros|ones|full|masked_fill_?|zeros_like|ones_like)$|memset|FillFunctor"),
-    ("indexing", r"index|gather|scatter|embedding|::(take|where|nonzero|sort|topk|unique)"),
-    ("reductions", r"::(sum|mean|amax|max|min|logsumexp|norm|linalg_\w+|cumsum|all|any|var)$|softmax|reduce_kernel"),
-    ("random numbers", r"exponential_|multinomial|uniform_|normal_|bernoulli|philox"),
-    (
-        "shapes and memory",
-        r"::(empty\w*|as_strided|view|_unsafe_view|reshape|t|transpose|permute|slice|select|split\w*|expand|unsqueeze|"
-        r"squeeze|detach_?|alias|narrow|resize_|unbind|chunk|set_|numpy_T|lift\w*|result_type|resolve_\w+|item|"
-        r"_local_scalar_dense|is_nonzero|flatten|unflatten|new_\w+)$",
-    ),
-    (
-        "elementwise",
-        r"::(mul|add|sub|div|rsub|neg|exp|exp2|log|sqrt|rsqrt|pow|silu|gelu|relu|sigmoid|tanh|cos|sin|abs|clamp\w*|sign|"
-        r"reciprocal|addcmul|addcdiv|lerp|square|ge|gt|le|lt|eq|ne|logical_\w+|bitwise_\w+|isfinite|isnan|maximum|minimum|"
-        r"erf|fmod|remainder|floor|round|tril|triu|threshold)_?(_backward)?$|elementwise",
-    ),
-)
+_KINDS: dict[str, str] = tomllib.loads((files(__package__) / "kinds.toml").read_text(encoding="utf-8"))
 _NUMBER = re.compile(r" \d+\b")
-_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
+_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS.items())
 _BACKENDS = ("gloo:", "nccl:")  # PyTorch names their collectives by spans
 _OF_AUTOGRAD = ("Backward", "Backward0")
-KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
+KINDS = (*_KINDS, OTHER, PYTHON)
 
 
 def kind_of(event: Event) -> str:

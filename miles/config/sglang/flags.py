@@ -12,7 +12,7 @@ from typing import Literal, Optional, assert_never
 from miles.base.flags import LONGEST_VALUE, Errors, count, flag
 from miles.base.text import one_line
 from miles.config.cluster import ClusterArguments
-from miles.config.sglang.installed import CONFIG, read_server_config, router_flags, server_flags
+from miles.config.sglang.installed import CONFIG, TABLE, read_server_config, router_flags, server_flags
 from miles.config.suggest import nearest_flag
 
 SERVER, ROUTER, VLLM = "--sglang-", "--router-", "--vllm-"
@@ -20,19 +20,7 @@ SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the ro
 ROUTER_ALIAS = "--sglang-router-"
 _ADDRESS = "--ip"  # of a router that runs already, in related launchers
 
-# Flags that the launcher sets, and to what or why.
-OWNED_BY_LAUNCHER = {
-    "--model-path": "the launcher sets it to --hf-checkpoint",
-    "--model": "the launcher sets it to --hf-checkpoint",
-    "--host": "the launcher sets it: engines listen on the hosts they run on",
-    "--port": "the launcher sets it to a free port",
-    "--worker-urls": "the launcher sets it to the engines of the run",
-    "--skip-tokenizer-init": "the launcher sets it, unless --rollout-stop gives texts: requests have token ids only",
-    "--base-gpu-id": "the launcher sets it: an engine sees its own devices only",
-    "--node-rank": "the launcher sets it for engines of several nodes",
-    "--dist-init-addr": "the launcher sets it for engines of several nodes",
-    "--weight-version": "the launcher sets it: it counts the versions",
-}
+OWNED_BY_LAUNCHER: dict[str, str] = TABLE["owned_by_launcher"]
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 # Switches of earlier versions, and the flag that has their effect.
 REPLACED = {"--enable-ep-moe": "--ep-size", "--enable-deepep-moe": "--moe-a2a-backend"}

@@ -13,11 +13,13 @@ from JSON once it has it.
 
 import ast
 import json
+import tomllib
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -29,18 +31,9 @@ from miles.base.text import one_line
 Reading: TypeAlias = Literal["text", "int", "float", "size", "json"]
 Expressions: TypeAlias = Mapping[str, ast.expr]
 
-# Functions that read a word, and the form that it must have. Others are not known, so that any word is accepted.
-_READINGS: dict[str, Reading] = {
-    "str": "text",
-    "int": "int",
-    "float": "float",
-    "human_readable_int": "size",
-    "json.loads": "json",
-    "json_list_type": "json",
-    "parse_cuda_graph_config_arg": "json",
-    "nullable_str": "text",
-    "parse_cuda_graph_backend_arg": "text",
-}
+# How the run treats flags of SGLang, by name; flags.toml describes each part.
+TABLE: dict[str, Any] = tomllib.loads((files(__package__) / "flags.toml").read_text(encoding="utf-8"))
+_READINGS: dict[str, Reading] = TABLE["readings"]
 _SWITCHES = ("store_true", "store_false", "DeprecatedAction", "DeprecatedStoreTrueAction")
 _NEGATED = "argparse.BooleanOptionalAction"  # --NAME, and --no-NAME
 _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")

@@ -34,6 +34,7 @@ from miles.config.sglang.flags import (
 )
 from miles.config.sglang.installed import (
     CONFIG,
+    TABLE,
     Accepted,
     Reading,
     has_plugins,
@@ -412,55 +413,13 @@ def check_rollout_workers(settings: Settings, errors: Errors) -> None:
 
 # Check the values of flags that are passed on to SGLang's server and router, as its parser would when it starts.
 
-# Bounds of numbers, as SGLang 0.5.23 checks them when a server starts (srt/arg_groups/*_hook.py): the smallest number
-# that it takes, whether it takes that number itself, and the largest. Above 1, SGLang starts with a share of the GPU's
-# memory that no GPU has.
-_POSITIVE, _NOT_NEGATIVE = (0.0, False, math.inf), (0.0, True, math.inf)
-_SHARE = (0.0, False, 1.0)
-_RANGES: dict[str, tuple[float, bool, float]] = {
-    **dict.fromkeys(("--mem-fraction-static", "--swa-full-tokens-ratio", "--hicache-host-memory-fraction"), _SHARE),
-    **dict.fromkeys(
-        (
-            "--detokenizer-worker-num",
-            "--gpu-id-step",
-            "--grpc-response-timeout-secs",
-            "--max-loras-per-batch",
-            "--page-size",
-            "--pp-max-micro-batch-size",
-            "--sampling-mask-max-tokens",
-        ),
-        _POSITIVE,
-    ),
-    **dict.fromkeys(
-        (
-            "--lora-drain-wait-threshold",
-            "--mamba-cache-philox-rounds",
-            "--mm-io-worker-num",
-            "--mm-processor-worker-num",
-            "--prefill-decode-interval",
-            "--prefill-decode-interval-min-bs",
-            "--schedule-conservativeness",
-            "--swa-prefix-tails",
-        ),
-        _NOT_NEGATIVE,
-    ),
-}
+# Bounds of numbers: the smallest number that SGLang takes, whether it takes that number itself, and the largest.
+_BOUNDS = {"share": (0.0, False, 1.0), "positive": (0.0, False, math.inf), "not_negative": (0.0, True, math.inf)}
+_RANGES = {flag: _BOUNDS[kind] for kind, flags in TABLE["ranges"].items() for flag in flags}
 # Flags whose text SGLang reads as JSON when a server starts, not when it reads its flags.
 _JSON = ("--json-model-override-args",)
 # Flags whose value is the path of a file, and those whose value is one if it ends so.
-FILES = (
-    "--config",
-    "--debug-tensor-dump-input-file",
-    "--dllm-algorithm-config",
-    "--flexkv-config-file",
-    "--lmcache-config-file",
-    "--pdmux-config-path",
-    "--quantization-param-path",
-    "--rl-quant-profile",
-    "--ssl-ca-certs",
-    "--ssl-certfile",
-    "--ssl-keyfile",
-)
+FILES = tuple(TABLE["files"])
 _FILES_OR_NAMES = {"--chat-template": (".jinja", ".json"), "--completion-template": (".jinja", ".json")}
 
 _SIZE = re.compile(r"\d+(\.\d+)?[kMGT]|\d+[KMGT]i")  # a number with a suffix: decimals only of powers of 1000
@@ -595,39 +554,13 @@ def _no_such_choice(word: str, choices: Sequence[Any]) -> tuple[str, str]:
 
 # Read the flags of SGLang's servers: earlier names, and flags that the run sets itself or does without.
 
-# Earlier name -> name in current releases. Used only if the installed release knows the second, and not the first.
-RENAMED = {
-    "--cuda-graph-bs": "--cuda-graph-bs-decode",
-    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
-    "--nsa-prefill-backend": "--dsa-prefill-backend",
-    "--nsa-decode-backend": "--dsa-decode-backend",
-    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
-}
+RENAMED: dict[str, str] = TABLE["renamed"]
 # Words that argparse, and so SGLang, reads as the beginning of a longer flag.
 SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
 _DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
-# They change the generated text, so an engine that does not read them cannot run the command.
-CHANGES_RESULTS = {
-    "--context-length",
-    "--quantization",
-    "--kv-cache-dtype",
-    "--enable-multimodal",
-    "--json-model-override-args",
-    "--enable-lora",
-    "--lora-paths",
-    "--sampling-defaults",
-}
-# Of adapters that a server holds. Here it receives the weights with the trained adapter added to them.
-OF_ADAPTERS = {
-    "--enable-lora",
-    "--lora-backend",
-    "--lora-target-modules",
-    "--lora-use-virtual-experts",
-    "--max-lora-rank",
-    "--max-loras-per-batch",
-}
+CHANGES_RESULTS, OF_ADAPTERS = frozenset(TABLE["changes_results"]), tuple(TABLE["of_adapters"])
 OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 
 

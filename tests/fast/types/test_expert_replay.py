@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.batch.collate import collate
 from miles.batch.convert import convert
-from miles.config.rules import WITH_KNOWN_ROUTERS
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
+from miles.models.packing import WITH_KNOWN_ROUTERS
 from miles.models.routers import WEIGHTS, Routers
 from miles.objective.settings import LossArguments
 from miles.rollout.debug_data import load_rollout, save_rollout

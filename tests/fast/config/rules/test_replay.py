@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from miles.config.rules import WITH_KNOWN_ROUTERS
 from miles.engine.servers.keys import NO_KEYS
 from miles.engine.sglang.engine import server_spec
+from miles.models.packing import WITH_KNOWN_ROUTERS
 
 BOTH = ("--use-rollout-routing-replay", "--use-routing-replay")
 
