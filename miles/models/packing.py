@@ -2,13 +2,13 @@
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
 recurrent state (linear attention, Mamba, a short convolution) does not: its state would pass from one sample to the
-next. The FSDP backend computes such layers sample by sample (training/fsdp/layers.py), and a test shows that
+next. The FSDP backend computes such layers sample by sample (training/fsdp/models.py), and a test shows that
 it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
 (``--qkv-format bshd``), where every sample begins with an empty state.
 
 The FSDP backend trains every model that transformers can load, except for the types that ``why_not_trained`` names. A
 type that neither ``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
-(training/fsdp/packing_check.py), and so it is before the torch engine runs it (engine/embedded/start_check.py).
+(training/fsdp/backend.py), and so it is before the torch engine runs it (engine/embedded/torch_engine.py).
 tests/fast/models/test_every_family.py tries every type that transformers has.
 """
 

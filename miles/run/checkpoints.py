@@ -25,7 +25,7 @@ from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     from miles.config.checkpoint import CheckpointArguments
-    from miles.run.sides import Sides
+    from miles.run.loop import Sides
 
 # In the launcher's part of a checkpoint.
 WANDB_RUN = "wandb_run"

@@ -1,6 +1,6 @@
 """Count the GPUs of a running Ray cluster: ``python -m miles.run.gpus_of_cluster ADDRESS SECONDS``.
 
-Validation, which imports no Ray, starts this program (``config/joined_cluster.py``). It asks the cluster's
+Validation, which imports no Ray, starts this program (``config/choice.py``). It asks the cluster's
 head (its GCS), as ``ray status`` does, with two names that Ray does not document: Ray's public calls need a process of
 Ray on this host, or the dashboard, and a cluster may have neither.
 """

@@ -339,7 +339,7 @@ class LauncherState:
 
 
 def take_over(previous: LauncherState) -> None:
-    """Continue a run whose Ray has died, in the process that has led it so far (run/restarts.py), and exit.
+    """Continue a run whose Ray has died, in the process that has led it so far (run/placement.py), and exit.
 
     Its trainer may have saved once more between the loss of Ray and its own end, so the newest checkpoint is sought
     again.
@@ -423,7 +423,7 @@ def _check(validated: Validated, is_first: bool) -> None:
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
     """Return the flags for a message on how to resume: the attempt's flags, with switches as in the command.
 
-    A restart drops some switches (run/restarts.py), and the user has to leave them out too.
+    A restart drops some switches (run/placement.py), and the user has to leave them out too.
     """
     return replace(checkpoint, **{name: getattr(of_command, name) for name in NOT_OF_ITS_OWN})
 

@@ -20,8 +20,7 @@ so far. A checkpoint follows the log: a run that resumes from it has every row o
 left (``--max-prompt-pass-rate``), the run ends early.
 
 A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
-versioned by the number of iterations they were trained on. Engines and trainer that share GPUs take turns
-(run/sides.py).
+versioned by the number of iterations they were trained on. Engines and trainer that share GPUs take turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trace a run alongside it, in a separate process: the part of ``run/foreseen_memory.py`` that computes."""
+"""Trace a run alongside it, in a separate process: the part of ``run/launcher.py`` that computes."""
 
 import json
 import logging

@@ -2,5 +2,5 @@
 
 ``reading.py`` turns a file, with those that it inherits from, into settings by name. ``launchers/`` has a file and a
 table (TOML) for each trainer: its settings, their defaults and what they mean here. ``translation.py`` collects what
-becomes of them, ``objective.py`` evaluates aggregations in plain floats, and ``report.py`` prints.
+becomes of them, and evaluates aggregations in plain floats; ``miles/commands/translate.py`` prints.
 """

@@ -5,7 +5,7 @@ Hugging Face tensors each parameter of Megatron holds, and how these are cut ove
 
 The files are here, and not in ``training/megatron``, because start-up validation reads them too. It must not import
 torch, and ``arguments`` may not import ``training``. Importing a family needs no torch; only moving tensors does
-(tensor_layouts.py).
+(base.py).
 
 To add a model, add a file that defines ``CONVERTED`` (miles moves the weights) or ``BRIDGED`` (Megatron-Bridge does),
 or an entry in the file whose layout it shares. registry.py finds it.

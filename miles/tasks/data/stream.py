@@ -276,7 +276,7 @@ def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> Se
 # prompts
 # are drawn as without a mixture: pass after pass, with ``--rollout-shuffle`` each in its own order.
 #
-# A curriculum (curriculum.py) can change the weights, or name the next prompts, before every iteration.
+# A curriculum can change the weights, or name the next prompts, before every iteration.
 
 
 _REMEMBERED = 100_000  # groups whose positions are kept: many more than can be in progress

@@ -1,4 +1,4 @@
-"""The sandbox's own process: ``python -I sandboxed.py``, with a request of ``sandbox.py`` as JSON on standard input.
+"""The sandbox's own process: ``python -I sandboxed.py``, with a request of ``subprocess_call.py`` as JSON on stdin.
 
 It is three kinds of processes. The outermost moves into new namespaces (users, network, processes, IPC), counts the
 processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the new

@@ -367,7 +367,7 @@ def _compute_without_noise(model: nn.Module) -> None:
     The loss compares log-probs of this pass with those that the engine, the reference and the policy itself gave
     without noise, and a token that several samples share is computed once. transformers' layers copy the rates from
     the configuration when they are built; it stays unchanged, for the export. Types whose layers read it later are
-    found by packing_check.py.
+    found by backend.py.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -30,7 +30,7 @@ from miles.types.metrics import Metric
 from miles.types.replay import UNKNOWN
 from miles.types.train_batch import MicroBatch, TrainShard
 
-# Losses that are computed inside the model, alongside the policy loss: the routers' (router.py) and MTP's (mtp.py).
+# Losses that are computed inside the model, alongside the policy loss: the routers' (router.py) and MTP's (model/packed_tokens.py).
 #
 # They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
 # gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;
@@ -197,7 +197,7 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
     if micro.context.size == 1:
         where = micro.token_index[: sum(micro.read_lengths) if len(totals) else 0]
         return to_device(where.numpy(), totals.device), samples.repeat_interleave(totals)
-    chunk = 2 * micro.context.size  # types/parallel.py: padded to a multiple; two chunks are on this rank
+    chunk = 2 * micro.context.size  # types/dims.py: padded to a multiple; two chunks are on this rank
     local = (totals + chunk - 1) // chunk * 2
     sample = samples.repeat_interleave(local)
     inside = micro.position_ids[: len(sample)] < totals[sample]

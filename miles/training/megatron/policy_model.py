@@ -292,7 +292,7 @@ class PolicyModel(GPTModel):
         return attach(own, self._mtp_loss(of_heads, packed_seq_params))
 
     def _mtp_loss(self, of_heads: list[torch.Tensor], packed: PackedTokens) -> torch.Tensor:
-        """Return this rank's share of the loss of mtp.py, scaled for its gradient."""
+        """Return this rank's share of the loss of packed_tokens.py, scaled for its gradient."""
         ahead, step = packed.ahead, packed.auxiliary
         assert ahead is not None and step is not None
         mean = torch.zeros((), device=of_heads[0].device)

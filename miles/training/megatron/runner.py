@@ -183,7 +183,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 #
 # The loss functions return shares whose sum over micro-batches and ranks is the step's loss
 # (docs/loss-aggregation.md). Megatron averages on the way, in one of two ways, and only this file cancels it.
-# versions.py has the lines of the framework that are cancelled.
+# process_groups.py has the lines of the framework that are cancelled.
 
 
 Metrics = dict[str, torch.Tensor]

@@ -48,7 +48,7 @@ class PythonCode(Reward[PythonCodeFlags]):
     Without ``--code-share`` the first test that fails is the last one that is run.
 
     The program is the last block of code marked ``python`` or ``py``, else the last without a mark, after the
-    reasoning; none scores 0. It may use the names of ``prelude.py`` without importing them. The metadata or the label
+    reasoning; none scores 0. It may use the names of ``prelude`` without importing them. The metadata or the label
     holds the tests, in one of three forms:
 
     - ``inputs`` and ``outputs``: texts for standard input, and the output of each. White space at the ends of lines
@@ -57,7 +57,7 @@ class PythonCode(Reward[PythonCodeFlags]):
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``sandbox.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops, unless
+    ``subprocess_call.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops, unless
     ``--allow-unsandboxed-code`` is given.
     """
 
