@@ -30,7 +30,7 @@ from miles.types.metrics import Metric
 from miles.types.replay import UNKNOWN
 from miles.types.train_batch import MicroBatch, TrainShard
 
-# Losses that are computed inside the model, alongside the policy loss: the routers' (router.py) and MTP's (model/packed_tokens.py).
+# Losses that are computed inside the model, alongside the policy loss: the routers' and MTP's (packed_tokens.py).
 #
 # They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
 # gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;

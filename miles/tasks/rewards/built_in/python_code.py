@@ -57,8 +57,8 @@ class PythonCode(Reward[PythonCodeFlags]):
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``subprocess_call.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops, unless
-    ``--allow-unsandboxed-code`` is given.
+    ``subprocess_call.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops,
+    unless ``--allow-unsandboxed-code`` is given.
     """
 
     name = "python_code"

@@ -205,7 +205,8 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(self, *function: Any, **given: Any) -> torch.Tensor:
         """Recompute the layer in backward. Megatron's own would save every argument as a tensor; the layout is none.
 
-        Releases that pass the ``function`` to run again (process_groups.py) always pass ``_proj_and_transformer_layer``.
+        Releases that pass the ``function`` to run again (process_groups.py) always pass
+        ``_proj_and_transformer_layer``.
         """
         assert function == recomputed_function(self._proj_and_transformer_layer)
         activations = given.pop("hidden_states"), given.pop("decoder_input")
