@@ -35,27 +35,21 @@ from miles.types.metrics import Metric
 if TYPE_CHECKING:
     from miles.base.locks import FolderLocks, RemoteLock
     from miles.config.checkpoint import CheckpointArguments
-    from miles.config.notes import Note
-    from miles.config.settings import Settings
-    from miles.config.validate import Validated
-    from miles.observe.sinks import Event, Notifier
-    from miles.run.failures import FailureFiles
-    from miles.run.placement import Continuation
-    from miles.run.resume import ResumePoint
-    from miles.run.stop_requests import StopRequests
-
-    FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
-    from miles.config.checkpoint import CheckpointArguments
     from miles.config.cluster import Offload
-    from miles.observe.sinks import Sink
+    from miles.config.notes import Note
+    from miles.config.validate import Validated
+    from miles.observe.sinks import Event, Notifier, Sink
     from miles.observe.tracker import Tracker
     from miles.run.failures import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.loop import RolloutSide, TrainerSide
-    from miles.run.placement import Restarts
+    from miles.run.placement import Continuation, Restarts
     from miles.run.remote_checkpoints import Uploads
+    from miles.run.resume import ResumePoint
     from miles.run.session import Placement
     from miles.run.stop_requests import StopRequests
+
+    FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
 
 
 # One attempt of a run: start its rollout, trainer and tracker, and run the loop from the newest checkpoint.
