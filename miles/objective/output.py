@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from miles.types.metrics import Metric
 
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     import torch
 
     from miles.types.train_batch import MicroBatch, TrainBatch
+
+
+class PolicyScores(NamedTuple):
+    """The loss's inputs from a language model. A tuple, because FSDP looks for tensors in what a module returns."""
+
+    log_probs: torch.Tensor  # fp32 [R], of the micro-batch's targets
+    entropy: torch.Tensor | None  # fp32 [R]
+    canary: torch.Tensor | None = None  # fp32 scalar of value 0 (canary.py); None: not in this step's graph
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,19 +22,11 @@ from torch import nn
 
 from miles.config.components import build, build_rehearsal, train_backend_spec
 from miles.config.settings import Settings
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, PolicyScores
 from miles.training.checkpoint_io import StagedFiles
 from miles.types.metrics import Metric
 from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.types.weights import WeightChunk
-
-
-class PolicyScores(NamedTuple):
-    """The loss's inputs from a language model. A tuple, because FSDP looks for tensors in what a module returns."""
-
-    log_probs: torch.Tensor  # fp32 [R], of the micro-batch's targets
-    entropy: torch.Tensor | None  # fp32 [R]
-    canary: torch.Tensor | None  # fp32 scalar of value 0 (objective/canary.py); None: not in this step's graph
 
 
 class PolicyScorer(Protocol):

@@ -59,8 +59,7 @@ def policy_role(
     """Return the policy's role: it learns from the objective of ``--loss-type``."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
-        scores = scorer(with_entropy=objective.needs.entropy)
-        output = objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        output = objective.language_model_loss(micro, scorer(with_entropy=objective.needs.entropy))
         if recorder is not None and output.tokens is not None:
             recorder.take(output.tokens)
         return output

@@ -13,10 +13,8 @@ from miles.objective.value_loss import value_loss_formula
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from miles.objective.estimators.base import Estimator, SampleRewards
-    from miles.objective.output import LossOutput
+    from miles.objective.output import LossOutput, PolicyScores
     from miles.objective.policy_losses.base import PolicyLoss
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
@@ -108,15 +106,9 @@ class Objective:
             or flags.rollout_data_postprocess_path is not None
         )
 
-    def language_model_loss(
-        self,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
-        """Compute the loss of one micro-batch from a model's ``log_probs`` and ``entropy``, [R]."""
-        return self.loss_type.language_model_loss(self, micro, log_probs, entropy, canary)
+    def language_model_loss(self, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
+        """Compute the loss of one micro-batch from a model's scores."""
+        return self.loss_type.language_model_loss(self, micro, scores)
 
 
 class LossType(ObjectivePart["LossArguments"]):
@@ -155,15 +147,8 @@ class LossType(ObjectivePart["LossArguments"]):
         """Name the quantity that a step minimizes, in a few words."""
 
     @abstractmethod
-    def language_model_loss(
-        self,
-        objective: Objective,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
-        """Compute the loss of one micro-batch from a model's ``log_probs`` and ``entropy``, [R]."""
+    def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
+        """Compute the loss of one micro-batch from a model's scores."""
 
     def idle_on_policy(self, objective: Objective) -> list[str]:
         """Say which flags have no effect if an iteration has one step, so that every ratio is 1."""

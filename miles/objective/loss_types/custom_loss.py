@@ -10,7 +10,7 @@ from miles.objective.adaptive import adaptive_kl_formula
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
 from miles.objective.hooks import FOUR_ARGUMENTS, WHOLE_LOSS, LossInputs, token_columns
 from miles.objective.loss_types.base import LossType, Objective, advantage_terms
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, PolicyScores
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
 from miles.objective.token_weights import TOKEN_WEIGHTS
@@ -65,17 +65,10 @@ class CustomLoss(LossType):
         """Name the function."""
         return f"your loss {_path(objective.flags)}"
 
-    def language_model_loss(
-        self,
-        objective: Objective,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
+    def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Call the function on one micro-batch."""
-        assert entropy is not None, "a custom loss is given the entropy"
-        return custom_loss_function(objective, micro, log_probs, entropy, canary)
+        assert scores.entropy is not None, "a custom loss is given the entropy"
+        return custom_loss_function(objective, micro, scores.log_probs, scores.entropy, scores.canary)
 
 
 def _path(flags: LossArguments) -> str:

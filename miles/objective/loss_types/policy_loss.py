@@ -15,7 +15,7 @@ from miles.objective.aggregation import (
 )
 from miles.objective.kl import approximate_kl, kl_formula, masked_log_ratio
 from miles.objective.loss_types.base import LossType, Objective, advantage_terms
-from miles.objective.output import LossOutput, TokenValues
+from miles.objective.output import LossOutput, PolicyScores, TokenValues
 from miles.objective.policy_losses.base import PolicyTokens
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
@@ -81,16 +81,9 @@ class PolicyGradientLoss(LossType):
             idle = [*idle, "--use-opsm: one step per iteration, so no sequence is away from the old policy"]
         return idle
 
-    def language_model_loss(
-        self,
-        objective: Objective,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
+    def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Compute the policy loss of one micro-batch."""
-        return policy_loss_function(objective, micro, log_probs, entropy, canary)
+        return policy_loss_function(objective, micro, *scores)
 
 
 def _token_loss_formula(objective: Objective) -> list[Term]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer
 from miles.objective.loss_types.base import LossType, Objective
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, PolicyScores
 from miles.objective.registry import Needs, Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
 
@@ -44,16 +44,9 @@ class SftLoss(LossType):
         """Name the likelihood."""
         return "the negative log-likelihood"
 
-    def language_model_loss(
-        self,
-        objective: Objective,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
+    def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Compute the negative log-likelihood of one micro-batch."""
-        return sft_loss_function(objective.flags, micro, log_probs, canary)
+        return sft_loss_function(objective.flags, micro, scores.log_probs, scores.canary)
 
 
 def sft_loss_function(

@@ -10,10 +10,8 @@ from miles.objective.registry import Term
 from miles.objective.token_weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
-    import torch
-
     from miles.base.flags import Errors
-    from miles.objective.output import LossOutput
+    from miles.objective.output import LossOutput, PolicyScores
     from miles.objective.registry import StepShape
     from miles.objective.settings import LossArguments
     from miles.types.train_batch import MicroBatch
@@ -47,14 +45,7 @@ class ValueLoss(LossType):
         """Name the critic's loss."""
         return "the critic's clipped squared error"
 
-    def language_model_loss(
-        self,
-        objective: Objective,
-        micro: MicroBatch,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        canary: torch.Tensor | None,
-    ) -> LossOutput:
+    def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Raise ``ValueError``: the language model does not learn."""
         raise ValueError("--loss-type value_loss: not a loss of a language model")
 

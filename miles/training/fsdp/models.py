@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from miles.models.packing import SPARSE, longest_trained, model_type, reads_images
 from miles.models.reading import attention_of, choose_experts, class_of, read_config, read_model
 from miles.models.routers import Routers
+from miles.objective.output import PolicyScores
 from miles.objective.token_log_probs import chunked_log_probs
-from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
+from miles.training.backend import PolicyScorer, Scorer, ValueScorer
 from miles.training.packed_attention import NAME, PackedLayout, Rows
 from miles.types.train_batch import MicroBatch
 

@@ -25,8 +25,8 @@ from transformers import PretrainedConfig
 
 from miles.config.lora import LoraArguments
 from miles.models.registry import vocabulary_shape
+from miles.objective.output import PolicyScores
 from miles.objective.token_log_probs import chunked_log_probs
-from miles.training.backend import PolicyScores
 from miles.training.megatron.layers import PackedRotaryEmbedding, decoder_spec, heads_spec, inverse_frequencies
 from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at

@@ -18,6 +18,7 @@ from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.hooks import ADVANTAGES, CustomAdvantages, check_hooks
 from miles.objective.loss_types.policy_loss import policy_loss_function
+from miles.objective.output import PolicyScores
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 
@@ -247,7 +248,7 @@ def test_a_micro_batch_without_samples_is_not_shown_to_a_function(make_micro, ho
         LossArguments(use_tis=True, custom_tis_function_path=hook("a_number")),
         LossArguments(loss_type="custom_loss", custom_loss_function_path=hook("whole")),
     ):
-        output = build_objective(loss).language_model_loss(micro, log_probs, torch.zeros(0), None)
+        output = build_objective(loss).language_model_loss(micro, PolicyScores(log_probs, torch.zeros(0)))
         output.loss.backward()
         assert output.loss.item() == 0.0 and log_probs.grad is not None
     assert set(output.metrics) == {"loss", "mine"}
@@ -259,7 +260,7 @@ def test_a_whole_loss_has_the_reducers_of_the_run(make_micro, hook):
     micro = make_micro([[1, 1], [1, 0]], sample_denoms=torch.tensor([4.0, 4.0]))
     log_probs, entropy = torch.tensor([-1.0, -2.0, -3.0, float("nan")], requires_grad=True), torch.ones(4)
     canary = torch.zeros((), requires_grad=True)
-    output = build_objective(loss).language_model_loss(micro, log_probs, entropy, canary)
+    output = build_objective(loss).language_model_loss(micro, PolicyScores(log_probs, entropy, canary))
     output.loss.backward()
     assert output.loss.item() == pytest.approx((3.0 + 3.0) / 8) and output.metrics["mine"].item() == 1.0
     assert log_probs.grad is not None and log_probs.grad.tolist() == [-0.125, -0.125, -0.125, 0.0]
@@ -316,7 +317,7 @@ def test_wrong_results_are_named(make_micro, hook, given, message):
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     objective = build_objective(LossArguments(**flags))
     with pytest.raises(ValueError, match=message):
-        objective.language_model_loss(make_micro([[1, 1]]), log_probs, torch.ones(2), None)
+        objective.language_model_loss(make_micro([[1, 1]]), PolicyScores(log_probs, torch.ones(2)))
 
 
 COMMAND = (
@@ -392,5 +393,5 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
         advantages = objective.sample_advantages(SampleRewards([1.0, 0.0], [0, 0], [0, 1]))
         tokens = [SampleTokens(i, advantage, np.ones(2, np.float32)) for i, advantage in enumerate(advantages)]
         assert len(token_advantages(objective, tokens).advantages) == 2
-        output = objective.language_model_loss(make_micro([[1, 1]]), log_probs, torch.ones(2), None)
+        output = objective.language_model_loss(make_micro([[1, 1]]), PolicyScores(log_probs, torch.ones(2)))
         assert output.loss.isfinite()

@@ -12,6 +12,7 @@ from tolerance import FEW_ROUNDINGS
 from miles.objective.chosen import build_objective
 from miles.objective.hooks import check_hooks
 from miles.objective.loss_types.policy_loss import policy_loss_function
+from miles.objective.output import PolicyScores
 from miles.objective.settings import LossArguments
 
 LOSSES = """
@@ -77,7 +78,7 @@ def four(tmp_path, monkeypatch):
 
 def loss_of(settings, micro, log_probs, entropy):
     objective = replace(build_objective(settings), args=SimpleNamespace(**vars(settings)))
-    return objective.language_model_loss(micro, log_probs, entropy, None)
+    return objective.language_model_loss(micro, PolicyScores(log_probs, entropy))
 
 
 @pytest.mark.parametrize("per_token", [False, True])
