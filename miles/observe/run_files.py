@@ -325,15 +325,7 @@ def spread_order(count: int) -> list[int]:
 
 def _end(file: BinaryIO) -> int:
     """Return the end of the last complete line."""
-    position = file.seek(0, 2)
-    while position:
-        begin = max(0, position - _TAIL)
-        file.seek(begin)
-        newline = file.read(position - begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        position = begin
-    return 0
+    return _line_before(file, file.seek(0, 2) + 1)
 
 
 def _line_before(file: BinaryIO, offset: int) -> int:
