@@ -1,17 +1,12 @@
 """``--rm-type deepscaler``: equality of the boxed answer that follows the model's reasoning."""
 
-from collections.abc import Sequence
-
-from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.built_in.math import LIMIT, readable_label, score_answer
-from miles.tasks.rewards.subprocess_call import in_parallel
-from miles.types.sample import Prompt, Sample
+from miles.tasks.rewards.built_in.math import ComparedAsMathematics
 
 _ENDS_OF_REASONING = ("</think>", "###Response")
 _BOX = "\\boxed{"
 
 
-class DeepScaler(Reward[None]):
+class DeepScaler(ComparedAsMathematics):
     r"""1 if the last ``\boxed{}`` after the reasoning equals the label mathematically, else 0.
 
     Reasoning ends at the last ``</think>``, or at ``###Response``. A response that does not end its reasoning, or boxes
@@ -20,29 +15,15 @@ class DeepScaler(Reward[None]):
 
     name = "deepscaler"
     summary = "math, of the last box after the reasoning"
-    data = "label: LaTeX or a number"
-    limit = LIMIT
 
-    def check_prompt(self, prompt: Prompt, flags: None) -> None:
-        """Check the label."""
-        readable_label(prompt, self.name)
-
-    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
-        """Compare boxes."""
-        return in_parallel(_score, samples)
+    def answer(self, response: str) -> str | None:
+        """Return the box after the reasoning."""
+        return in_box(boxed_answer(response))
 
 
-def _score(sample: Sample) -> float:
-    return score_box(sample, boxed_answer(sample.response), "deepscaler")
-
-
-def score_box(sample: Sample, answer: str | None, rm_type: str) -> float:
-    """Score 1 if ``answer``, the content of a box, equals the label of ``sample``; None is no answer.
-
-    Raises:
-        ValueError: The label is not mathematics. ``rm_type`` names the reward in the message.
-    """
-    return 0.0 if answer is None else score_answer(sample, f"{_BOX}{answer}}}", rm_type)
+def in_box(content: str | None) -> str | None:
+    """Return ``content`` as a box again, which is read as the answer whatever it holds; None stays None."""
+    return None if content is None else f"{_BOX}{content}}}"
 
 
 def boxed_answer(response: str) -> str | None:

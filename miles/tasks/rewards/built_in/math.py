@@ -3,6 +3,7 @@
 import logging
 import re
 import unicodedata
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -207,7 +208,30 @@ _FORMULA = re.compile(r"\s*(?:\$\$?|\\\(|\\\[)(?P<content>(?:[^$\\]|\\[^()\[\]])
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
 
 
-class Math(Reward[None]):
+class ComparedAsMathematics(Reward[None]):
+    """A reward of 1 if the answer in a response equals the label mathematically, else 0."""
+
+    data = "label: LaTeX or a number"
+    limit = LIMIT
+
+    def check_prompt(self, prompt: Prompt, flags: None) -> None:
+        """Check the label."""
+        readable_label(prompt, self.name)
+
+    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
+        """Compare answers and labels."""
+        return in_parallel(self._score, samples)
+
+    @abstractmethod
+    def answer(self, response: str) -> str | None:
+        """Return the text that is searched for the answer; None if there is no answer."""
+
+    def _score(self, sample: Sample) -> float:
+        answer = self.answer(sample.response)
+        return 0.0 if answer is None else score_answer(sample, answer, self.name)
+
+
+class Math(ComparedAsMathematics):
     r"""1 if the answer found in the response equals the label mathematically, else 0.
 
     The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
@@ -219,20 +243,10 @@ class Math(Reward[None]):
 
     name = "math"
     summary = "1 if the answer equals the label mathematically (math-verify)"
-    data = "label: LaTeX or a number"
-    limit = LIMIT
 
-    def check_prompt(self, prompt: Prompt, flags: None) -> None:
-        """Check the label."""
-        readable_label(prompt, self.name)
-
-    def score(self, samples: Sequence[Sample], flags: None) -> Rewards:
-        """Compare mathematically."""
-        return in_parallel(_score, samples)
-
-
-def _score(sample: Sample) -> float:
-    return score_answer(sample, sample.response, "math")
+    def answer(self, response: str) -> str:
+        """Return the whole response."""
+        return response
 
 
 def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
