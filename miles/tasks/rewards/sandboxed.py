@@ -1,4 +1,4 @@
-"""The sandbox's own process: ``python -I sandboxed.py``, with a request of ``subprocess_call.py`` as JSON on stdin.
+"""The sandbox's own process: ``python -I sandboxed.py``, with a request of ``sandbox.py`` as JSON on standard input.
 
 It is three kinds of processes. The outermost moves into new namespaces (users, network, processes, IPC), counts the
 processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the new
@@ -7,6 +7,8 @@ libraries, read-only, and starts the third, the program, once per test, in an em
 without privileges and without the system calls that make the kernel keep memory that no process shows. Results are
 files that the program cannot see by name. Imports nothing of miles.
 """
+
+from __future__ import annotations
 
 import ctypes
 import json

@@ -17,7 +17,8 @@ from miles.base.flags import flag
 from miles.base.text import InputError
 from miles.tasks.rewards.answer_text import last_code_block, reference_object
 from miles.tasks.rewards.base import Reward, Rewards
-from miles.tasks.rewards.subprocess_call import CodeTest, Limits, Outcome, SandboxRefused, in_parallel, run_tests
+from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
+from miles.tasks.rewards.subprocess_call import in_parallel
 from miles.types.sample import Prompt, Sample
 
 TOLERANCE = 1e-6  # relative or absolute, between numbers with a fraction
@@ -57,8 +58,8 @@ class PythonCode(Reward[PythonCodeFlags]):
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``subprocess_call.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops,
-    unless ``--allow-unsandboxed-code`` is given.
+    ``sandbox.py`` states the restrictions of a program. If the kernel permits no namespaces, the run stops, unless
+    ``--allow-unsandboxed-code`` is given.
     """
 
     name = "python_code"

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.base.text import InputError
-from miles.tasks.rewards import subprocess_call as sandbox
+from miles.tasks.rewards import sandbox
 from miles.tasks.rewards.built_in import python_code
 from miles.tasks.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, is_same_output, read_tests
-from miles.tasks.rewards.subprocess_call import CodeTest, Limits, Outcome, SandboxRefused, run_tests
+from miles.tasks.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.types.sample import Prompt
 
 values = st.recursive(
