@@ -13,8 +13,8 @@ import torch
 from miles.objective.estimators.base import spread_over_tokens
 from miles.objective.output import TokenValues
 from miles.objective.sequences import whole_responses
-from miles.types.dims import gathered_index, zigzag_positions
 from miles.types.groups import ALONE, ContextGroup
+from miles.types.parallel import gathered_index, zigzag_positions
 from miles.types.replay import Support, TokenSets, at_tokens
 from miles.types.train_batch import MicroBatch, SharedLogits, TokenColumns, TrainBatch, TrainShard
 

@@ -23,7 +23,7 @@ from miles.config.settings import Settings
 from miles.config.training import TrainingArguments
 from miles.objective.canary import CanarySchedule
 from miles.objective.chosen import build_objective
-from miles.types.dims import padded_length, plan_dynamic_context_parallel
+from miles.types.parallel import padded_length, plan_dynamic_context_parallel
 from miles.types.sample import PromptGroup
 from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 

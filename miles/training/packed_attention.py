@@ -27,8 +27,8 @@ from transformers import AttentionInterface
 
 from miles.batch.collate import to_device
 from miles.models.attention_sinks import with_sink
-from miles.types.dims import padded_length, zigzag_chunks
 from miles.types.groups import ALONE, ContextGroup
+from miles.types.parallel import padded_length, zigzag_chunks
 from miles.types.train_batch import MicroBatch
 
 # Attention over short rows in half precision on a CPU: a few rows at once, whose fp32 scores stay in a core's cache.

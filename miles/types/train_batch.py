@@ -205,7 +205,7 @@ class MicroBatch:
         logit_index  = [1, 1, 2]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
 
     Under context parallelism (``context.size`` above 1) ``T`` and ``R`` are this rank's share: the zig-zag chunks of
-    every sample, padded (types/dims.py), and the response tokens that their logits predict. Everything
+    every sample, padded (types/parallel.py), and the response tokens that their logits predict. Everything
     on the response axis is sliced alike; ``response_index`` gives each token's position in the whole responses. Every
     response token is on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
 

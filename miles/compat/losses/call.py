@@ -233,7 +233,7 @@ def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
     """Return prompt and response of each sample, int64; collective in the micro-batch's context group."""
     import torch
 
-    from miles.types.dims import padded_length
+    from miles.types.parallel import padded_length
 
     if not micro.response_lengths:
         return []

@@ -197,7 +197,7 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
     if micro.context.size == 1:
         where = micro.token_index[: sum(micro.read_lengths) if len(totals) else 0]
         return to_device(where.numpy(), totals.device), samples.repeat_interleave(totals)
-    chunk = 2 * micro.context.size  # types/dims.py: padded to a multiple; two chunks are on this rank
+    chunk = 2 * micro.context.size  # types/parallel.py: padded to a multiple; two chunks are on this rank
     local = (totals + chunk - 1) // chunk * 2
     sample = samples.repeat_interleave(local)
     inside = micro.position_ids[: len(sample)] < totals[sample]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from miles.batch.schedule import schedule_step
 from miles.config.parallel import ParallelArguments
 from miles.config.training import TrainingArguments
-from miles.types.dims import padded_length
 from miles.types.images import ImageTensors
+from miles.types.parallel import padded_length
 
 STEPS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20), st.booleans()), max_size=20)
 ALONE = ParallelArguments()

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from miles.training import packed_attention
 from miles.training import packed_attention as cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
-from miles.types.dims import padded_length, zigzag_chunks
+from miles.types.parallel import padded_length, zigzag_chunks
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.types.dims import gathered_index, padded_length, zigzag_positions
+from miles.types.parallel import gathered_index, padded_length, zigzag_positions
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 

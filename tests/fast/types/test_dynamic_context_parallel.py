@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.types.dims import padded_length, plan_dynamic_context_parallel, possible_sizes
+from miles.types.dims import possible_sizes
+from miles.types.parallel import padded_length, plan_dynamic_context_parallel
 
 RANKS = st.sampled_from([1, 2, 3, 4, 6, 8])
 BUDGET = 16

@@ -31,8 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.training.megatron.process_groups import inputs_of_head, mtp_layer_name, recomputed_function
 from miles.training.packed_attention import PackedLayout, packed_attention
-from miles.types.dims import zigzag_positions
 from miles.types.groups import ContextGroup
+from miles.types.parallel import zigzag_positions
 from miles.types.train_batch import MicroBatch, TrainBatch
 
 if TYPE_CHECKING:
