@@ -23,7 +23,7 @@ _CALL = '<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}<
 
 
 @dataclass(frozen=True)
-class Task:
+class StarterTask:
     """The files of a task.
 
     Attributes:
@@ -40,7 +40,7 @@ class Task:
 _LABEL = "label_key: label                # the column of the right answer; sample.label in the reward"
 _OWN = "custom_rm_path: reward:score    # module:function; python reward.py tests it"
 TASKS = {
-    "math": Task(
+    "math": StarterTask(
         [
             {"input": f"What is {a} * {b}? Give only the final answer.", "label": str(a * b)}
             for a, b in ((3, 4), (7, 8), (9, 6))
@@ -48,7 +48,7 @@ TASKS = {
         [_LABEL, _OWN],
         12,
     ),
-    "code": Task(
+    "code": StarterTask(
         [
             {
                 "input": f"Write a Python function {name}(a, b) that returns {what}, in a ```python block.",
@@ -66,7 +66,7 @@ TASKS = {
         ],
         96,
     ),
-    "chat": Task(
+    "chat": StarterTask(
         [
             {"input": [{"role": "user", "content": question}]}
             for question in ("Why is the sky blue?", "What is a good breakfast?", "How do I learn to swim?")
@@ -74,7 +74,7 @@ TASKS = {
         [_OWN],
         64,
     ),
-    "tool": Task(
+    "tool": StarterTask(
         [
             {
                 "input": [  # the first call shows a small model the form
@@ -97,7 +97,7 @@ TASKS = {
 }
 
 
-def settings(task: Task, source: str, is_fp32: bool) -> str:
+def settings(task: StarterTask, source: str, is_fp32: bool) -> str:
     """Return the text of run.yaml."""
     lines = [
         "# miles train --config run.yaml starts this run. Flags and key=value after it win.",

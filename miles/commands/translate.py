@@ -14,7 +14,7 @@ from miles.compat.translate.translation import (
     UNEVEN,
     Entry,
     Expression,
-    Objective,
+    ForeignObjective,
     Setting,
     Translation,
     distance,
@@ -62,7 +62,7 @@ REQUIRED = {
 }
 
 
-def report(name: str, translation: Translation, objective: Objective | None) -> str:
+def report(name: str, translation: Translation, objective: ForeignObjective | None) -> str:
     """Return the text of ``miles translate`` for a file of the trainer called ``name``."""
     settings, version = len(translation.document.settings), translation.table.version
     differs = [*_objective(objective), *_entries(translation.differences)]
@@ -124,7 +124,7 @@ def _elsewhere(settings: Iterable[Setting]) -> list[str]:
     return [f"{setting.key} {setting.value}{_place(setting.line)}" for setting in settings]
 
 
-def _objective(objective: Objective | None) -> list[str]:
+def _objective(objective: ForeignObjective | None) -> list[str]:
     """Return how far the weights of the tokens are from the original's in an uneven batch."""
     if objective is None or objective.exact:
         return []

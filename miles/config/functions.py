@@ -17,7 +17,7 @@ from miles.tasks.environments.chosen import read_choice
 
 
 @dataclass(frozen=True)
-class Hook:
+class UserFunction:
     """Describe the function that a flag names.
 
     Attributes:
@@ -34,7 +34,7 @@ class Hook:
 
 
 _TABLE = tomllib.loads((files(__package__) / "functions.toml").read_text(encoding="utf-8"))
-HOOKS = {name: Hook(**row) for name, row in _TABLE.items()}
+HOOKS = {name: UserFunction(**row) for name, row in _TABLE.items()}
 
 
 def names_functions(settings: Settings) -> bool:
@@ -42,7 +42,7 @@ def names_functions(settings: Settings) -> bool:
     return any(True for _ in given_functions(settings))
 
 
-def given_functions(settings: Settings) -> Iterator[tuple[str, Hook, str]]:
+def given_functions(settings: Settings) -> Iterator[tuple[str, UserFunction, str]]:
     """Yield each field that names a function of the user's, the function's description, and its import path."""
     for field, hook in HOOKS.items():
         path = getattr(getattr(settings, section_of()[field]), field)

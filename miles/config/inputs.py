@@ -31,7 +31,7 @@ from miles.config.model import readable_config
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.models.packing import reads_images
-from miles.tasks.data.checked_rows import Verdict, may_fork, tokenizer_files
+from miles.tasks.data.checked_rows import RowsVerdict, may_fork, tokenizer_files
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.sources import SourceAbsent
 from miles.tasks.rewards.settings import RewardArguments
@@ -62,7 +62,7 @@ class Inputs:
         unchecked: Inputs that are not on this machine, and so were not checked.
     """
 
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, RowsVerdict] = field(default_factory=dict)
     training: int = 0
     first: Prompt | None = None
     faults: list[str] = field(default_factory=list)

@@ -29,7 +29,7 @@ _LARGEST, _LARGEST_LOG = 9.999e6, 9999.0  # the largest numbers that fit in VALU
 Place = tuple[int, int]  # of a sample: the step in the iteration, the position in the step
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that this module needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
@@ -122,7 +122,7 @@ class SampleRecorder:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenDecoder,
         *,
         max_bytes: int,
         num_iterations: int,

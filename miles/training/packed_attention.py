@@ -131,7 +131,7 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Spans of similar length as rows, padded on the right to the longest.
 
     ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
@@ -183,13 +183,17 @@ class PackedLayout:
     """
 
     def __init__(
-        self, rows: tuple[Rows, ...], context: ContextGroup, padded: bool = False, sequences: _Sequences | None = None
+        self,
+        rows: tuple[PackedRows, ...],
+        context: ContextGroup,
+        padded: bool = False,
+        sequences: _Sequences | None = None,
     ) -> None:
         self.rows = rows
         self.context = context
         self.padded = padded  # the tokens are rows already
         self.sequences = sequences  # of layers that may have a window
-        self._rows_of_window: dict[int, tuple[Rows, ...]] = {}
+        self._rows_of_window: dict[int, tuple[PackedRows, ...]] = {}
 
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:
@@ -233,7 +237,7 @@ class PackedLayout:
         assert self.sequences is not None, "layers that choose keys have no window"
         return None if window >= max(self.sequences.lengths) else window
 
-    def rows_within(self, window: int) -> tuple[Rows, ...]:
+    def rows_within(self, window: int) -> tuple[PackedRows, ...]:
         """Return the rows of a layer whose queries see the last ``window`` keys, their own included.
 
         They are built for the first layer that needs them.
@@ -244,7 +248,7 @@ class PackedLayout:
         return self._rows_of_window[window]
 
 
-def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[Rows, ...]:
+def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[PackedRows, ...]:
     """Put spans into buckets, as ``PackedLayout.of_packed`` states. With a window, its spans share a mask."""
     everywhere = sequences.tokens
     packed = everywhere // context.size
@@ -318,7 +322,7 @@ def _within(span: _Span, window: int) -> Iterator[_Span]:
         yield _Span(queries, span.keys[max(0, first - window + 1) : first + len(queries)])
 
 
-def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.device, window: int | None) -> Rows:
+def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.device, window: int | None) -> PackedRows:
     queries = _padded([span.queries for span in bucket], packed)
     keys = _padded([span.keys for span in bucket], everywhere)
     used = np.flatnonzero(queries.ravel() < packed)
@@ -328,7 +332,7 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
     place_of_first = np.array([span.first for span in bucket])
     of_keys = row * keys.shape[1] + place_of_first[row] + place_in_row
     visible = _visible(place_of_first, queries.shape[1], keys.shape[1], window)
-    return Rows(
+    return PackedRows(
         (len(bucket), queries.shape[1]),
         (len(bucket), keys.shape[1]),
         to_device(queries.ravel(), device),
@@ -341,7 +345,7 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
 
 
 def _visible(place_of_first: np.ndarray, queries: int, keys: int, window: int | None) -> np.ndarray | None:
-    """Return ``Rows.visible`` of rows whose first query is at ``place_of_first`` [rows]."""
+    """Return ``PackedRows.visible`` of rows whose first query is at ``place_of_first`` [rows]."""
     are_late = place_of_first.any()
     if window is None:
         needs_mask = are_late and (len(place_of_first) > 1 or keys <= SHORT)
@@ -381,7 +385,7 @@ class _ToRows(torch.autograd.Function):
 
 
 def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the cells of ``Rows.queries`` or ``Rows.keys``, [cells, ...], of ``tokens`` [T, ...]; padding is zero."""
+    """Return the cells of ``queries`` or ``keys``, [cells, ...], of ``tokens`` [T, ...]; padding is zero."""
     apply: Callable[..., torch.Tensor] = _ToRows.apply
     return apply(tokens, index)
 

@@ -60,7 +60,7 @@ class RankForecast:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Alternative:
     """A change of the command, and its effect."""
 
     change: Change
@@ -192,7 +192,7 @@ class _Tried:
         return max(rank.peak for rank in self.ranks)
 
 
-def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
+def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Alternative]:
     """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``.
 
     First, one stage is traced per change: the stage of the worst rank if it is to be traced. The others are traced only
@@ -218,7 +218,7 @@ def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
     for each in tried[:ADVICE]:
         if each.peak < rehearsal.worst.peak:
             changed = replace(rehearsal, settings=each.settings, ranks=tuple(each.ranks), imbalanced=None)
-            yield Advice(each.change, changed.worst.peak, changed.step)
+            yield Alternative(each.change, changed.worst.peak, changed.step)
 
 
 def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from miles.base.flags import count
 from miles.base.host import GIB
 from miles.commands.rehearsal.meter import MemoryKind, OperationCounts, Phase, Usage
-from miles.commands.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal, total, worst_phase
+from miles.commands.rehearsal.rehearsal import IMBALANCE, Alternative, RankForecast, Rehearsal, total, worst_phase
 from miles.commands.rehearsal.roofline import NOTHING, Seconds, copies_sent, crosses_nodes, message_bytes, seconds
 from miles.commands.rehearsal.trace import assumed_image, contract_data, contract_text, prompt_length, response_length
 from miles.config.explain import explain_layout
 from miles.config.settings import Settings
 
 
-def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
+def as_text(rehearsal: Rehearsal, advice: Sequence[Alternative], elapsed: float) -> str:
     """Return the report of ``--rehearse``."""
     parts = [
         ("Assumed", _assumptions(rehearsal)),
@@ -118,7 +118,7 @@ def _rank(rehearsal: Rehearsal, rank: RankForecast, note: str) -> str:
     return f"{words:<28}{peak:>8.1f} in {phase}; passes over a step {passes}" + (f"; {note}" if note else "")
 
 
-def _advice(rehearsal: Rehearsal, advice: Sequence[Advice]) -> list[str]:
+def _advice(rehearsal: Rehearsal, advice: Sequence[Alternative]) -> list[str]:
     lines = []
     for found in advice:
         saved = (rehearsal.worst.peak - found.peak) / GIB
@@ -220,7 +220,7 @@ def _mfu(rehearsal: Rehearsal, duration: float) -> float:
     return flops / (rate * 1e12 * duration * settings.cluster.world_size) if duration else 0.0
 
 
-def as_json(rehearsal: Rehearsal, advice: Iterable[Advice], elapsed: float) -> dict[str, Any]:
+def as_json(rehearsal: Rehearsal, advice: Iterable[Alternative], elapsed: float) -> dict[str, Any]:
     """Return every figure: bytes, FLOP and seconds."""
     settings = rehearsal.settings
     low, high = rehearsal.balanced_tokens_per_second if rehearsal.training.low else (None, None)
@@ -334,7 +334,7 @@ PHASES: Mapping[str, str] = {
 }
 
 
-def as_page(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
+def as_page(rehearsal: Rehearsal, advice: Sequence[Alternative], elapsed: float) -> str:
     """Return the page, which needs no other file."""
     parts = ["<h1>What this run will need</h1>", _legend()]
     drawn = [(rank, "") for rank in rehearsal.ranks]

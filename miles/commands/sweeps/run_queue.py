@@ -260,7 +260,7 @@ TICK_SECONDS = 1.0
 WRONG_FLAGS = 2  # exit status of a command that would fail again
 
 
-class Task(Protocol):
+class QueuedTask(Protocol):
     """A command to run."""
 
     @property
@@ -323,7 +323,11 @@ class RunQueue:
     """Runs tasks in order, one by one in each of its slots."""
 
     def __init__(
-        self, tasks: Sequence[Task], slots: Sequence[Slot], listener: QueueListener, start: Starter = start_process
+        self,
+        tasks: Sequence[QueuedTask],
+        slots: Sequence[Slot],
+        listener: QueueListener,
+        start: Starter = start_process,
     ) -> None:
         self._start = start
         self._waiting = deque(tasks)
@@ -413,11 +417,11 @@ class RunQueue:
                     break
                 self._events.put(("repeats", (task, attempt)))
 
-    def _next(self) -> Task | None:
+    def _next(self) -> QueuedTask | None:
         with self._lock:
             return None if self._is_stopping or not self._waiting else self._waiting.popleft()
 
-    def _attempt(self, task: Task, slot: Slot) -> Attempt | None:
+    def _attempt(self, task: QueuedTask, slot: Slot) -> Attempt | None:
         """Run a task once; None if the queue is stopping."""
         task.begin()
         words = task.command()

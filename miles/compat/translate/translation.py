@@ -195,7 +195,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Objective:
+class ForeignObjective:
     """Describe the aggregation that a configuration asks for.
 
     Attributes:
@@ -321,7 +321,7 @@ def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]
 
 
 @dataclass(frozen=True)
-class Row:
+class KnownSetting:
     """Describe a setting of another trainer.
 
     Attributes:
@@ -348,7 +348,7 @@ class Row:
     now: str = ""
 
 
-UNKNOWN = Row(learning=True)
+UNKNOWN = KnownSetting(learning=True)
 
 
 @dataclass(frozen=True)
@@ -367,22 +367,24 @@ class Table:
     version: str
     source: str
     quiet: tuple[str, ...]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, KnownSetting]
     names: Mapping[str, Any] = field(default_factory=dict)
     proven: tuple[str, ...] = ()
 
-    def row(self, key: str) -> Row:
+    def row(self, key: str) -> KnownSetting:
         """Return the row of ``key``. A name that the table lacks may change learning."""
         if key in self.rows:
             return self.rows[key]
-        return Row() if any(fnmatchcase(key, pattern) for pattern in self.quiet) else UNKNOWN
+        return KnownSetting() if any(fnmatchcase(key, pattern) for pattern in self.quiet) else UNKNOWN
 
 
 @cache
 def table_of(name: str) -> Table:
     """Read ``launchers/NAME.toml``."""
     table = tomllib.loads(Path(__file__).with_name("launchers").joinpath(f"{name}.toml").read_text(encoding="utf-8"))
-    rows = {key: Row(**{**row, "neutral": tuple(row.get("neutral", ()))}) for key, row in table["settings"].items()}
+    rows = {
+        key: KnownSetting(**{**row, "neutral": tuple(row.get("neutral", ()))}) for key, row in table["settings"].items()
+    }
     return Table(
         table["version"],
         table["source"],
@@ -671,7 +673,7 @@ def apply(translation: Translation) -> None:
             translation.attempt(lambda translation, key=key, row=row: _apply(translation, key, row))  # type: ignore[misc]
 
 
-def _apply(translation: Translation, key: str, row: Row) -> None:
+def _apply(translation: Translation, key: str, row: KnownSetting) -> None:
     value = translation.raw(key)
     plain = row.neutral if row.flag else (*row.neutral, row.default)
     if any(_same(value, each) for each in plain):
@@ -689,9 +691,9 @@ def _apply(translation: Translation, key: str, row: Row) -> None:
         _write(translation, key, row, [] if row.kind == "switch" else value)
 
 
-def _write_prompts(translation: Translation, key: str, row: Row) -> None:
+def _write_prompts(translation: Translation, key: str, row: KnownSetting) -> None:
     name = prompts_of(translation, key)
-    _write(translation, key, row if name.startswith(HUGGING_FACE) else Row(flag=row.flag), name)
+    _write(translation, key, row if name.startswith(HUGGING_FACE) else KnownSetting(flag=row.flag), name)
 
 
 def prompts_of(translation: Translation, key: str) -> str:
@@ -709,7 +711,7 @@ def write_images(translation: Translation, key: str, column: str, model: str, wh
         translation.differ(key, why, *words) if why else translation.carry(key, *words)
 
 
-def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
+def _write(translation: Translation, key: str, row: KnownSetting, value: Any) -> None:
     if not row.flag:
         translation.miss(key, row.why)
         return

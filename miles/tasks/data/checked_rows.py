@@ -1,9 +1,9 @@
 """One check of all rows of a source, whose verdict is remembered, and the prompts that are then made when drawn.
 
-``check_rows`` reads, renders and measures every row once, in a stream. It returns a ``Verdict``: which rows are short
-enough, which are unusual, or all faults. The verdict of the same content under the same flags, tokenizer and code is
-read from the user's cache (``verdict_key``), also by other processes of the run. A ``PromptSet`` then makes a prompt of
-its row whenever it is drawn.
+``check_rows`` reads, renders and measures every row once, in a stream. It returns a ``RowsVerdict``: which rows are
+short enough, which are unusual, or all faults. The verdict of the same content under the same flags, tokenizer and code
+is read from the user's cache (``verdict_key``), also by other processes of the run. A ``PromptSet`` then makes a prompt
+of its row whenever it is drawn.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 
 
 @dataclass
-class Verdict:
+class RowsVerdict:
     """The result of the check of all rows of a source, or of a range of them.
 
     Attributes:
@@ -73,7 +73,7 @@ class Verdict:
         """How many rows are too long."""
         return self.rows - len(self.kept)
 
-    def add(self, later: Verdict) -> None:
+    def add(self, later: RowsVerdict) -> None:
         """Add the verdict about the rows that follow."""
         self.rows += later.rows
         self.kept += later.kept
@@ -92,7 +92,7 @@ class Make(Protocol[P_co]):
         ...
 
 
-def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bool], key: str) -> Verdict:
+def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bool], key: str) -> RowsVerdict:
     """Check every row of ``source``, or recall the verdict of an earlier check.
 
     Args:
@@ -132,9 +132,9 @@ class _Check(Generic[P]):
     make: Make[P]
     is_long: Callable[[P], bool]
 
-    def __call__(self, start: int) -> Verdict:
+    def __call__(self, start: int) -> RowsVerdict:
         stop = min(start + (_RANGE if start else _BATCH), len(self.rows))
-        verdict = Verdict(stop - start)
+        verdict = RowsVerdict(stop - start)
         for first in range(start, stop, _BATCH):
             read = list(self.rows.read(first, min(first + _BATCH, stop)))
             made = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
@@ -153,7 +153,7 @@ class _Check(Generic[P]):
 
 
 @contextmanager
-def _workers(check: Callable[[int], Verdict], rows: int) -> Iterator[Iterable[Verdict]]:
+def _workers(check: Callable[[int], RowsVerdict], rows: int) -> Iterator[Iterable[RowsVerdict]]:
     """Yield the verdicts about all ranges but the first rows, in order; of many rows, made in several processes."""
     starts = range(_BATCH, rows, _RANGE)
     if rows < _MANY or not may_fork():
@@ -170,16 +170,16 @@ def may_fork() -> bool:
     return sys.platform == "linux" and sys.modules.get("torch") is None and threading.active_count() == 1
 
 
-def _be_worker(check: Callable[[int], Verdict]) -> None:
+def _be_worker(check: Callable[[int], RowsVerdict]) -> None:
     global _check
     _check = check
 
 
-def _checked(start: int) -> Verdict:
+def _checked(start: int) -> RowsVerdict:
     return _check(start)
 
 
-_check: Callable[[int], Verdict]  # of a worker: objects that cannot be pickled come from the fork
+_check: Callable[[int], RowsVerdict]  # of a worker: objects that cannot be pickled come from the fork
 
 
 def caught(make: Callable[[], T]) -> T | InputError:
@@ -263,17 +263,17 @@ def _file(key: str) -> Path:
     return Path(base, "miles", "rows", key)
 
 
-def _remembered(key: str) -> Verdict | None:
+def _remembered(key: str) -> RowsVerdict | None:
     if not key:
         return None
     with suppress(OSError, ValueError):  # there is none, or a disk was full
         head, _, kept = _file(key).read_bytes().partition(b"\n")
         values = json.loads(head)
-        return Verdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
+        return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
     return None
 
 
-def _remember(key: str, verdict: Verdict) -> None:
+def _remember(key: str, verdict: RowsVerdict) -> None:
     if key:
         values = {name: value for name, value in vars(verdict).items() if name != "kept"}
         head = json.dumps(values | {"notes": verdict.notes.counts}).encode()
@@ -296,7 +296,7 @@ class PromptSet(Sequence[P]):
     def __init__(
         self,
         rows: Rows,
-        verdict: Verdict,
+        verdict: RowsVerdict,
         make: Callable[[Row], P],
         unrendered: Callable[[Row], Prompt],
         limit: str,

@@ -15,7 +15,7 @@ from miles.base.flags import FlagError
 from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
 from miles.tasks.data import reasoning_gym_task, verifiers_task
-from miles.tasks.data.checked_rows import PromptSet, Verdict, caught, check_rows, name_of, verdict_key
+from miles.tasks.data.checked_rows import PromptSet, RowsVerdict, caught, check_rows, name_of, verdict_key
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments, of_rows
 from miles.tasks.data.sources import Rows, open_rows
@@ -294,7 +294,7 @@ def _limit(limit: int | None, max_context_len: int | None) -> tuple[str, float]:
     return f"--rollout-max-prompt-len {limit}", math.inf if limit is None else limit
 
 
-def _log_long(source: str, verdict: Verdict, flag: str, limit: float) -> None:
+def _log_long(source: str, verdict: RowsVerdict, flag: str, limit: float) -> None:
     if not verdict.kept:
         raise FlagError(
             f"{flag}: drops all {verdict.rows} prompts of {source}; the shortest has {verdict.shortest} tokens; raise "

@@ -10,12 +10,12 @@ from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import REASONING_GYM as SCHEME
 from miles.tasks.data.settings import read_task
 
-__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "Task"]
+__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "GymTask"]
 
 INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 
-class Task:
+class GymTask:
     """The entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
 
     The keys are the task's settings: ``size`` and ``seed`` (42 unless given: a fixed set, not a new one each run) for

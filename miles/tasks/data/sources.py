@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
-from miles.tasks.data.reasoning_gym_task import Task
+from miles.tasks.data.reasoning_gym_task import GymTask
 from miles.tasks.data.row import LONGEST_MESSAGE, Row
 from miles.tasks.data.settings import HUGGING_FACE, REASONING_GYM, SOURCES
 from miles.tasks.data.verifiers_task import SCHEME as VERIFIERS
@@ -262,7 +262,7 @@ class _ReasoningGym(Rows):
     """The entries of a task, each made from its index."""
 
     def __init__(self, source: str) -> None:
-        self._task = Task(source)
+        self._task = GymTask(source)
         self.content = self._task.identity
 
     def __len__(self) -> int:

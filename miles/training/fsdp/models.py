@@ -24,7 +24,7 @@ from miles.models.routers import Routers
 from miles.objective.output import PolicyScores
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.training.backend import PolicyScorer, Scorer, ValueScorer
-from miles.training.packed_attention import NAME, PackedLayout, Rows
+from miles.training.packed_attention import NAME, PackedLayout, PackedRows
 from miles.types.train_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _by_sample(
 ) -> torch.Tensor:
     """Compute a layer on hidden states [1, T, hidden] of packed samples; same shape.
 
-    Rows of padded samples, and whatever comes without a layout, are computed unchanged.
+    PackedRows of padded samples, and whatever comes without a layout, are computed unchanged.
     """
     if packed is None or packed.padded:
         return forward(*args, **given)
@@ -143,10 +143,10 @@ def _rows_of(
         return [(lambda tokens: tokens.expand(len(hidden_states), -1, -1), lambda _, computed: computed)]
     assert packed.context.size == 1, "validate() refuses ranks that share the sequences of such a model"
 
-    def to_cells(rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
+    def to_cells(rows: PackedRows, tokens: torch.Tensor) -> torch.Tensor:
         return rows.of_keys(tokens[0])
 
-    def from_cells(rows: Rows, out: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+    def from_cells(rows: PackedRows, out: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         return rows.put_from_keys(computed, out[0])[None]
 
     return [(partial(to_cells, rows), partial(from_cells, rows)) for rows in packed.rows]

@@ -34,11 +34,14 @@ def test_our_gradient_is_that_of_the_papers(flags: str) -> None:
 def test_a_difference_that_the_translation_does_not_name_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [conformance.Row("a", "--x", 1.0, 1e-7, 0.0, ""), conformance.Row("b", "--x", 2.0, 0.5, 0.5, "named")]
+    rows = [
+        conformance.Comparison("a", "--x", 1.0, 1e-7, 0.0, ""),
+        conformance.Comparison("b", "--x", 2.0, 0.5, 0.5, "named"),
+    ]
     monkeypatch.setattr(conformance, "installed", lambda *_: Path())
     monkeypatch.setattr(conformance, "compared", lambda *_: rows)
     assert cli.main(["conformance", "trl"]) == 0 and "1 of 2 equal" in capsys.readouterr().out
-    rows.append(conformance.Row("c", "--x", 2.0, 0.5, 0.5, ""))
+    rows.append(conformance.Comparison("c", "--x", 2.0, 0.5, 0.5, ""))
     assert cli.main(["conformance", "trl"]) == 1
 
 

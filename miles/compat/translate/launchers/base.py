@@ -14,7 +14,7 @@ from miles.compat.translate import launchers
 from miles.compat.translate.translation import (
     Document,
     Expression,
-    Objective,
+    ForeignObjective,
     Table,
     Translation,
     sequence_mean,
@@ -47,7 +47,7 @@ class Launcher(ABC):
         """Return whether a file of one of these kinds is a configuration of this trainer."""
 
     @abstractmethod
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Record what becomes of the settings, and return their objective; ``None`` if it is not known."""
 
 
@@ -122,7 +122,7 @@ class CommandLine(Launcher):
         """Return a table without rows: their flags are ours, or have a verdict here."""
         return Table(self.version, self.source, (), {})
 
-    def translate(self, translation: Translation) -> Objective:
+    def translate(self, translation: Translation) -> ForeignObjective:
         """Sort the flags by their verdict here."""
         own = _own_flags()
         for flag, setting in translation.document.settings.items():
@@ -139,11 +139,11 @@ class CommandLine(Launcher):
                 translation.carry(flag, *_words(flag, value))
         return self._objective(translation)
 
-    def _objective(self, translation: Translation) -> Objective:
+    def _objective(self, translation: Translation) -> ForeignObjective:
         if translation.has(REDUCER):
             translation.differ(REDUCER, "it replaces the aggregation of pg_loss, and is not evaluated here", worst=0)
         if translation.has("--calculate-per-token-loss"):
-            return Objective(
+            return ForeignObjective(
                 "--calculate-per-token-loss",
                 "Σ m l / Σ_i max(M_i, 1)",
                 self.source,
@@ -153,7 +153,7 @@ class CommandLine(Launcher):
                 depends="fully masked samples: each adds one token to the divisor",
                 exact=False,
             )
-        return Objective(
+        return ForeignObjective(
             "default",
             "1/N Σ_r 1/max(M_r, 1) Σ m l",
             self.source,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
-    Objective,
+    ForeignObjective,
     Translation,
     apply,
     sequence_mean_of_unmasked,
@@ -33,7 +33,7 @@ class NemoRl(Launcher):
         """By the tables of its configuration."""
         return any(key.startswith(("grpo.", "ppo.", "loss_fn.")) for key in document.settings)
 
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate a configuration of GRPO, or of PPO: the block ``ppo`` has the names of ``grpo``."""
         given = translation.document.settings
         if any(key.startswith("ppo.") for key in given):
@@ -371,15 +371,15 @@ def _engines(translation: Translation) -> None:
         translation.take(key for key in names if key.startswith(MEGATRON))
 
 
-def _objective(translation: Translation) -> Objective:
+def _objective(translation: Translation) -> ForeignObjective:
     key, source = "loss_fn.token_level_loss", translation.table.source
     if translation.switch(key):
         words = ("--loss-aggregation", "token_mean")
         translation.carry(key, *words)
-        return Objective(f"{key} = true", "Σ m l / (T + 1e-8)", source, token_mean, "token_mean", words)
+        return ForeignObjective(f"{key} = true", "Σ m l / (T + 1e-8)", source, token_mean, "token_mean", words)
     words = ("--loss-aggregation", "sample_mean")
     translation.carry(key, *words)
-    return Objective(
+    return ForeignObjective(
         f"{key} = false",
         "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples that sample_mask keeps",
         source,

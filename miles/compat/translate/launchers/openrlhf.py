@@ -7,7 +7,7 @@ from functools import cache
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
-    Objective,
+    ForeignObjective,
     Table,
     Translation,
     apply,
@@ -37,7 +37,7 @@ class OpenRlhf(Launcher):
         """By its module in the command."""
         return any(word.startswith("openrlhf.") or "train_ppo_ray" in word for word in document.words)
 
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate the flags; those with underscores by their names since 0.11."""
         before = table_of("openrlhf_underscores").rows.keys() - table_of("openrlhf").rows.keys()
         if before & translation.document.settings.keys():
@@ -283,7 +283,7 @@ def _takes_sequence_mean(translation: Translation) -> bool:
     return translation.text("--actor.policy_loss_type") == "gspo" or mode == "seq-mean-token-mean"
 
 
-def _objective(translation: Translation) -> Objective:
+def _objective(translation: Translation) -> ForeignObjective:
     key = "--actor.loss_agg_mode"
     source, name = translation.table.source, translation.text(key, "token-mean")
     if name not in ("token-mean", "seq-mean-token-mean"):
@@ -295,18 +295,20 @@ def _objective(translation: Translation) -> Objective:
         depends = "fully masked samples: they are left out of B'"
         formula = "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples with a loss token"
         reduction = sequence_mean_of_unmasked if _has_dots(translation) else sequence_mean
-        return Objective(key, formula, source, reduction, "sample_mean", words, depends=depends, exact=False)
+        return ForeignObjective(key, formula, source, reduction, "sample_mean", words, depends=depends, exact=False)
     words = ("--loss-aggregation", "token_mean")
     if _has_dots(translation):
         translation.carry(key, *words)
-        return Objective(f"{key} {name}", "1/T Σ m l", source, token_mean, "token_mean", words)
+        return ForeignObjective(f"{key} {name}", "1/T Σ m l", source, token_mean, "token_mean", words)
     translation.carry(MICRO_BATCHES, *words)
     depends = "micro-batches and ranks: each divides by its own tokens"
     if translation.switch("--train.dynamic_batch_enable"):
         depends += ", and a dynamic one weighs by its samples"
     formula = "mean over ranks and micro-batches of (Σ m l / Σ m) of each"
     reduction = token_mean_of_micro_batches
-    return Objective(MICRO_BATCHES, formula, source, reduction, "token_mean", words, depends=depends, exact=False)
+    return ForeignObjective(
+        MICRO_BATCHES, formula, source, reduction, "token_mean", words, depends=depends, exact=False
+    )
 
 
 OPENRLHF = OpenRlhf()

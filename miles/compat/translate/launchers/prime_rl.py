@@ -4,7 +4,14 @@ import re
 from dataclasses import replace
 
 from miles.compat.translate.launchers.base import Launcher
-from miles.compat.translate.translation import Document, Objective, Translation, apply, token_mean, token_mean_of_ranks
+from miles.compat.translate.translation import (
+    Document,
+    ForeignObjective,
+    Translation,
+    apply,
+    token_mean,
+    token_mean_of_ranks,
+)
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 GROUPED = ("grpo", "max_rl")
@@ -21,7 +28,7 @@ class PrimeRl(Launcher):
         """By the tables of its processes."""
         return any(key.startswith(("orchestrator.", "trainer.")) for key in document.settings)
 
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate the settings of ``packages/prime-rl-configs``; later names too."""
         settings = {_earlier_name(key): each for key, each in translation.document.settings.items()}
         translation.document = replace(translation.document, settings=settings)
@@ -164,7 +171,7 @@ def _optimizer(translation: Translation) -> None:
             translation.carry(decay, "--lr-decay-iters", translation.count(decay))
 
 
-def _objective(translation: Translation) -> Objective:
+def _objective(translation: Translation) -> ForeignObjective:
     key, source = LOSS + "ratio_type", translation.table.source
     mean = "orchestrator.algo.loss_aggregation"
     means = {"prompt": "prompt_mean", "token": "token_mean"}
@@ -174,14 +181,14 @@ def _objective(translation: Translation) -> Objective:
     if not translation.has(key):
         translation.carry(mean, *words)
         formula = "1/T Σ m l" if words[1] == "token_mean" else "1/P Σ_g 1/M_g Σ m l"
-        return Objective("every RL loss", formula, source, token_mean, "token_mean", words)
+        return ForeignObjective("every RL loss", formula, source, token_mean, "token_mean", words)
     if translation.text(key) != "token":
         translation.fail(
             key, "divides by the packed micro-batches, which are not in the file: not evaluated; drop the key"
         )
     translation.carry(key, *words)
     formula, depends = "mean over ranks of (Σ m l / Σ m) of each", "ranks: each divides by its own tokens"
-    return Objective(
+    return ForeignObjective(
         f"{key} = token", formula, OLD_SOURCE, token_mean_of_ranks, "token_mean", words, depends=depends, exact=False
     )
 

@@ -6,7 +6,7 @@ import re
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
-    Objective,
+    ForeignObjective,
     Reduction,
     Translation,
     apply,
@@ -47,7 +47,7 @@ class Trl(Launcher):
         """Python is TRL's; other files by the names of ``GRPOConfig``."""
         return document.kind == "python" or any(key in RECOGNIZED for key in document.settings)
 
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate ``GRPOConfig``."""
         translation.take(["--config", "--config-path"])
         parts = (_prompts, _reports, _step, _generation, _end, _sampling, _precision, _adapter, _schedule, _advantages)
@@ -329,7 +329,7 @@ def _correction(translation: Translation) -> None:
     translation.take([switch, mode, high, low, cap])
 
 
-def _objective(translation: Translation) -> Objective:
+def _objective(translation: Translation) -> ForeignObjective:
     loss = translation.text("loss_type")
     if loss not in LOSSES:
         translation.fail("loss_type", f"is no loss of {translation.table.source}; it has {', '.join(LOSSES)}")
@@ -355,7 +355,7 @@ def _objective(translation: Translation) -> Objective:
         translation.differ("loss_type", why, *words)
     else:
         translation.carry("loss_type", *words)
-    return Objective(
+    return ForeignObjective(
         f"loss_type = {loss}",
         formula,
         translation.table.source,

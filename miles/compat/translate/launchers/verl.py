@@ -3,7 +3,7 @@
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
-    Objective,
+    ForeignObjective,
     Reduction,
     Translation,
     apply,
@@ -54,7 +54,7 @@ class Verl(Launcher):
         names = ("actor_rollout_ref.", "algorithm.adv_estimator")
         return any(key.startswith(names) for key in document.settings) or any("verl." in w for w in document.words)
 
-    def translate(self, translation: Translation) -> Objective | None:
+    def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate the settings of ``ppo_trainer.yaml``."""
         translation.take(["--config-path", "--config-name"])
         parts = (_program, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
@@ -361,7 +361,7 @@ def _mode(translation: Translation) -> str:
     return OWN_MODE.get(translation.text(POLICY_LOSS + "loss_mode"), name)
 
 
-def _objective(translation: Translation) -> Objective:
+def _objective(translation: Translation) -> ForeignObjective:
     key, factor = ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"
     name = _mode(translation)
     if name not in MODES:
@@ -390,7 +390,7 @@ def _objective(translation: Translation) -> Objective:
         translation.differ(key, why, *words)
     else:
         translation.carry(key, *words)
-    return Objective(
+    return ForeignObjective(
         f"{key} = {name}",
         formula,
         translation.table.source,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles.compat.translate.launchers.base import all_launchers
-from miles.compat.translate.translation import Document, Row, Setting, Translation, table_of
+from miles.compat.translate.translation import Document, KnownSetting, Setting, Translation, table_of
 from miles.config.parser import build_parser
 
 TRAINERS = ("verl", "trl", "openrlhf", "nemo-rl", "prime-rl")
@@ -25,7 +25,7 @@ def translated(name: str, settings: dict[str, object]) -> Translation:
     return translation
 
 
-def other_value(row: Row) -> object:
+def other_value(row: KnownSetting) -> object:
     if isinstance(row.default, bool):
         return not row.default
     if isinstance(row.default, int | float) or row.kind == "number":
