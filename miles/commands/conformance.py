@@ -39,7 +39,7 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedLoss:
     """Hold the comparison of one objective.
 
     Attributes:
@@ -100,7 +100,7 @@ def installed(name: str, cache: Path) -> Path:
     return folder
 
 
-def compared(name: str, folder: Path) -> list[Comparison]:
+def compared(name: str, folder: Path) -> list[ComparedLoss]:
     """Compute all objectives of a trainer: its own code, ours and the papers' formula.
 
     Raises:
@@ -128,7 +128,7 @@ def _for_trainer(name: str, settings: Any) -> Any:
     return {**BASES[name], **settings} if name == "trl" else settings
 
 
-def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dict[str, Any]) -> Comparison:
+def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dict[str, Any]) -> ComparedLoss:
     import torch
 
     from miles.commands.conformance_parts.batch import our_gradient, paper_gradient, settled
@@ -143,7 +143,7 @@ def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dic
     ours, paper = (float((gradient - their_gradient).norm() / their_gradient.norm()) for _, gradient in sides)
     why = [] if objective is None or objective.exact else [f"depends on {objective.depends}"]
     why += [entry.why for entry in translation.differences if entry.worst < 2 and "process" not in entry.why]
-    return Comparison(case, translation.loss, theirs["loss"] / sides[0][0], ours, paper, "; ".join(why))
+    return ComparedLoss(case, translation.loss, theirs["loss"] / sides[0][0], ours, paper, "; ".join(why))
 
 
 def _document(name: str, settings: Any) -> Document:
@@ -156,7 +156,7 @@ def _document(name: str, settings: Any) -> Document:
     return Document("case", "yaml", {key: Setting(key, value, None) for key, value in given.items()})
 
 
-def table(name: str, rows: Sequence[Comparison]) -> Iterator[str]:
+def table(name: str, rows: Sequence[ComparedLoss]) -> Iterator[str]:
     """Yield a Markdown table."""
     yield f"\n{PACKAGES[name][0].replace('==', ' ')}: {sum(row.ours <= EQUAL for row in rows)} of {len(rows)} equal\n"
     yield "| objective | our flags | their loss / ours | gradient: ours | the paper's | explanation |"

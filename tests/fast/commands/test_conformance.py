@@ -35,13 +35,13 @@ def test_a_difference_that_the_translation_does_not_name_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        conformance.Comparison("a", "--x", 1.0, 1e-7, 0.0, ""),
-        conformance.Comparison("b", "--x", 2.0, 0.5, 0.5, "named"),
+        conformance.ComparedLoss("a", "--x", 1.0, 1e-7, 0.0, ""),
+        conformance.ComparedLoss("b", "--x", 2.0, 0.5, 0.5, "named"),
     ]
     monkeypatch.setattr(conformance, "installed", lambda *_: Path())
     monkeypatch.setattr(conformance, "compared", lambda *_: rows)
     assert cli.main(["conformance", "trl"]) == 0 and "1 of 2 equal" in capsys.readouterr().out
-    rows.append(conformance.Comparison("c", "--x", 2.0, 0.5, 0.5, ""))
+    rows.append(conformance.ComparedLoss("c", "--x", 2.0, 0.5, 0.5, ""))
     assert cli.main(["conformance", "trl"]) == 1
 
 
