@@ -101,7 +101,7 @@ def _number(error: BaseException | None) -> int | None:
 def _probe(path: Path) -> int | None:
     """Write a small file, as a checkpoint would; return the error number if that fails."""
     try:
-        probe = _existing(path) / f".probe-{uuid.uuid4().hex}"
+        probe = existing(path) / f".probe-{uuid.uuid4().hex}"
         try:
             with probe.open("wb") as file:
                 file.write(bytes(PROBE_BYTES))
@@ -120,7 +120,7 @@ def _disk(path: Path) -> str:
     mounted = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
     space = ""
     with suppress(OSError):
-        usage = shutil.disk_usage(_existing(path))
+        usage = shutil.disk_usage(existing(path))
         space = f" ({usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free)"
     if not mounted:
         return f"the disk of {path}{space}"
@@ -128,8 +128,8 @@ def _disk(path: Path) -> str:
     return f"the disk {disk.device} at {disk.mountpoint}{space}"
 
 
-def _existing(path: Path) -> Path:
-    """Return ``path``, or the nearest folder above it that exists. Raises ``OSError`` if its disk does not say."""
+def existing(path: Path) -> Path:
+    """Return ``path``, or the nearest folder above it that exists. Raises ``OSError`` if its disk does not answer."""
     resolved = path.resolve()
     return next(each for each in (resolved, *resolved.parents) if each.is_dir())
 

@@ -155,7 +155,7 @@ def check_cores() -> MachineFinding:
     load = os.getloadavg()[0]
     facts = {"usable": usable, "quota": quota, "machine": whole, "load": load, "has_bf16": has_bf16()}
     found = f"{usable} of {whole} usable" if usable < whole else f"{usable}"
-    found += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else "")
+    found += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else ", no bf16 arithmetic, so fp32 by default")
     found += " without AMX, whose tiles the host hides" if lacks_tile_palettes() else ""
     if quota is not None and quota < usable:
         what = "threads get in each other's way"
@@ -164,10 +164,6 @@ def check_cores() -> MachineFinding:
     if load > usable / 2:
         return MachineFinding(
             "cores", State.NOTE, f"{found}: other processes are at work", "", "expect slow steps", facts
-        )
-    if not has_bf16() and not has_gpu():
-        return MachineFinding(
-            "cores", State.NOTE, f"{found}; bf16 is emulated", "", "give --fp32, which is faster", facts
         )
     return MachineFinding("cores", State.OK, found, facts=facts)
 

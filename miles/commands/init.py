@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from miles.base.host import has_bf16, has_gpu
 from miles.commands.quickstart_parts import model
 from miles.config.command_parser import CommandParser
 
@@ -97,7 +96,7 @@ TASKS = {
 }
 
 
-def settings(task: StarterTask, source: str, is_fp32: bool) -> str:
+def settings(task: StarterTask, source: str) -> str:
     """Return the text of run.yaml."""
     lines = [
         "# miles train --config run.yaml starts this run. Flags and key=value after it win.",
@@ -113,11 +112,11 @@ def settings(task: StarterTask, source: str, is_fp32: bool) -> str:
         "use_dynamic_batch_size: true    # as many answers at once as fit:",
         "max_tokens_per_gpu: 4096        # less takes less memory",
         "lr: 1.0e-05                     # for a small model; 1.0e-06 is usual for one of billions of parameters",
-        *(["fp32: true                      # this CPU has no bf16 arithmetic"] if is_fp32 else []),
         "# Add these when you have held-out rows, and to keep what was trained:",
         "# eval_prompt_data: [heldout, heldout.jsonl]",
         "# eval_interval: 10",
         "# save: outputs/checkpoints",
+        "# save_interval: 10              # iterations; without it, only at the end and at Ctrl-C",
         "",
     ]
     return "\n".join(lines)
@@ -137,9 +136,8 @@ def main(argv: Sequence[str]) -> int:
         source = given.model or str(model.prepare(None).resolve())
         folder.mkdir(parents=True, exist_ok=True)
         task = TASKS[given.task]
-        in_fp32 = not (has_bf16() or has_gpu())
         texts = {
-            "run.yaml": settings(task, os.path.abspath(source) if os.path.isdir(source) else source, in_fp32),
+            "run.yaml": settings(task, os.path.abspath(source) if os.path.isdir(source) else source),
             "data.jsonl": "".join(json.dumps(row) + "\n" for row in task.rows),
             "reward.py": resources.files("miles.commands.init_parts").joinpath(f"{given.task}.py").read_text("utf-8"),
         }

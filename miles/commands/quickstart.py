@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.base.host import has_bf16, has_gpu
 from miles.base.locks import is_held
 from miles.base.secrets import hide_on_command_line
 from miles.commands import train
@@ -74,8 +73,6 @@ def _command(out: Path, source: str | Path, seed: int, flags: Sequence[str]) -> 
         f"seed={seed}",
         f"rollout_seed={seed}",
     ]
-    if not {"--bf16", "--fp32"} & {*flags}:
-        settings.append(f"{'bf16' if has_bf16() or has_gpu() else 'fp32'}=true")
     return ["--config", str(SETTINGS), *settings, *flags]
 
 

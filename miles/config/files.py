@@ -173,7 +173,7 @@ class _Reader:
             root = _composed(path)
         except _Refused as refused:
             self._errors.add(f"{FLAG} {shown}{refused}")
-            return
+            self._errors.raise_if_any()  # without its settings, others would be missing or contradict
         seen = dict[str, str]()
         for key, value in root.value:
             name = _field(key)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from miles.base.flags import count
-from miles.base.host import GIB, busy_cores, has_gpu, memory_bytes
+from miles.base.host import GIB, busy_cores, has_bf16, has_gpu, memory_bytes
 from miles.config.choice import reads_sglang_flags
 from miles.config.components import engine_spec
 from miles.config.model import local_config
@@ -135,7 +135,9 @@ def host_line(settings: Settings) -> str:
         return "; ".join(["CUDA", *_ranks(settings, ""), *_engine_on_cuda(settings)])
     cores = count(busy_cores(), "core")
     of_ranks = f" of {count(threads(sharers_of_trainer(settings)), 'thread')}"
-    computing = [f"CPU with {cores}", *_ranks(settings, of_ranks)]
+    precision = "emulated bf16" if settings.training.bf16 else "fp32"
+    computes = "" if has_bf16() else f" and no bf16 arithmetic, which computes in {precision}"
+    computing = [f"CPU with {cores}{computes}", *_ranks(settings, of_ranks)]
     if not settings.generates:
         return ", ".join(computing)
     name, servers = settings.rollout.rollout_engine, engine_spec(settings.rollout.rollout_engine).has_servers

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -21,19 +22,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.base.flags import FlagError, flag_name
-from miles.base.host import memory_limit
+from miles.base.disk_faults import existing
+from miles.base.flags import FlagError, count, flag_name
+from miles.base.host import GIB, memory_limit
+from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
 from miles.config.functions import given_functions
 from miles.config.model import readable_config
 from miles.config.rollout import RolloutArguments
+from miles.config.rules import sequence_limit
 from miles.config.settings import Settings
 from miles.models.packing import reads_images
 from miles.tasks.data.checked_rows import RowsVerdict, may_fork, tokenizer_files
 from miles.tasks.data.settings import DataArguments
-from miles.tasks.data.sources import SourceAbsent
+from miles.tasks.data.sources import SourceAbsent, is_of_datasets
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt, Sample, SampleStatus
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     Tokenizer = PreTrainedTokenizerBase | str | None
 
 LOUD = 0.1  # the smallest share of omitted rows that is a warning
+COMPARED = 10_000  # the largest sets whose prompts are compared with each other
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
 
@@ -114,7 +119,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         FlagError: With all that is wrong.
     """
     try:
-        before = partial(_prepare, needs_torch=_reads_images(settings), is_plan=not starts)
+        before = partial(_prepare, needs_torch=_needs_torch(settings), is_plan=not starts)
         found: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except InputError:  # the tokenizer needs torch, or is broken
         found = _check_sets(settings, starts)
@@ -122,7 +127,8 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     if checked:
         found.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, found)
-    (found.faults if starts else found.unchecked).extend(_faults_of_weights(settings))
+    for fault in (*_faults_of_weights(settings), *_faults_of_room(settings)):
+        (found.faults if starts else found.unchecked).append(fault)
     if found.faults:
         raise FlagError(*found.faults)
     return found
@@ -136,13 +142,15 @@ def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], N
         return pool.submit(function, *args).result()
 
 
-def _reads_images(settings: Settings) -> bool:
+def _needs_torch(settings: Settings) -> bool:
+    """Return whether reading the rows takes torch: for images, and in ``datasets``, which a module None confuses."""
     config = readable_config(settings.model)
-    return settings.data.multimodal_keys is not None or (config is not None and reads_images(config))
+    is_of_images = settings.data.multimodal_keys is not None or (config is not None and reads_images(config))
+    return is_of_images or any(is_of_datasets(source) for _, source, _ in _sets(settings))
 
 
 def _prepare(needs_torch: bool, is_plan: bool) -> None:
-    """Make transformers do without torch, whose import takes longer than all else; processors of images need it."""
+    """Make transformers do without torch, whose import takes longer than all else."""
     if not needs_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would note that
@@ -159,6 +167,10 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
         found.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
         if settings.reads_conversations:
             return found
+    trained, (room, limit) = set[str](), sequence_limit(settings)
+    has_no_limit = settings.generates and (
+        settings.data.rollout_max_prompt_len is None and settings.rollout.rollout_max_context_len is None
+    )
     for kind, source, load in _sets(settings):
         name, is_held_out = f"{kind} {source}", kind.startswith("held-out ")
         of_training = "--prompt-data" if settings.data.prompt_mix is None else "--prompt-mix"
@@ -176,9 +188,27 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
                     f"{name}: {verdict.dropped / verdict.rows:.0%} of {verdict.rows:,} rows are longer than a limit "
                     f"({loaded.limit}), and are left out"
                 )
+            if has_no_limit and verdict.longest >= room:
+                shorter = max(1, room - (settings.rollout.rollout_max_response_len or 1))
+                found.faults.append(
+                    f"{flag}: {name} has a prompt of {verdict.longest:,} tokens, and {limit} is {room}; leave such "
+                    f"prompts out with --rollout-max-prompt-len {shorter}"
+                )
             found.training += len(loaded) if not is_held_out else 0
+            prompts = _texts(loaded) if settings.data.multimodal_keys is None else set()
+            if is_held_out and (shared := len(prompts & trained)):
+                found.warnings.append(
+                    f"{name}: {shared} of its {count(len(prompts), 'prompt')} are training prompts too, so what a run "
+                    "learns by heart counts as learned; hold other rows out"
+                )
+            trained |= set() if is_held_out else prompts
             found.first = found.first or next(loaded.unrendered(len(loaded)))
     return found
+
+
+def _texts(prompts: PromptSet[Any]) -> set[str]:
+    """Return the texts of a set's different prompts; none of a large set."""
+    return {repr(prompt.input) for prompt in prompts.unrendered(1)} if len(prompts) <= COMPARED else set()
 
 
 def _of_flag(flag: str, message: str) -> str:
@@ -267,6 +297,19 @@ def _faults_of_weights(settings: Settings) -> Iterator[str]:
         yield f"--hf-checkpoint {folder}: {file.name} {fault}; fetch it again"
 
 
+def _faults_of_room(settings: Settings) -> Iterator[str]:
+    """Yield a message if the disk of the checkpoints has not even room for the weights, in the precision they have."""
+    save = settings.checkpoint.save
+    if save is None or is_url(save) or settings.lora.trains_adapter:
+        return
+    with suppress(OSError):
+        weights = sum(file.stat().st_size for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"))
+        free = shutil.disk_usage(existing(Path(save))).free
+        if free < weights:
+            sizes = f"has {free / GIB:.3f} GiB free, and the weights alone take {weights / GIB:.3f} GiB"
+            yield f"--save {save}: its disk {sizes}; make room, or give a folder on another disk"
+
+
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return type, shape and place of each tensor in a file of safetensors, and where the tensors begin."""
     with file.open("rb") as weights:
@@ -280,14 +323,16 @@ def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
     lines = list[str]()
     for name, verdict in found.verdicts.items():
         measured = " in the first 256 and in long ones" if verdict.rows > 256 else ""
-        lengths = f", of {verdict.shortest} to {verdict.longest} tokens{measured}" if verdict.longest else ""
+        lengths = "" if verdict.shortest >= verdict.longest else f"{verdict.shortest} to "
+        lengths = f", of {lengths}{count(verdict.longest, 'token')}{measured}" if verdict.longest else ""
         lines.append(f"{name}: {verdict.rows:,} rows{lengths}")
         lines += [f"  {line}" for line in verdict.notes.lines(verdict.rows)]
     lines += [f"WARNING: {text}" for text in found.warnings]
     if found.training and settings.rollout.rollout_batch_size and settings.trains:
         iterations = math.ceil(found.training / settings.rollout.rollout_batch_size)
         steps = iterations * settings.steps_per_iteration
-        lines.append(f"epoch: {found.training:,} prompts, {iterations:,} iterations, {steps:,} optimizer steps")
+        work = f"{count(iterations, 'iteration')}, {count(steps, 'optimizer step')}"
+        lines.append(f"epoch: {found.training:,} prompts, {work}")
     if (trained := _trained(settings)) and settings.trains:
         lines.append(f"trained: {trained}")
     if found.unchecked:

@@ -149,7 +149,7 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
         has_bf16: Whether the CPU has bf16 arithmetic.
     """
     if settings.training.bf16 and on_cpu and not has_bf16:
-        yield "bf16 is emulated: this CPU has no bf16 arithmetic; --fp32 may be faster, and takes more memory"
+        yield "--bf16: this CPU emulates bf16 arithmetic, which takes many times as long as --fp32, the default here"
     if settings.megatron.optimizer_cpu_offload and on_cpu:
         yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
     if EXPERT_BIAS in given and EXPERT_BIAS_RATE not in given:

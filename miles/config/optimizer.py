@@ -12,7 +12,7 @@ class OptimizerArguments:
     """optimizer: AdamW, learning-rate schedule and clipping."""
 
     optimizer: Literal["adam"] = flag("adam", "optimizer: adam is AdamW, with decoupled weight decay")
-    lr: float = flag(1e-6, "peak learning rate", above=0, needs="a policy that learns or no --critic-lr")
+    lr: float = flag(1e-6, "peak learning rate", within="(0, 1]", needs="a policy that learns or no --critic-lr")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0, needs="no --lr-decay-style constant")
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag("linear", "shape of the decay after the warm-up")
     lr_decay_iters: Optional[int] = flag(

@@ -127,7 +127,7 @@ class FlagParser(argparse.ArgumentParser):
                 rule = f"a number beyond {LARGEST}, which no tensor holds"
                 self.errors.add(f"{action.option_strings[-1]} {shown}: {rule}; give a smaller one")
                 return action.default
-        return values
+        return _expanded(values)
 
     def _refuse_value(self, action: argparse.Action, words: list[str], message: str) -> Any:
         """Add the error of a value; return the one to check other flags with: the intended value, or the default."""
@@ -138,6 +138,13 @@ class FlagParser(argparse.ArgumentParser):
             message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
         self.errors.add(message)
         return action.default if meant is None else meant
+
+
+def _expanded(value: Any) -> Any:
+    """Put the home folder for the ``~`` of paths, as a shell does, which YAML and ``--flag=~/path`` do not pass."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 class DefaultsFormatter(argparse.HelpFormatter):
@@ -526,7 +533,8 @@ def _with_defaults(command: Command) -> Settings:
     if command.joined is not None and command.joined.gpus:
         cluster = replace(cluster, device="cuda")
     settings = replace(settings, cluster=cluster)
-    settings = replace(settings, training=fill_precision(settings.training))
+    emulates_bf16 = is_on_cpu(settings) and not (has_bf16() or settings.rehearsal.rehearse)
+    settings = replace(settings, training=fill_precision(settings.training, emulates_bf16))
     if command.ranks is not None:
         settings = replace(settings, cluster=replace(settings.cluster, actor_num_gpus_per_node=command.ranks))
     return settings

@@ -62,9 +62,11 @@ class TrainingArguments:
         needs="a model that reads images",
     )
     bf16: bool = flag(
-        False, "compute in bfloat16, with fp32 master weights and fp32 reductions: the default of a command"
+        False,
+        "compute in bfloat16, with fp32 master weights and fp32 reductions: the default of a command, except on a CPU "
+        "without bf16 arithmetic",
     )
-    fp32: bool = flag(False, "compute in fp32, instead of --bf16")
+    fp32: bool = flag(False, "compute in fp32, instead of --bf16: the default on a CPU without bf16 arithmetic")
     fp32_lm_head: bool = flag(
         False,
         "compute the logits in fp32, in the trainer and the engine, while the rest of the model is in bf16",
@@ -91,9 +93,11 @@ def check_training(training: TrainingArguments, errors: Errors) -> None:
         errors.refuse("use_dynamic_batch_size", True, "needs the token budget of a micro-batch", what_to_do)
 
 
-def fill_precision(training: TrainingArguments) -> TrainingArguments:
-    """Return the section of a command, with bf16 unless fp32 is asked for."""
-    return training if training.fp32 else replace(training, bf16=True)
+def fill_precision(training: TrainingArguments, is_bf16_emulated: bool) -> TrainingArguments:
+    """Return the section of a command, with a precision if it asks for none: bf16, unless the host emulates it."""
+    if training.bf16 or training.fp32:
+        return training
+    return replace(training, bf16=not is_bf16_emulated, fp32=is_bf16_emulated)
 
 
 def fill_global_batch_size(

@@ -174,6 +174,8 @@ class StopRequests:
 
     def _time_out(self, number: int, frame: FrameType | None) -> None:
         if not self._only_notes:
+            passed = f"{self._seconds:g} s (--stop-timeout) have passed"
+            print(f"train.py: {passed}: what is not saved by now is lost", file=sys.stderr, flush=True)
             raise StopRequested
 
 

@@ -73,13 +73,18 @@ class SourceAbsent(InputError):
     """The source is not on this machine."""
 
 
+def is_of_datasets(source: str) -> bool:
+    """Return whether the library ``datasets`` reads ``source``: from the hub, or a folder."""
+    return source.startswith(HUGGING_FACE) or os.path.isdir(source)  # unlike Path, false for a long name
+
+
 def open_rows(source: str) -> Rows:
     """Return the rows of ``source``; raise ``InputError`` if it cannot be read at all."""
     if source.startswith(REASONING_GYM):
         return _ReasoningGym(source)
     if source.startswith(VERIFIERS):
         return _Verifiers(source)
-    if source.startswith(HUGGING_FACE) or os.path.isdir(source):  # unlike Path, false for a long name
+    if is_of_datasets(source):
         return _HuggingFace(source)
     path = Path(source)
     if path.suffix not in (".jsonl", ".parquet"):

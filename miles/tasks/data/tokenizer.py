@@ -152,7 +152,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ASSISTANT_LAST = "the last message is the assistant's, and a new turn of the assistant follows it"
 _NOT_CONTINUED = "the last message is not the assistant's, so nothing is continued, and the assistant's turn is opened"
 _NO_TOOLS = "the row has tools, and the chat template writes none, so the model does not see them"
-_ESCAPED = "a message has the text of a special token, which is read as text"
+_ESCAPED = (
+    "a message has the text of a special token, which is read as text (if a template wrote it, drop "
+    "--apply-chat-template)"
+)
 # A template that tells null from an absent key. Arrow, and so Parquet, does not.
 _ASKS_FOR_NULL = re.compile(r"\bcontent['\"]?\]?\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
 _NOT_ESCAPED = "the text has a special token, which is read as that token; chat messages are protected from this"

@@ -7,6 +7,7 @@ import pytest
 
 from miles.base.flags import FlagError
 from miles.compat.border import read_command
+from miles.config import parser
 from miles.config.parser import judge, parse
 from miles.config.validate import Validated, validate
 
@@ -25,6 +26,12 @@ def minimal(flags: str = "", without: str = "") -> list[str]:
     """The words of the smallest command, minus the flags ``without``, with ``flags`` added."""
     kept = {name: value for name, value in MINIMAL.items() if name not in without.split()}
     return [*(word for pair in kept.items() for word in pair), *flags.split()]
+
+
+@pytest.fixture(autouse=True)
+def bf16(monkeypatch):
+    """A CPU with bf16 arithmetic, whose default is bf16, on every machine."""
+    monkeypatch.setattr(parser, "has_bf16", lambda: True)
 
 
 @pytest.fixture

@@ -109,8 +109,19 @@ def test_number_of_ranks(command, monkeypatch, flags, gpu, cores, ranks):
     assert ("per node" in validated.choice) == ("--actor" not in flags)
 
 
-@pytest.mark.parametrize(("flags", "bf16"), [("", True), ("--bf16", True), ("--fp32", False)])
-def test_precision(accepted, flags, bf16):
+@pytest.mark.parametrize(
+    ("has_bf16", "flags", "bf16"),
+    [
+        (True, "", True),
+        (True, "--fp32", False),
+        (False, "", False),
+        (False, "--bf16", True),
+        (False, "--device cuda", True),
+        (False, "--rehearse", True),
+    ],
+)
+def test_precision(accepted, monkeypatch, has_bf16, flags, bf16):
+    monkeypatch.setattr(parser, "has_bf16", lambda: has_bf16)
     validated = accepted(flags)
     assert validated.settings.training.bf16 is bf16
     assert ("bf16 compute; fp32 master weights" in explain(validated)) == bf16
@@ -120,10 +131,10 @@ def test_one_precision(refusals):
     assert refusals("--bf16 --fp32") == ("--fp32: contradicts --bf16; keep one of the two",)
 
 
-@pytest.mark.parametrize(("flags", "noted"), [("", True), ("--device cuda", False), ("--fp32", False)])
+@pytest.mark.parametrize(("flags", "noted"), [("", False), ("--bf16", True), ("--bf16 --device cuda", False)])
 def test_emulated_bf16_is_noted(accepted, monkeypatch, flags, noted):
     monkeypatch.setattr(parser, "has_bf16", lambda: False)
-    assert any("no bf16 arithmetic" in note for note in accepted(flags).notes) == noted
+    assert any("emulates bf16 arithmetic" in note for note in accepted(flags).notes) == noted
 
 
 OPTIMIZER = "--weight-decay 0.1 --adam-beta2 0.98 --lr-decay-style constant"

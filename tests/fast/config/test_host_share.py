@@ -33,11 +33,12 @@ SERVERS = "--rollout-engine sglang --rollout-num-gpus 2"
 
 @pytest.fixture
 def host(monkeypatch):
-    def stand_in(gib=24, cores=2, gpu=False):
+    def stand_in(gib=24, cores=2, gpu=False, bf16=True):
         monkeypatch.setattr(host_share, "memory_bytes", lambda: int(gib * GIB))
         for module in (host_share, parser):
             monkeypatch.setattr(module, "busy_cores", lambda: cores)
             monkeypatch.setattr(module, "has_gpu", lambda: gpu)
+            monkeypatch.setattr(module, "has_bf16", lambda: bf16)
 
     return stand_in
 
@@ -184,3 +185,8 @@ def test_a_repeated_run_has_the_same_values_on_another_host(host, judged, tmp_pa
     again = parser.judge(border.read_command(["--config", str(tmp_path / "run.yaml")])).settings
     assert again == first
     assert again != judged(flags).settings, "a new run takes more of the larger host"
+
+
+def test_the_line_names_the_precision_of_a_cpu_without_bf16(host, judged):
+    host(bf16=False)
+    assert "2 cores and no bf16 arithmetic, which computes in fp32, " in host_share.host_line(judged().settings)

@@ -1,8 +1,10 @@
 """Everything that a run reads is checked by ``miles explain`` and by every start, before Ray and torch are imported."""
 
 import json
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,6 +150,18 @@ def test_weights_that_are_not_whole_are_told(folder, content, fault):
     assert check(folder, starts=False).unchecked == [message]
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_told(folder, monkeypatch):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [256], "data_offsets": [0, 1024]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(1024)
+    (folder / "model" / "model.safetensors").write_bytes(weights)
+    free = {"bytes": len(weights)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
+    assert not check(folder, "--save checkpoints").faults
+    free["bytes"] -= 1
+    (message,) = faults(folder, "--save checkpoints")
+    assert message.startswith("--save checkpoints: its disk has 0.000 GiB free, and the weights alone take 0.000 GiB;")
+
+
 def test_the_function_within_a_sum_is_called_too(folder):
     (functions,) = folder.glob("functions_*.py")
     flags = f"--custom-rm-path {functions.stem}:nothing --rm-type last_number:1,custom:0.5"
@@ -188,6 +202,25 @@ def test_many_long_prompts_are_a_warning_and_all_of_them_an_error(folder):
     assert message.startswith("--rollout-max-prompt-len 3: drops all 1000 prompts of long.jsonl; the shortest has 5 ")
 
 
+def test_a_prompt_without_room_in_the_model_is_told(folder):
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    write(folder / "long.jsonl", [{"question": "a" * 200, "answer": "1"}, {"question": "a", "answer": "1"}])
+    (message,) = faults(folder, data="long.jsonl")
+    assert message.startswith("--prompt-data: prompts long.jsonl has a prompt of 2") and "model's max_pos" in message
+    assert message.endswith("; leave such prompts out with --rollout-max-prompt-len 36"), message
+    assert not check(folder, "--rollout-max-prompt-len 36", data="long.jsonl").faults
+
+
+def test_held_out_prompts_that_are_trained_on_are_a_warning(folder):
+    trained = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    write(folder / "held.jsonl", [trained[0] | {"answer": "7"}, {"question": "never seen", "answer": "1"}])
+    write(folder / "apart.jsonl", [{"question": "never seen", "answer": "1"}])
+    found = check(folder, "--eval-interval 1 --eval-prompt-data held held.jsonl apart apart.jsonl")
+    (warning,) = found.warnings
+    assert warning.startswith("held-out held held.jsonl: 1 of its 2 prompts are training prompts too, ")
+
+
 def test_a_plan_lists_what_is_not_here_and_checks_the_rest(folder):
     settings = judge(read_command(words(folder, data="absent.jsonl"))).settings
     found = check_inputs(settings, starts=False)
@@ -213,6 +246,8 @@ def test_what_was_checked_is_explained(folder):
     assert lines == [
         "prompts rows.jsonl: 20 rows, of 3 to 4 tokens",
         "held-out held rows.jsonl: 20 rows, of 3 to 4 tokens",
+        "WARNING: held-out held rows.jsonl: 20 of its 20 prompts are training prompts too, so what a run learns by "
+        "heart counts as learned; hold other rows out",
         "epoch: 20 prompts, 3 iterations, 3 optimizer steps",
     ]
 
@@ -245,11 +280,15 @@ finally:
 
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_a_start_and_a_plan_refuse_before_torch_and_ray_are_imported(folder, command):
-    write(folder / "bad.jsonl", [{"question": "a", "answer": "1"}, {"question": "a"}])
-    flags = words(folder, "--custom-rm-path nowhere:reward", "--rm-type", data="bad.jsonl")
+    rows = {"train": "bad.jsonl", "explain": "set"}[command]  # a folder is read by datasets, which looks for torch
+    (folder / "set").mkdir()
+    for file in ("bad.jsonl", "set/bad.jsonl"):
+        write(folder / file, [{"question": "a", "answer": "1"}, {"question": "", "answer": "1"}])
+    flags = words(folder, "--custom-rm-path nowhere:reward", "--rm-type", data=rows)
     ended = subprocess.run([sys.executable, "-c", START.format(command), *flags], capture_output=True, text=True)
     assert ended.returncode == 2
     assert "--custom-rm-path nowhere:reward: cannot import module nowhere" in ended.stderr
+    assert f"{rows}:2: " in ended.stderr
     assert ended.stderr.endswith("[]\n"), ended.stderr
 
 

@@ -49,6 +49,15 @@ def test_a_file_of_flags(tmp_path):
     assert settings.training.seed == 4, "the last one given counts"
 
 
+def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("output_dir: ~/run\neval_prompt_data: {held: ~/held.jsonl}\n")
+    settings = parse(["--config", str(tmp_path / "run.yaml"), "--prompt-data=~/rows.jsonl", "--save", "a~/b"])
+    assert settings.tracking.output_dir == f"{tmp_path}/run"
+    assert settings.evaluation.eval_prompt_data == ("held", f"{tmp_path}/held.jsonl")
+    assert (settings.data.prompt_data, settings.checkpoint.save) == (f"{tmp_path}/rows.jsonl", "a~/b")
+
+
 @pytest.mark.parametrize(("words", "sentence"), rows(__file__, "test_wrong_flags_are_one_line_and_exit_code_2"))
 def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, capsys):
     with pytest.raises(FlagError):

@@ -132,6 +132,13 @@ def test_of_the_signals_that_are_ignored_in_the_background_only_nohups_stays_ign
         signal.signal(number, before)
 
 
+def test_a_stop_that_takes_too_long_is_told(capsys):
+    with StopRequests(0.01).listening() as stop, pytest.raises(StopRequested), stop.finish_first():
+        signal.raise_signal(signal.SIGINT)
+        signal.pause()  # until the timer
+    assert "0.01 s (--stop-timeout) have passed: what is not saved by now is lost" in capsys.readouterr().err
+
+
 ENDED = """
 import os, signal, sys
 from miles.run.stop_requests import StopRequests

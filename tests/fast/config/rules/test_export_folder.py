@@ -14,6 +14,11 @@ def test_an_export_over_another_folder_is_refused(refused, flags, message):
     assert error.endswith(message) and error.startswith(f"--save-hf {flags.split()[1]}: ")
 
 
+def test_checkpoints_never_mix_with_the_files_of_the_model(refused):
+    (error,) = refused("--save some/../some/model/")
+    assert error.startswith("--save some/../some/model/: is the folder of --hf-checkpoint, ")
+
+
 def test_folders_are_compared_through_links(refused, tmp_path):
     (tmp_path / "saved").mkdir()
     (tmp_path / "link").symlink_to("saved")
