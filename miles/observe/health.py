@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
 
+from miles.base.flags import count
 from miles.config.choice import deciding_metric
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types import LOSS_TYPES
@@ -730,4 +731,6 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
         figures = f"{name} is {now}, and was {early} at the start"
     if sign > 0 and trend.early >= 0.95 and max(values) <= 1:
         return Judgement(None, f"Little is left to learn: {figures}.")
+    if trend.now > trend.early and len(values) < ENOUGH:
+        return Judgement(None, f"{count(len(values), 'measurement')} cannot tell: {figures}.")
     return Judgement(False, f"It {'is not learning' if runs else 'did not learn'}: {figures}.")

@@ -38,8 +38,8 @@ REWARD = [
     (f"{EVAL} {LOADS}", "--rm-type --prompt-data", "responses must be scored"),
 ]
 OPTIMIZER = [
-    ("--lr 0", "", "above 0"),
-    ("--lr inf", "", "finite"),
+    ("--lr 0", "", r"\(0, 1\]"),
+    ("--lr 1e5", "", r"\(0, 1\]"),
     ("--min-lr 1", "", "would end above --lr"),
     ("--lr-warmup-fraction 2", "", r"\[0, 1\]"),
     ("--lr-warmup-iters 20 --lr-decay-iters 10", "", "--lr-warmup-iters 20: must be less than --lr-decay-iters 10"),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,8 @@ def test_errors_about_values_name_the_line(nested, tmp_path):
 def test_wrong_words_after_config_are_refused(nested, words, message):
     words, message = [word.format(nested) for word in words], message.format(nested)
     errors = Errors()
-    expand_configs(words, build_parser()._option_string_actions, lambda: {"--num-experts"}, errors)
+    with suppress(FlagError):  # a file that cannot be read ends the reading
+        expand_configs(words, build_parser()._option_string_actions, lambda: {"--num-experts"}, errors)
     assert len(errors.messages) == 1 and errors.messages[0].startswith(message)
 
 

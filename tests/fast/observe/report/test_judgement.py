@@ -106,6 +106,11 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
     [
         ({}, POLICY, "No step has finished yet."),
         ({"rollout__reward": [0.1] * 3}, POLICY, "Too early to tell: 3 of 200 steps are done."),
+        (
+            {"eval__heldout__reward": [0.08, None, 0.19, None, 0.17]},
+            POLICY,
+            "3 measurements cannot tell: held-out reward is 0.17, and was 0.08 at the start.",
+        ),
         ({"train__grad_norm": [1.0] * 30}, POLICY, "It measures no reward and no loss that tells whether it learns."),
         (
             {"rollout__reward": [0.5] * 30},
