@@ -690,8 +690,8 @@ def check_export_folder(settings: Settings, errors: Errors) -> None:
     """
     model, save, given = settings.model.hf_checkpoint, settings.checkpoint.save, settings.checkpoint.save_hf
     if save is not None and errors.none_about("save", "hf_checkpoint") and _place(save) == _place(str(model)):
-        rule = "is the folder of --hf-checkpoint, which checkpoints would mix with"
-        errors.refuse("save", save, rule, "give another folder")
+        mixed = "is the folder of --hf-checkpoint, which checkpoints would mix with"
+        errors.refuse("save", save, mixed, "give another folder")
     if given is None or not errors.none_about("save_hf"):
         return
     for name, other in _folders(settings):
