@@ -39,9 +39,7 @@ def ensure_trl(venv: Path) -> Path:
     vision = next(x for x in (ROOT / "constraints.txt").read_text().splitlines() if x.startswith("torchvision=="))
     subprocess.run([*pip, "--no-deps", vision], check=True)  # it would replace torch
     if subprocess.run([str(python), "-c", "import torchvision"], capture_output=True).returncode:
-        packages = next(venv.glob("lib/python*/site-packages"))
-        shutil.copy(ROOT / "scripts" / "torchvision_operators.py", packages)
-        (packages / "torchvision_operators.pth").write_text("import torchvision_operators\n")
+        subprocess.run([str(python), str(ROOT / "scripts" / "torchvision_operators.py")], check=True)
     stamp.write_text(TRL_VERSION)
     return python
 

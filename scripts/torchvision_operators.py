@@ -1,6 +1,6 @@
 """Let ``import torchvision`` succeed next to a torch built for CPU, if its wheel is built for CUDA.
 
-scripts/venv.sh copies this file into an environment whose torchvision cannot be imported, with a ``.pth`` file that
+``PYTHON scripts/torchvision_operators.py`` copies this file into the environment of PYTHON, with a ``.pth`` file that
 imports it at start. The compiled part of such a torchvision does not load, so its Python part fails where it describes
 two operators. Declaring them first is enough: image transforms are plain PyTorch.
 """
@@ -25,4 +25,13 @@ class _DeclaresOperators:
 
 
 _KEPT = []
-sys.meta_path.insert(0, _DeclaresOperators())
+if __name__ != "__main__":
+    sys.meta_path.insert(0, _DeclaresOperators())
+else:
+    import shutil
+    import sysconfig
+    from pathlib import Path
+
+    packages = Path(sysconfig.get_path("purelib"))
+    shutil.copy(__file__, packages)
+    (packages / "torchvision_operators.pth").write_text("import torchvision_operators\n")

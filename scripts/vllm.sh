@@ -14,7 +14,9 @@ if [ "$(cat "$VLLM_VENV/.miles-stamp" 2>/dev/null)" != "$STAMP" ]; then
     [ -x "$PYTHON" ] || PYTHON=python3
     "$PYTHON" -m venv "$VLLM_VENV"
     "$VLLM_VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$LIST"
-    "$VLLM_VENV/bin/python" -c 'import vllm' >/dev/null
+    PYTHON="$VLLM_VENV/bin/python"
+    "$PYTHON" -c 'import torchvision' 2>/dev/null || "$PYTHON" "$ROOT/scripts/torchvision_operators.py"
+    "$PYTHON" -c 'import torchvision, vllm' >/dev/null
     echo "$STAMP" >"$VLLM_VENV/.miles-stamp"
 fi
 echo "vllm: $VLLM_VENV/bin/python"

@@ -82,7 +82,6 @@ class EngineSpec:
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
-        reads_images: Whether its requests can have images.
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
         prefixes: How the flags begin that choose it if no engine is named.
@@ -95,7 +94,6 @@ class EngineSpec:
     title: str = "PyTorch"
     has_servers: bool = False
     reports_experts: bool = False
-    reads_images: bool = False
     shares_servers: bool = False
     stop_text_limits: StopTextLimits | None = None
     prefixes: tuple[str, ...] = ()
@@ -130,14 +128,12 @@ ENGINES: Mapping[str, EngineSpec] = {
     "torch": EngineSpec(
         "miles.engine.embedded.torch_engine:start",
         reports_experts=True,
-        reads_images=True,
     ),
     "sglang": EngineSpec(
         "miles.engine.sglang.engine:start",
         title="SGLang",
         has_servers=True,
         reports_experts=True,
-        reads_images=True,
         shares_servers=True,
         stop_text_limits=StopTextLimits(32, 256),  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
         prefixes=("--sglang-", "--router-"),

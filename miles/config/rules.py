@@ -345,7 +345,7 @@ def _is_stretched(config: dict[str, Any]) -> bool:
 
 
 def check_images(settings: Settings, errors: Errors) -> None:
-    """Refuse images for a model or an engine that reads none, and for a backend that trains none."""
+    """Refuse images for a model that reads none, and for a backend that trains none."""
     data, config = settings.data, None
     if errors.none_about("hf_checkpoint"):
         with errors.catching():
@@ -358,10 +358,6 @@ def check_images(settings: Settings, errors: Errors) -> None:
         what_to_do = f"give a model of the type {', '.join(WITH_IMAGES)}, or train on the text columns"
         rule = f"a {config.get('model_type')} reads no images here"
         errors.refuse("multimodal_keys", data.multimodal_keys, rule, what_to_do)
-    engine = settings.rollout.rollout_engine
-    if settings.generates and data.multimodal_keys is not None and not engine_spec(engine).reads_images:
-        what_to_do = f"give --rollout-engine {names_with(ENGINES, 'reads_images')}"
-        errors.refuse("multimodal_keys", data.multimodal_keys, f"--rollout-engine {engine} reads no images", what_to_do)
 
 
 def check_stop_token_ids(settings: Settings, errors: Errors) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles.types.sample import data_uri
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,13 @@ class PromptImages:
         names = ("files", "sizes", "counts", "starts")
         both: dict[str, Any] = {name: (*getattr(earlier, name), *getattr(moved, name)) for name in names}
         return replace(earlier, cache={}, **both)
+
+    def uris(self) -> list[str]:
+        """Return the images as ``data:`` URIs: PNG, as ``models.images.encoded`` makes them. A group shares them."""
+        if "uris" not in self.cache:
+            self.cache["uris"] = [data_uri("image/png", file) for file in self.files]
+        uris: list[str] = self.cache["uris"]
+        return uris
 
     def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens with one placeholder per image, as servers that process images themselves take them."""

@@ -26,7 +26,7 @@ OWNED_BY_LAUNCHER = {
     "--logprobs-mode": "the launcher sets it: log-probs are those of the distribution that is sampled from",
     "--max-logprobs": "the launcher sets it: as many as --rollout-top-k keeps",
     "--generation-config": "the launcher sets it: the flags of a run alone say how tokens are drawn",
-    "--skip-tokenizer-init": "the launcher sets it, unless --rollout-stop gives texts: requests have token ids only",
+    "--skip-tokenizer-init": "the launcher sets it, unless --rollout-stop or images need it: requests have token ids",
     "--enable-scale-out": "the launcher sets it: requests have token ids",
     "--tokens-only": "the launcher sets --enable-scale-out instead",
     "--config": "a run checks what its own files ask for; give the flags in it as --vllm-NAME",

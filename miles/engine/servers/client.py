@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -245,6 +245,15 @@ def checked_generation(generation: Generation, vocab: int, answer: object) -> Ge
     if not sound:
         raise EngineUnavailable(f"an answer whose tokens and log-probs are no generation: {str(answer)[:300]}")
     return generation
+
+
+def check_prompt_tokens(counts: Mapping[str, Any], rendered: int, images: PromptImages) -> None:
+    """Raise ``RequestRefused`` unless a server has made as many tokens of a prompt with images as were rendered."""
+    if (read := counts.get("prompt_tokens")) != rendered:
+        raise RequestRefused(
+            f"{images.where}: the server reads the prompt with its images as {read} tokens, and it was rendered with "
+            f"{rendered}; give both the same transformers, and the server no settings for images of its own"
+        )
 
 
 def checked_support(

@@ -19,12 +19,12 @@ from miles.engine.servers.client import (
     RequestRefused,
     ServerClient,
     as_numbers,
+    check_prompt_tokens,
     checked_generation,
     checked_support,
     read_version,
 )
 from miles.types.replay import TokenSets, dtype_for
-from miles.types.sample import data_uri
 
 if TYPE_CHECKING:
     from miles.types.images import PromptImages
@@ -58,7 +58,8 @@ class SglangClient(ServerClient):
         SGLang honours the seed only under deterministic inference on GPUs.
         """
         body = {
-            **({"input_ids": prompt_ids} if images is None else with_images(prompt_ids, images)),
+            "input_ids": prompt_ids if images is None else images.unexpanded(prompt_ids),
+            **({} if images is None else {"image_data": images.uris()}),
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
@@ -143,22 +144,6 @@ class SglangClient(ServerClient):
         """Take back the memory of the weights, or the memory of cache and CUDA graphs."""
         tags = ["weights"] if for_weights else ["kv_cache", "cuda_graph"]
         await self.control("/resume_memory_occupation", {"tags": tags}, self._seconds)
-
-
-def with_images(prompt_ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
-    """Return a prompt with images under SGLang's names; a prompt with repeated placeholders would get no answer."""
-    if "uris" not in images.cache:  # all samples of a group send the same
-        images.cache["uris"] = [data_uri("image/png", file) for file in images.files]
-    return {"input_ids": images.unexpanded(prompt_ids), "image_data": images.cache["uris"]}
-
-
-def check_prompt_tokens(meta: dict[str, Any], rendered: int, images: PromptImages) -> None:
-    """Raise ``RequestRefused`` unless SGLang's processor has made as many tokens of a prompt as were rendered."""
-    if meta["prompt_tokens"] != rendered:
-        raise RequestRefused(
-            f"{images.where}: the server reads the prompt with its images as {meta['prompt_tokens']} tokens, and it "
-            f"was rendered with {rendered}; give both the same transformers, and drop --sglang-mm-process-config"
-        )
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:

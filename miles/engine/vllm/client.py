@@ -19,6 +19,7 @@ from miles.engine.servers.client import (
     RequestRefused,
     ServerClient,
     as_numbers,
+    check_prompt_tokens,
     checked_generation,
     checked_support,
     read_version,
@@ -50,17 +51,22 @@ class VllmClient(ServerClient):
         experts_shape: tuple[int, int] | None = None,
         images: PromptImages | None = None,
     ) -> Generation:
-        """Generate one response. Only requests of the same ``cache_key`` share prefixes."""
-        if images is not None:
-            raise RequestRefused(f"{images.where}: --rollout-engine vllm reads no images here; use torch or sglang")
+        """Generate one response. Only requests of the same ``cache_key`` share prefixes.
+
+        vLLM's processor repeats the placeholder of each of ``images``.
+        """
         body = {
-            "token_ids": list(prompt_ids),
+            "token_ids": list(prompt_ids) if images is None else images.unexpanded(prompt_ids),
+            **({} if images is None else {"content_parts": [{"type": "image_url", "url": u} for u in images.uris()]}),
             "sampling_params": sampling_params(sampling, seed, vocab),
             **({} if cache_key is None else {"cache_salt": cache_key}),
         }
         answer = await self._post(GENERATE, body, seconds=None)
         with span("check an answer"):
-            return read_generation(answer, vocab, sampling.returns_support)
+            found = read_generation(answer, vocab, sampling.returns_support)
+            if images is not None and found.token_ids:
+                check_prompt_tokens(answer.get("usage") or {}, len(prompt_ids), images)
+        return found
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
         """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""

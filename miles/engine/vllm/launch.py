@@ -43,6 +43,7 @@ class VllmProgram:
         flags: The user's ``--vllm-*`` words, without the prefix.
         raw_log_probs: Whether log-probs come from the logits, and not from the distribution that is sampled from.
         reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
+        reads_images: Whether it serves a model with its vision tower.
         releases_memory: Whether it can release its GPU memory and take it back.
         cache_gib: On CPU: the memory of the cache.
     """
@@ -57,6 +58,7 @@ class VllmProgram:
     flags: tuple[str, ...] = field(default=(), repr=False)
     raw_log_probs: bool = False
     reads_text: bool = False
+    reads_images: bool = False
     releases_memory: bool = False
     cache_gib: int = 1
 
@@ -90,7 +92,7 @@ class VllmProgram:
         words += ["--logprobs-mode", "raw_logprobs" if self.raw_log_probs else "processed_logprobs"]
         words += ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
         words += ["--max-logprobs", "-1", "--disable-uvicorn-access-log"]
-        words += [] if self.reads_text else ["--skip-tokenizer-init"]
+        words += [] if self.reads_text or self.reads_images else ["--skip-tokenizer-init"]  # its processor reads text
         defaults = [
             ("--tensor-parallel-size", str(self.num_devices), ("-tp",)),
             ("--dtype", self.dtype, ()),

@@ -37,6 +37,7 @@ class VllmReceiver:
         """Name the new weights, after what the old ones have computed is gone."""
         if self._flush:
             await self._client.control("/reset_prefix_cache?reset_running_requests=true", {})
+        await self._client.control("/reset_encoder_cache", {})  # of images, which it finds by their pixels alone
         await self._client.control("/update_weight_version", {"new_version": str(version)})
 
     async def load_copy(self, source: CopySource, version: int) -> None:

@@ -35,12 +35,13 @@ class Started:
 class Running:
     """The server, and one engine at once that uses it, on this object's event loop."""
 
-    def __init__(self, address, model, folder, kind=AutoModelForCausalLM):
+    def __init__(self, address, model, folder, kind=AutoModelForCausalLM, make=engine_of):
         self.loop = asyncio.new_event_loop()
         self.address = address
         self.model = kind.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
         self.other = other_weights(self.model)
         self.folder = folder
+        self.make = make
         self.versions = itertools.count(100)
 
     def run(self, work):
@@ -49,9 +50,8 @@ class Running:
     @contextmanager
     def engine(self, **flags):
         """Build an engine with these fields of ``SglangArguments``, and send ``model``'s weights to the server."""
-        engine = engine_of(
-            [Started(self.address)], self.model.config.get_text_config().vocab_size, self.folder, **flags
-        )
+        vocab_size = self.model.config.get_text_config().vocab_size
+        engine = self.make([Started(self.address)], vocab_size, self.folder, **flags)
         self.run(engine.start())
         self.update(engine, self.model)
         yield engine

@@ -41,10 +41,6 @@ def fake_vllm(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (f"{VLLM} --rollout-external --rollout-external-engine-addrs 1.2.3.4:5", "--rollout-external: .*; drop it"),
-        (
-            f'{VLLM} --multimodal-keys {{"image":"images"}}',
-            "--multimodal-keys .*: --rollout-engine vllm reads",
-        ),
         (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM states which tokens it keeps"),
         (
             f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",

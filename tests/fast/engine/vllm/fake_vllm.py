@@ -1,7 +1,8 @@
 """A process that answers like a vLLM server, without a model: ``vllm.entrypoints.openai.api_server`` in its place.
 
 It checks the keys by the real guard. The response to ``token_ids`` is the reversed prompt; of a truncated distribution
-each token was one of two. A prompt that begins with 9 waits until it is aborted or the server resumes.
+each token was one of two. An image is three tokens. A prompt that begins with 9 waits until it is aborted or the server
+resumes.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ class FakeVllm:
 
     def routes(self):
         controls = ("pause", "resume", "abort_requests", "collective_rpc", "reset_prefix_cache", "weight_checker")
-        controls += ("start_weight_update", "finish_weight_update")
+        controls += ("reset_encoder_cache", "start_weight_update", "finish_weight_update")
         return [
             web.get("/health", self.health),
             web.get("/weight_info", self.weight_info),
@@ -98,7 +99,10 @@ class FakeVllm:
         wanted = body["sampling_params"]["logprobs"]
         content = [{"token_id": t, "logprob": HALF, "top_logprobs": tops(t, wanted)} for t in tokens]
         choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": runs}
-        return web.json_response({"choices": [choice | {"finish_reason": self.reason}]})
+        read = len(body["token_ids"]) + 2 * len(body.get("content_parts", ()))
+        return web.json_response(
+            {"choices": [choice | {"finish_reason": self.reason}], "usage": {"prompt_tokens": read}}
+        )
 
 
 def tops(token, wanted):

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from vision_models import png
 
 from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
@@ -24,6 +25,7 @@ from miles.engine.vllm.client import TIES, read_generation, sampling_params
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
+from miles.types.images import PromptImages
 from miles.types.weights import WeightChunk
 
 KEYS = keys_of(ServerFlags(), external=False)
@@ -84,6 +86,18 @@ async def test_a_request_per_seed_is_answered_with_tokens_log_probs_and_version(
             await engine.generate(request(100))
 
 
+async def test_a_server_must_read_a_prompt_with_images_as_it_was_rendered(tmp_path, monkeypatch):
+    images = PromptImages((png(1),), ((8, 8),), (3,), (1,), 7, "some/model", "rows.jsonl:2")
+    async with started(tmp_path, monkeypatch) as (engine, _):
+        (answer,) = await engine.generate(replace(request(5, 7, 7, 7, 6), images=images))
+        assert answer.token_ids == [6, 7, 5], "one placeholder is sent"
+        (part,) = (await seen(engine))["requests"][-1]["content_parts"]
+        assert part["type"] == "image_url" and part["url"].startswith("data:image/png;base64,")
+        longer = replace(request(5, 7, 7, 7, 7, 6), images=replace(images, counts=(4,)))
+        with pytest.raises(RequestRefused, match="rows.jsonl:2: .* as 5 tokens, .* with 6;"):
+            await engine.generate(longer)
+
+
 async def test_an_update_reads_the_folder_empties_the_cache_and_then_sets_the_version(tmp_path, monkeypatch):
     async with started(tmp_path, monkeypatch) as (engine, _):
         await engine.update_weights(WEIGHTS, 3)
@@ -92,6 +106,7 @@ async def test_an_update_reads_the_folder_empties_the_cache_and_then_sets_the_ve
             "/pause?mode=keep",
             "/collective_rpc",
             "/reset_prefix_cache?reset_running_requests=true",
+            "/reset_encoder_cache",
             "/resume",
         ]
         assert (await engine.generate(request(3)))[0].weight_version == 3
@@ -105,13 +120,14 @@ async def test_weights_arrive_over_a_process_group_and_through_shared_memory(tmp
             await engine.update_weights(chunks, version)
         calls = (await seen(engine))["calls"]
         assert (await engine.generate(request(3)))[0].weight_version == 4
-    assert calls[: len(calls) // 2] * 2 == calls and [path for path, _ in calls[:7]] == [
+    assert calls[: len(calls) // 2] * 2 == calls and [path for path, _ in calls[:8]] == [
         "/pause?mode=keep",
         "/start_weight_update",
         "/update_weights",
         "/update_weights",
         "/finish_weight_update",
         "/reset_prefix_cache?reset_running_requests=true",
+        "/reset_encoder_cache",
         "/resume",
     ]
     assert [body for _, body in calls[2:4]] == [{"a": [[1.0], [1.0]]}, {"b": [[2.0], [2.0]]}]
@@ -181,6 +197,7 @@ def test_the_command_line_has_what_the_run_says_and_the_flags_of_the_user():
     assert "--skip-tokenizer-init" not in words and words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     raw = replace(PROGRAM, raw_log_probs=True).arguments("127.0.0.1", 1)
     assert raw[raw.index("--logprobs-mode") + 1] == "raw_logprobs" and "--skip-tokenizer-init" in raw
+    assert "--skip-tokenizer-init" not in replace(PROGRAM, reads_images=True).arguments("127.0.0.1", 1)
 
 
 def test_a_run_without_vllm_is_refused_with_the_one_command(tmp_path):

@@ -1,5 +1,6 @@
-"""Prompts with images on the real SGLang server."""
+"""Prompts with images on real servers: SGLang, and vLLM where the environment of scripts/vllm.sh is."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -8,14 +9,19 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForImageTextToText
 from vision_models import png, prompt_with
 
+from miles.config.sglang.flags import SglangArguments
+from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.launch import ServerSpec
+from miles.engine.vllm.engine import VllmEngine
+from miles.engine.vllm.launch import VllmProgram
+from miles.engine.weight_sync.sender import WeightSender
 from miles.models.images import tensors_of
 from miles.models.tiny import write_small_vision_model
-from tests.fast.engine.conftest import Running
-from tests.fast.engine.sglang_servers import HOST, KEYS, SMALL
+from tests.fast.engine.conftest import Running, chunks_of
+from tests.fast.engine.sglang_servers import HOST, KEYS, SMALL, engine_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,15 +29,26 @@ SAMPLED_IMAGE = 102  # the id of <|image_pad|>
 SAMPLING = SamplingParams(8, temperature=0.7)
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sglang-images")
+def of_vllm(servers, vocab_size, folder, **flags):
+    sglang = SglangArguments(**flags)
+    return VllmEngine(servers, sglang, vocab_size, WeightSender(sglang, folder), None, keys=KEYS)
+
+
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def running(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    model = str(folder / "model")
     write_small_vision_model(folder / "model", 1, patch=14)  # SGLang takes others as embedded pixels
-    spec = ServerSpec(str(folder / "model"), "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True)
-    server = ServerOnHost(spec, LogFile(folder / "server.log"), HOST)
+    if request.param == "sglang":
+        program, make = ServerSpec(model, "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True), engine_of
+    else:
+        if (missing := missing_vllm(vllm_python())) is not None:
+            pytest.skip(missing)
+        program, make = VllmProgram(vllm_python(), model, "float32", "cpu", 1, 0, KEYS, reads_images=True), of_vllm
+    server = ServerOnHost(program, LogFile(folder / "server.log"), HOST)
     try:
         url = server.start()
-        yield Running(url.removeprefix("http://"), spec.model_path, folder, AutoModelForImageTextToText)
+        yield Running(url.removeprefix("http://"), model, folder, AutoModelForImageTextToText, make)
     finally:
         server.stop()
 
@@ -40,8 +57,8 @@ def request_of(prompt, seeds=(0, 1, 2)):
     return GenerationRequest(prompt.token_ids, seeds, SAMPLING, prompt.images)
 
 
-def assert_the_models(model, request, generations):
-    """Compare log-probs with one forward of transformers for each response."""
+def assert_the_models(model, request, generations, version):
+    """Compare the log-probs of the tokens of ``version`` with one forward of transformers for each response."""
     inputs, image = {}, torch.zeros(len(request.prompt_ids), dtype=torch.int)
     if request.images is not None:
         inputs = {name: torch.from_numpy(value) for name, value in tensors_of(request.images).tensors.items()}
@@ -57,7 +74,8 @@ def assert_the_models(model, request, generations):
             logits = model(input_ids=ids, **inputs, **extra).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.7
         expected = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
         error = (torch.tensor(generation.log_probs[: len(answer)]).double() - expected).abs()
-        assert (error <= SERVER_LOG_PROB_ERROR).all()
+        is_of_version = torch.tensor(generation.token_versions[: len(answer)]) == version
+        assert (error[is_of_version] <= SERVER_LOG_PROB_ERROR).all()
 
 
 @pytest.mark.parametrize("mode", ["disk", "broadcast"])
@@ -69,8 +87,28 @@ def test_log_probs_are_the_models_after_every_update(running, mode):
             version = running.update(engine, model)
             for prompt in prompts:
                 generations = running.run(engine.generate(request_of(prompt)))
-                assert_the_models(model, request_of(prompt), generations)
+                assert_the_models(model, request_of(prompt), generations, version)
                 assert {v for g in generations for v in g.token_versions} == {version}
+
+
+def test_a_prompt_in_flight_is_read_again_by_the_new_weights(running):
+    prompt = prompt_with(str(running.folder / "model"), [(56, 28)], 1)
+    request = replace(request_of(prompt, range(8)), sampling=SamplingParams(300, temperature=0.7))
+    versions = {}
+
+    async def with_updates(engine):
+        generating = asyncio.ensure_future(engine.generate(request))
+        while not generating.done():
+            version = next(running.versions)
+            versions[version] = running.model if len(versions) % 2 else running.other
+            await engine.update_weights(chunks_of(versions[version]), version)
+        return generating.result()
+
+    with running.engine(update_weight_transfer_mode="broadcast") as engine:
+        generations = running.run(with_updates(engine))
+    for version, model in versions.items():
+        assert_the_models(model, request, generations, version)
+    assert max(len({*generation.token_versions} & versions.keys()) for generation in generations) > 1
 
 
 def test_another_image_and_another_order_are_noticed(running):
