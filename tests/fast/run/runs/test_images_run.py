@@ -1,4 +1,4 @@
-"""A run with images on a real SGLang server; then it is replayed and sampled from."""
+"""A run with images on a real server; then it is replayed and sampled from."""
 
 import json
 
@@ -7,18 +7,27 @@ from tolerance import RUN_ERROR, SERVER_LOG_PROB_ERROR
 from vision_models import image_flags, png
 
 from miles.commands.sample import main as sample
+from miles.config.vllm.environment import missing_vllm, vllm_python
 from tests.fast.run.runs.launches import trained
 from tests.fast.run.runs.test_sglang_run import SERVERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+NEEDS_VLLM = pytest.mark.skipif(missing_vllm(vllm_python()) is not None, reason="vLLM is missing: bash scripts/vllm.sh")
 
 
-def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys):
-    flags = [*image_flags(tmp_path, side=56, patch=14), "--num-rollout", "2"]
+@pytest.mark.parametrize(
+    ("name", "servers", "shape"),
+    [
+        ("images", SERVERS, {"side": 56, "patch": 14}),
+        pytest.param("images_vllm", ["--rollout-engine", "vllm"], {"hidden": 32}, marks=NEEDS_VLLM),
+    ],
+)
+def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys, name, servers, shape):
+    flags = [*image_flags(tmp_path, **shape), "--num-rollout", "2"]
     saved = str(tmp_path / "rollout_{rollout_id}.jsonl")
     held = ["--eval-prompt-data", "held", str(tmp_path / "rows.jsonl"), "--eval-interval", "1"]
     kept = ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", saved]
-    run = launch("images", *flags, *SERVERS, *held, *kept, "--check-weight-update-equal")
+    run = launch(name, *flags, *servers, *held, *kept, "--check-weight-update-equal")
     assert run.wait() == 0, run.err
     rows = run.rows()
     steps = [row for row in rows.values() if "train/grad_norm" in row]
@@ -31,7 +40,7 @@ def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys):
     assert all(row["prompt"].count("<|image_pad|>") == len(row["images"]) for row in answers)
     assert (run.output / "report.html").read_text().count("data:image/jpeg;base64,") >= 1
 
-    replayed = launch("images_replayed", *flags, "--load-debug-rollout-data", saved)
+    replayed = launch(f"{name}_replayed", *flags, "--load-debug-rollout-data", saved)
     assert replayed.wait() == 0, replayed.err
     for step, row in replayed.rows().items():
         wanted = trained(rows[step])
