@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -124,6 +123,8 @@ def answer_requests() -> None:
 
 def own_stacks() -> str:
     """Return the stacks of this process's threads, the calling one included."""
+    from tempfile import TemporaryFile  # lazily: the children that score answers start without it
+
     with TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

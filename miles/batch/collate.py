@@ -15,7 +15,8 @@ from miles.objective.output import TokenValues
 from miles.objective.sequences import whole_responses
 from miles.types.groups import ALONE, ContextGroup
 from miles.types.parallel import gathered_index, zigzag_positions
-from miles.types.replay import Support, TokenSets, at_tokens
+from miles.types.replay import TokenSets, at_tokens
+from miles.types.support import Support
 from miles.types.train_batch import MicroBatch, SharedLogits, TokenColumns, TrainBatch, TrainShard
 
 if TYPE_CHECKING:

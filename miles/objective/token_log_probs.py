@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from miles.types.head import head_logits
-from miles.types.replay import Support
+from miles.types.support import Support
 from miles.types.train_batch import SharedLogits
 
 CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole

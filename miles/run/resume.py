@@ -26,8 +26,8 @@ from miles.observe.run_files import RunIdentity
 from miles.run.remote_checkpoints import RemoteCheckpoints, named_errors
 from miles.tasks.data.stream import check_order
 from miles.training import checkpoint_files
+from miles.training.checkpoint_check import check_checkpoint, check_weights
 from miles.training.checkpoint_files import DamagedFile
-from miles.training.checkpoint_io import check_checkpoint, check_weights
 from miles.types.data_position import positions_in_sets
 
 KEY = "settings"  # in the launcher's part of a checkpoint

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from miles.config.components import train_backend_spec
 from miles.config.settings import Settings
+from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile, read_state
-from miles.training.checkpoint_io import check_checkpoint
 
 
 def export_checkpoint(settings: Settings, checkpoint: Path, folder: Path) -> None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from miles.types.groups import ContextGroup
     from miles.types.images import ImageTensors, MicroImages
-    from miles.types.replay import Support, TokenSets
+    from miles.types.replay import TokenSets
+    from miles.types.support import Support
 
 _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass", "tis_mean")
 

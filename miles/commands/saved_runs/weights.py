@@ -19,13 +19,8 @@ from pathlib import Path
 from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun, Step, on_this_machine, run_folder
 from miles.config.settings import Settings
-from miles.training.checkpoint_files import (
-    DamagedFile,
-    adapter_folder,
-    appearing_whole,
-    check_against_manifest,
-    holds_adapter,
-)
+from miles.training.adapter_folder import adapter_folder, holds_adapter
+from miles.training.checkpoint_files import DamagedFile, appearing_whole, check_against_manifest
 
 
 def add_step_flag(parser: argparse._ActionsContainer) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from miles.base.flags import collect_errors
 from miles.config.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
 from miles.models.packing import reads_images
-from miles.training.checkpoint_files import peft_config, write_adapter
+from miles.training.adapter_folder import peft_config, write_adapter
 from miles.training.fsdp.models import INDEXER
 
 _ADAPTER = "default"  # peft's name of a model's only adapter

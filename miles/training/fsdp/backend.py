@@ -31,8 +31,9 @@ from miles.models.reading import read_config
 from miles.models.routers import Routers
 from miles.objective.settings import LossArguments
 from miles.training import checkpoint_files
+from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
-from miles.training.checkpoint_files import adapter_folder, check_adapter, saved_reference
+from miles.training.checkpoint_files import saved_reference
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter

@@ -23,9 +23,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
+from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.checkpoint_files import (
-    adapter_folder,
-    check_adapter,
     critic_folder,
     read_run_state,
     reference_folder,

@@ -20,14 +20,9 @@ from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG, is_of_head
 from miles.models.reading import read_config
 from miles.training import checkpoint_files
+from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
-from miles.training.checkpoint_files import (
-    check_adapter,
-    critic_folder,
-    reference_folder,
-    saved_critic,
-    saved_reference,
-)
+from miles.training.checkpoint_files import critic_folder, reference_folder, saved_critic, saved_reference
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.export import add_adapter, exported_value, save_adapter
 from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf

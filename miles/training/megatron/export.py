@@ -10,7 +10,7 @@ from miles.config.lora import LoraArguments, check_adapter_with_model
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
 from miles.models.reading import read_config
-from miles.training.checkpoint_files import adapter_folder, check_adapter, write_adapter
+from miles.training.adapter_folder import adapter_folder, check_adapter, write_adapter
 from miles.training.megatron.checkpoint import load_weights
 from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.adapter import Adapter

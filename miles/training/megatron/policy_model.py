@@ -33,7 +33,7 @@ from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.moe import attach
 from miles.training.megatron.process_groups import Ranks
 from miles.types.head import head_logits
-from miles.types.replay import Support
+from miles.types.support import Support
 from miles.types.train_batch import MicroBatch, SharedLogits
 
 

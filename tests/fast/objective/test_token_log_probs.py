@@ -11,7 +11,8 @@ from tolerance import rounding_error
 
 from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
-from miles.types.replay import Support, TokenSets
+from miles.types.replay import TokenSets
+from miles.types.support import Support
 from miles.types.train_batch import SharedLogits
 
 

@@ -13,7 +13,8 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.model import ModelArguments
 from miles.run import checkpoints
 from miles.run.train_actor import TrainActor, TrainDriver
-from miles.training.checkpoint_io import check_checkpoint, write_random_state
+from miles.training.checkpoint_check import check_checkpoint
+from miles.training.checkpoint_io import write_random_state
 
 
 class Backend:

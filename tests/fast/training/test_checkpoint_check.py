@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_checkpoint import one_rank, save_checkpoint, tensors
 
+from miles.training.checkpoint_check import check_checkpoint, check_weights
 from miles.training.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -31,13 +32,7 @@ from miles.training.checkpoint_files import (
     write_manifest,
     write_run_state,
 )
-from miles.training.checkpoint_io import (
-    check_checkpoint,
-    check_weights,
-    loading,
-    restore_random_state,
-    restricted_loading,
-)
+from miles.training.checkpoint_io import loading, restore_random_state, restricted_loading
 from miles.training.fsdp import checkpoint
 
 SHARD, RANDOM, INDEX = "__0_0.distcp", "random_state_rank0.pt", ".metadata"
@@ -83,7 +78,7 @@ def test_a_complete_checkpoint_lists_every_file(saved):
 
 
 def test_a_launcher_that_checks_a_checkpoint_does_not_import_torch(saved):
-    code = "import sys; from pathlib import Path; from miles.training.checkpoint_io import check_checkpoint; "
+    code = "import sys; from pathlib import Path; from miles.training.checkpoint_check import check_checkpoint; "
     code += "print(check_checkpoint(Path(sys.argv[1])).files, 'torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code, saved], text=True).split() == ["4", "False"]
 

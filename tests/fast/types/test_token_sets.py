@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.types.replay import EXCLUDED, Support, TokenSets, extended
+from miles.types.replay import TokenSets, extended
+from miles.types.support import EXCLUDED, Support
 
 
 @st.composite

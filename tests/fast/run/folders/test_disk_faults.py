@@ -18,7 +18,8 @@ from miles.config.model import ModelArguments
 from miles.run.failures import exit_with_message
 from miles.run.stop_requests import StopRequests
 from miles.run.train_actor import TrainDriver
-from miles.training.checkpoint_io import check_checkpoint, save_errors
+from miles.training.checkpoint_check import check_checkpoint
+from miles.training.checkpoint_io import save_errors
 
 WORDS = {
     errno.ENOSPC: "is full",

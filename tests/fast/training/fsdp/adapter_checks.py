@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.config.lora import LoraArguments
 from miles.objective.settings import LossArguments
-from miles.training.checkpoint_files import adapter_folder
+from miles.training.adapter_folder import adapter_folder
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.checkpoint import export
 

@@ -40,8 +40,9 @@ from layouts import (
 from state_checks import ADAM, CASE, GRADIENT_ERROR, PLAIN, _train, log_probs
 from tolerance import FEW_ROUNDINGS, METRIC_ERROR, RELATIVE_ERROR, adam_error, log_prob_error
 
+from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import at, newest, publish, staging
-from miles.training.checkpoint_io import StagedFiles, check_checkpoint
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron import checkpoint
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint import MASTER, AdamState, check_can_save

@@ -24,7 +24,7 @@ from tolerance import RELATIVE_ERROR, log_prob_error
 
 from miles.config.lora import LoraArguments
 from miles.objective.settings import LossArguments
-from miles.training.checkpoint_files import adapter_folder
+from miles.training.adapter_folder import adapter_folder
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.trainer import Trainer
 from miles.types.metrics import values
