@@ -30,7 +30,7 @@ from miles.base.text import InputError, one_line
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
 from miles.config.functions import given_functions
-from miles.config.model import readable_config
+from miles.config.model import has_vision_tower, readable_config
 from miles.config.rollout import RolloutArguments
 from miles.config.rules import sequence_limit
 from miles.config.settings import Settings
@@ -144,8 +144,7 @@ def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], N
 
 def _needs_torch(settings: Settings) -> bool:
     """Return whether reading the rows takes torch: for images, and in ``datasets``, which a module None confuses."""
-    config = readable_config(settings.model)
-    is_of_images = settings.data.multimodal_keys is not None or (config is not None and reads_images(config))
+    is_of_images = settings.data.multimodal_keys is not None or has_vision_tower(settings.model, if_absent=False)
     return is_of_images or any(is_of_datasets(source) for _, source, _ in _sets(settings))
 
 

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from miles.base import strict_json
 from miles.base.flags import Errors, flag, is_hub_name, refuse
+from miles.models.packing import reads_images
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def readable_config(model: ModelArguments) -> dict[str, Any] | None:
         return local_config(model, "hf_checkpoint")
     except ValueError:
         return None
+
+
+def has_vision_tower(model: ModelArguments, if_absent: bool) -> bool:
+    """Return whether the model reads images; ``if_absent`` if its config is not here."""
+    config = readable_config(model)
+    return if_absent if config is None else reads_images(config)
 
 
 def _config_file(path: str) -> Path | None:

@@ -18,11 +18,11 @@ from miles.base.choices import Registry
 from miles.base.flags import changed, flag_name
 from miles.config.choice import has_servers, reads_megatron_flags, reads_vllm_flags
 from miles.config.lora import counts_experts
-from miles.config.model import readable_config
+from miles.config.model import has_vision_tower, readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
 from miles.config.parallel import same_budget
 from miles.config.settings import SECTIONS, Settings, section_of
-from miles.models.packing import reads_images, why_not_shared
+from miles.models.packing import why_not_shared
 from miles.objective.canary import mass_is_known
 from miles.objective.chosen import build_objective
 from miles.objective.estimators import ESTIMATORS
@@ -61,12 +61,6 @@ def _may_have_experts(s: Settings) -> bool:
     """Return whether the model has experts; true if its config is not here."""
     config = readable_config(s.model)
     return config is None or counts_experts(config)
-
-
-def _reads_images(s: Settings) -> bool:
-    """Return whether the model has a vision tower that is used; true if its config is not here."""
-    config = readable_config(s.model)
-    return config is None or reads_images(config)
 
 
 def _bounds_turns(s: Settings) -> bool:
@@ -139,7 +133,9 @@ CONDITIONS = {
     "a chat template": Condition(
         lambda s: s.data.apply_chat_template or s.reads_conversations, "without --apply-chat-template"
     ),
-    "a model that reads images": Condition(_reads_images, "the model of --hf-checkpoint reads no images"),
+    "a model that reads images": Condition(
+        lambda s: has_vision_tower(s.model, if_absent=True), "the model of --hf-checkpoint reads no images"
+    ),
     "a custom reward": Condition(lambda s: s.reward.custom_rm_path is not None, "built-in rewards are plain numbers"),
     "a built-in reward": Condition(
         lambda s: s.reward.custom_rm_path is None or s.reward.names(CUSTOM), "--custom-rm-path is the reward"

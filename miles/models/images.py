@@ -50,6 +50,20 @@ class VisionFamily:
         """Return the grid of tokens of each image, int64 [images, 3]; None without 3-D rotary positions."""
         return None
 
+    def sized(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> Mapping[str, Any]:
+        """Return what ``replace_image_token`` of the processor reads, for the images of a prompt, by width and height.
+
+        It depends on the sizes alone, so blank images are processed.
+
+        Raises:
+            ValueError: The processor refuses an image of such a size.
+        """
+        from PIL import Image
+
+        blank = [Image.new("RGB", size) for size in sizes]
+        made: Mapping[str, Any] = processor.image_processor([blank], return_tensors="np")
+        return made
+
     def blank(self, config: Any) -> dict[str, np.ndarray]:
         """Return tensors of the smallest image, for ranks that have none."""
         raise NotImplementedError
@@ -201,15 +215,12 @@ def bounded(size: tuple[int, int], least: int | None, most: int | None) -> tuple
 def expansions(model: str, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
     """Return the text that the processor puts instead of each placeholder, for images of a prompt of these sizes.
 
-    It depends on the sizes alone, so blank images are processed, once for each combination.
-
     Raises:
         ValueError: The processor refuses an image of such a size.
     """
-    from PIL import Image
-
-    processor = load_processor(model)
-    made = processor.image_processor([[Image.new("RGB", size) for size in sizes]], return_tensors="np")
+    processor, family = load_processor(model), vision_family(_config(model).model_type)
+    assert family is not None, "validation refuses images for other models"
+    made = family.sized(processor, sizes)
     return tuple(processor.replace_image_token(made, image_idx=number) for number in range(len(sizes)))
 
 

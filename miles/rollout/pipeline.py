@@ -26,8 +26,7 @@ from miles.config.model import local_vocab_size
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
-from miles.models.packing import reads_images
-from miles.models.reading import read_config
+from miles.models.tokenizer_files import save_tokenizer
 from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
@@ -81,7 +80,6 @@ class RolloutPipeline:
         rollout: The flags of rollouts.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
-        reads_images: Whether the model has a processor.
     """
 
     def __init__(
@@ -95,12 +93,10 @@ class RolloutPipeline:
         rollout: RolloutArguments,
         num_iterations: int,
         hooks: IterationHooks,
-        reads_images: bool,
     ) -> None:
         self.tokenizer = tokenizer
         self.producer = producer
         self.num_iterations = num_iterations
-        self._reads_images = reads_images
         self._collector = collector
         self._stream = stream
         self._evaluation = evaluation
@@ -191,11 +187,7 @@ class RolloutPipeline:
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
-        self.tokenizer.save_pretrained(folder)
-        if self._reads_images:
-            from miles.models.images import load_processor
-
-            load_processor(self.tokenizer.name_or_path).save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
 
 
 async def build_pipeline(
@@ -243,7 +235,6 @@ async def build_pipeline(
         rollout=rollout,
         num_iterations=num_iterations,
         hooks=hooks,
-        reads_images=reads_images(read_config(str(settings.model.hf_checkpoint)).to_dict()),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
+from miles.base.text import one_line
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.rollout.groups import STATUS, Detokenizer, SeedOf, answer_text, fit_context, response_seed
 from miles.types.replay import TokenSets, continued, extended
@@ -96,8 +97,17 @@ class Trajectory:
         """Add the text of a tool or an environment, without special tokens of the tokenizer.
 
         Text that does not fit is cut at the limit, and the sample becomes ``TRUNCATED``.
+
+        Raises:
+            ValueError: The text has a placeholder of an image, which would be read as text.
         """
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        images = self.sample.prompt.images
+        if images is not None and images.placeholder_id in token_ids:
+            raise ValueError(
+                f"append({one_line(text, 60)!r}): it takes no images, and the text has the placeholder of one; have an "
+                "environment, a tool or an agent program give it (docs/images.md)"
+            )
         if len(token_ids) >= self.room:
             self.sample.status = SampleStatus.TRUNCATED
         token_ids = token_ids[: self.room]

@@ -128,15 +128,11 @@ def _export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from miles.base.tokenizer import load_tokenizer
-    from miles.models.images import load_processor
-    from miles.models.packing import reads_images
-    from miles.models.reading import read_config
+    from miles.models.tokenizer_files import save_tokenizer
     from miles.training.one_process import export_checkpoint
 
     assert settings.model.hf_checkpoint is not None
     disable_progress_bar()
     with appearing_whole(folder) as staged:
         export_checkpoint(settings, checkpoint, staged)
-        load_tokenizer(settings.model.hf_checkpoint).save_pretrained(staged)
-        if reads_images(read_config(settings.model.hf_checkpoint).to_dict()):
-            load_processor(settings.model.hf_checkpoint).save_pretrained(staged)
+        save_tokenizer(load_tokenizer(settings.model.hf_checkpoint), staged)

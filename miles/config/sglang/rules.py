@@ -44,7 +44,7 @@ from miles.config.sglang.installed import (
 )
 from miles.config.spelling import Group, group_words
 from miles.config.suggest import near_choice
-from miles.models.packing import why_not_generated
+from miles.models.packing import reads_images, why_not_generated
 
 # Check how SGLang's flags divide the devices of an engine, as SGLang does when a server starts.
 #
@@ -234,20 +234,25 @@ def check_servers(settings: Settings, errors: Errors) -> None:
 
 
 def _check_images(settings: Settings, errors: Errors) -> None:
-    """Refuse patches of other sizes than SGLang reads, and engines whose cache of images is not known to be off.
+    """Refuse models whose images SGLang reads wrongly or not, and engines whose cache of images may not be off.
 
-    SGLang's qwen2_5_vl.py reads 3 x 2 x 14 x 14 values as the pixels of a patch, and others as its embedding.
+    SGLang's qwen2_5_vl.py reads 3 x 2 x 14 x 14 values as the pixels of a patch, and others as its embedding. Prompts,
+    tools and environments may have images without ``--multimodal-keys``, so the model decides.
     """
-    if settings.data.multimodal_keys is None:
-        return
     config = readable_config(settings.model) or {}
-    size = config.get("vision_config", {}).get("patch_size", PATCH)
-    if config.get("model_type") == "qwen2_5_vl" and size != PATCH:
+    if settings.data.multimodal_keys is None and not reads_images(config):
+        return
+    kind, size = config.get("model_type"), config.get("vision_config", {}).get("patch_size", PATCH)
+    rule = ""
+    if kind == "qwen2_5_vl" and size != PATCH:
         rule = f"SGLang reads patches of {PATCH} pixels only, and the model's have {size}"
+    elif kind == "llava_onevision":
+        rule = f"SGLang has no model of the type {kind}"
+    if rule:
         errors.refuse("rollout_engine", settings.rollout.rollout_engine, rule, "use --rollout-engine torch")
     if settings.sglang.rollout_external:
-        rule = "engines that are already running may reuse what earlier weights have computed of an image"
-        errors.refuse("rollout_external", True, rule, "drop it, or train without images")
+        rule = "the model reads images, and running engines may reuse what earlier weights have computed of one"
+        errors.refuse("rollout_external", True, rule, "drop it")
 
 
 def _refuse_vllm(settings: Settings, errors: Errors) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from miles.config.model import readable_config
+from miles.config.model import has_vision_tower
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost, Server, ServerPart
 from miles.engine.servers.engine import ServersEngine, start_servers
@@ -18,7 +18,6 @@ from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.launch import ExternalServer, ServerSpec
 from miles.engine.sglang.receiver import SglangReceiver
 from miles.engine.sglang.router import Router
-from miles.models.packing import reads_images
 
 
 class SglangEngine(ServersEngine):
@@ -68,7 +67,7 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         is_deterministic=settings.training.deterministic_mode,
         fp32_head=settings.training.fp32_lm_head,
         says_experts=settings.rollout.use_rollout_routing_replay,
-        reads_images=reads_images(readable_config(settings.model) or {}),
+        reads_images=has_vision_tower(settings.model, if_absent=False),
         reads_text=bool(settings.rollout.stop_texts),
         nodes=settings.nodes_per_engine,
     )

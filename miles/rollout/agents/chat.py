@@ -323,7 +323,7 @@ class ChatFormat:
         if all(isinstance(message["content"], str) for message in messages):
             return tuple(messages)
         with _as_api_error():
-            return tuple(self._images.messages(_ROW, messages))
+            return tuple(self._images.messages(replace(_ROW, files={}), messages))
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]

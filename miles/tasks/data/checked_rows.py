@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 import miles
 from miles.base.flags import FlagError
 from miles.base.text import InputError
-from miles.tasks.data.row import Notes, Row
+from miles.tasks.data.row import Notes, Row, state_of
 from miles.tasks.data.sources import Rows
 from miles.types.sample import Prompt
 
@@ -58,6 +58,7 @@ class RowsVerdict:
         longest: The most tokens of one.
         notes: The unusual rows that are allowed.
         faults: The faults, a message for each row.
+        files: The state of each file that rows name, such as an image. The verdict is about these states.
     """
 
     rows: int = 0
@@ -67,6 +68,7 @@ class RowsVerdict:
     longest: int = 0
     notes: Notes = field(default_factory=Notes)
     faults: list[str] = field(default_factory=list)
+    files: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def dropped(self) -> int:
@@ -82,6 +84,7 @@ class RowsVerdict:
         for kind, (times, first) in later.notes.counts.items():
             self.notes.add_all(kind, times, first)
         self.faults += later.faults
+        self.files |= later.files
 
 
 class Make(Protocol[P_co]):
@@ -140,6 +143,8 @@ class _Check(Generic[P]):
             made = iter(self.make([row for row in read if isinstance(row, Row)], verdict.notes, is_exact=not start))
             for number, row in enumerate(read, start=first):
                 prompt = row if isinstance(row, InputError) else next(made)
+                if isinstance(row, Row):
+                    verdict.files |= row.files
                 if isinstance(prompt, InputError):
                     verdict.faults.append(str(prompt))
                     continue
@@ -253,8 +258,9 @@ def tokenizer_files(name: str) -> list[Path]:
 def _code() -> str:
     """Return a hash of the code that judges rows, and of its libraries."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(Path(miles.__file__).parent.joinpath("tasks").rglob("*.py")):
-        digest.update(file.read_bytes())
+    for room in ("models", "tasks"):
+        for file in sorted(Path(miles.__file__).parent.joinpath(room).rglob("*.py")):
+            digest.update(file.read_bytes())
     return " ".join([digest.hexdigest(), *map(version, ("transformers", "tokenizers", "jinja2"))])
 
 
@@ -269,7 +275,8 @@ def _remembered(key: str) -> RowsVerdict | None:
     with suppress(OSError, ValueError):  # there is none, or a disk was full
         head, _, kept = _file(key).read_bytes().partition(b"\n")
         values = json.loads(head)
-        return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
+        if all(state_of(file) == state for file, state in values["files"].items()):
+            return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
     return None
 
 

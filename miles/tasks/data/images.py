@@ -20,7 +20,7 @@ from miles.base.flags import json_object
 from miles.base.text import one_line
 from miles.models.images import bounded, expansions, load_processor, size_of, vision_family
 from miles.models.reading import read_config
-from miles.tasks.data.row import Row
+from miles.tasks.data.row import Row, state_of
 from miles.tasks.data.settings import HUGGING_FACE, DataArguments
 from miles.types.images import PromptImages
 from miles.types.sample import IMAGE_PLACEHOLDER
@@ -29,6 +29,7 @@ _LARGEST_DOWNLOAD = 64 << 20  # bytes of an image behind a URL
 _SECONDS = 30.0
 _FORMS = "give a path, a data: URI, base64, bytes or an object with bytes or path"
 _KEYS = ("image", "url", "path", "base64", "bytes", "image_url")  # of a content part, that hold the image
+_NO_MORE = object()
 _NO_IMAGE = {"video": "video", "audio": "audio", "video_url": "video", "input_audio": "audio"}
 
 
@@ -123,8 +124,8 @@ class ImageReader:
             return {"type": "image", "image": self._file(row, where, given)}
         if self._key is None:
             row.refuse(f"{where}: has no image; give one, or name the column of images with --multimodal-keys")
-        given = next(left, None)
-        if given is None:
+        given = next(left, _NO_MORE)
+        if given is _NO_MORE:
             column = self._column(row)
             self._refuse_count(row, len(column) + 1, len(column))
         return {"type": "image", "image": self._file(row, f"column {self._key!r}", given)}
@@ -166,6 +167,7 @@ class ImageReader:
         path = Path(unquote(urlsplit(value).path) if value.startswith("file:") else value)
         path = path if path.is_absolute() else _folder(row) / path
         if len(value) < _LONGEST_PATH and os.path.isfile(path):  # unlike Path, false for a name that cannot be one
+            row.files[str(path.absolute())] = state_of(str(path))
             try:
                 return path.read_bytes()
             except OSError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from miles.base.text import InputError, one_line
@@ -15,10 +16,14 @@ LONGEST_MESSAGE = 1000
 
 @dataclass(frozen=True)
 class Row:
-    """Named columns and the row's position, ``where``: ``file.jsonl:17``, rows and lines counted from 1."""
+    """Named columns and the row's position, ``where``: ``file.jsonl:17``, rows and lines counted from 1.
+
+    ``files`` has the state of each file that was read for the row, such as an image.
+    """
 
     where: str
     columns: Mapping[str, Any]
+    files: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     def find(self, name: str) -> Any:
         """Return the value of column ``name``, or of a part of one, as in ``answer.text``; None if it is absent."""
@@ -35,6 +40,15 @@ class Row:
     def refuse(self, fault_and_what_to_do: str) -> NoReturn:
         """Raise the ``InputError`` of a malformed row, with its position."""
         raise InputError(one_line(f"{self.where}: {fault_and_what_to_do}", LONGEST_MESSAGE))
+
+
+def state_of(file: str) -> list[int]:
+    """Return size and time of the last change of a file; an empty list if it cannot be read."""
+    try:
+        found = os.stat(file)
+    except (OSError, ValueError):
+        return []
+    return [found.st_size, found.st_mtime_ns]
 
 
 # Count the unusual rows of a source: one line for each kind, with the position of the first.

@@ -14,6 +14,7 @@ from miles.rollout import trajectory as trajectories
 from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.groups import generate_group, response_seed
 from miles.rollout.trajectory import generate_trajectories, token_ids_with
+from miles.types.images import PromptImages
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("12*3", (1, 2, 3), source="set.jsonl:4")
@@ -32,8 +33,8 @@ class Digits:
         return {str(i): i for i in range(20)}
 
 
-async def generate(engine, function, max_new=20, n_samples=3, **options):
-    group = PromptGroup(5, PROMPT)
+async def generate(engine, function, max_new=20, n_samples=3, prompt=PROMPT, **options):
+    group = PromptGroup(5, prompt)
     return await generate_trajectories(
         function,
         "--custom-generate-function-path mine:generate",
@@ -85,6 +86,17 @@ def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, tur
     for request in engine.requests:
         assert request.prompt_ids[:3] == PROMPT.token_ids
         assert len(request.prompt_ids) - 3 + request.sampling.max_new_tokens <= max_new
+
+
+async def test_text_with_the_placeholder_of_an_image_is_not_appended(scripted_engine):
+    async def show(trajectory):
+        await trajectory.generate()
+        trajectory.append("59")
+
+    images = PromptImages((b"",), ((1, 1),), (1,), (1,), 9, "model")
+    prompt = replace(PROMPT, token_ids=(1, 9, 3), images=images)
+    with pytest.raises(ValueError, match=r"append\('59'\): it takes no images"):
+        await generate(scripted_engine(), show, prompt=prompt)
 
 
 async def test_each_turn_has_a_seed_of_its_own(scripted_engine):

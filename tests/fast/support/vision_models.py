@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,14 @@ from transformers.models.llava_onevision.video_processing_llava_onevision import
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from miles.engine.base import SamplingParams
 from miles.models.images import expansions, load_processor
 from miles.models.tiny import IMAGE_TEMPLATE, IMAGE_TOKENS, character_tokenizer, write_small_vision_model
+from miles.rollout.agents.chat import ChatFormat, ChatRequest, read_messages
+from miles.rollout.agents.session import Session
+from miles.rollout.trajectory import Trajectory
 from miles.types.images import PromptImages
-from miles.types.sample import Prompt
+from miles.types.sample import Prompt, Sample
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _TEXT = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
@@ -114,6 +119,25 @@ def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
     starts = tuple(places[np.cumsum(counts) - counts].tolist())
     images = PromptImages(files, tuple(sizes), counts, starts, processor.image_token_id, model, f"rows:{seed}")
     return Prompt(text, ids, images=images)
+
+
+async def play(
+    model: str, engine: Any, number: int, sampling: SamplingParams, *, images: int = 2, side: int = 8, tokens: int = 24
+) -> Sample:
+    """Play three turns of a conversation that begins with images; after each, a tool returns one more."""
+    tokenizer, limit = load_processor(model).tokenizer, sampling.max_new_tokens
+    first = Sample(Prompt("", (1,)), number, number)
+    trajectory = Trajectory(first, tokenizer, engine, sampling, lambda turn: 10 * number + turn, limit)
+    session = Session(trajectory, ChatFormat(tokenizer), takes_stop_texts=True)
+    parts = [{"type": "image", "image": png(100 * number + i, 2 * side, side)} for i in range(images)]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
+    for turn in range(3):
+        answer = await session.answer(ChatRequest(read_messages(messages), max_tokens=tokens))
+        seen = {"type": "image", "image": png(100 * number + 50 + turn, side, 2 * side)}
+        messages += [answer.message, {"role": "tool", "content": [{"type": "text", "text": "see"}, seen]}]
+    (sample,) = session.samples("")
+    sample.reward = 1.0
+    return sample
 
 
 def image_flags(folder: Path, side: int = 16, **model: int) -> list[str]:

@@ -6,7 +6,7 @@ to the hidden states of the first decoder layers (DeepStack, arXiv 2406.04334).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,11 @@ class QwenVL(VisionFamily):
         merge = config.vision_config.spatial_merge_size
         grids: np.ndarray = tensors["image_grid_thw"] // np.array([1, merge, merge])
         return grids
+
+    def sized(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> Mapping[str, Any]:
+        """Return a grid with as many patches for each image: a check reads the sizes of all images of a set."""
+        patches = processor.image_processor.get_number_of_image_patches
+        return {"image_grid_thw": np.array([(1, 1, patches(height, width)) for width, height in sizes])}
 
     def blank(self, config: Any) -> dict[str, np.ndarray]:
         """Return an image of one token."""

@@ -1,5 +1,7 @@
 """Which engine generates, on which devices, and which flags it accepts."""
 
+import json
+
 import pytest
 
 from tests.fast.support.rows import rows
@@ -16,6 +18,30 @@ def test_refused_with_one_error(refused, flags, expected):
 @pytest.mark.parametrize(("flags", "engines"), rows(__file__, "test_number_of_engines"))
 def test_number_of_engines(validated, flags, engines):
     assert validated(SGLANG + flags).settings.num_engines == engines
+
+
+@pytest.mark.parametrize(
+    ("kind", "patch", "flags", "expected"),
+    [
+        (
+            "qwen2_5_vl",
+            8,
+            "",
+            "SGLang reads patches of 14 pixels only, and the model's have 8; use --rollout-engine torch",
+        ),
+        ("llava_onevision", 14, "", "SGLang has no model of the type llava_onevision; use --rollout-engine torch"),
+        (
+            "qwen3_vl",
+            16,
+            "--rollout-external --rollout-external-engine-addrs 127.0.0.1:9",
+            "--rollout-external: the model reads images, and running engines may reuse",
+        ),
+    ],
+)
+def test_images_that_sglang_would_read_wrongly_are_refused(refused, tmp_path, kind, patch, flags, expected):
+    """Without --multimodal-keys too: messages, tools and environments have images."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"patch_size": patch}}))
+    assert any(expected in message for message in refused(f"{SGLANG} --hf-checkpoint {tmp_path} {flags}"))
 
 
 def test_abort_is_retract_where_nothing_is_in_flight(validated):

@@ -15,9 +15,10 @@ from vision_models import KINDS, image, png, write_vision_model
 
 from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
-from miles.models.images import decoded, encoded, load_processor, tensors_of
+from miles.models.images import decoded, encoded, load_processor, size_of, tensors_of
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.data.settings import DataArguments
+from miles.types.images import PromptImages
 from miles.types.sample import Prompt
 
 DATA = DataArguments(
@@ -120,7 +121,7 @@ def test_bytes_and_structs_in_parquet_and_saved_sets(model: str, tmp_path: Path)
         ({"problem": "<image>", "images": ["none.png"]}, "column 'images': the image cannot be used: there is no file"),
         ({"problem": "<image>", "images": ["text.png"]}, "it is no image that Pillow reads"),
         ({"problem": "<image>", "images": [7]}, "it is of type int; give a path"),
-        ({"problem": "<image>", "images": [None]}, "there is no file|it is missing|has 1 images"),
+        ({"problem": "<image>", "images": [None]}, "the image cannot be used: it is missing"),
         ({"problem": "<image>", "images": ["huge.png"]}, "it is huge, and at most"),
         ({"problem": "<image>", "images": ["large.png"]}, "it has 10000 x 10000 pixels, and at most"),
         ({"problem": "<image>", "images": ["thin.png"]}, "absolute aspect ratio"),
@@ -163,6 +164,40 @@ def test_a_file_broken_behind_its_header_is_refused_when_it_is_drawn(model: str,
     assert prompt.images is not None
     with pytest.raises(InputError, match=r"rows.jsonl:1: image 1 is broken behind its header"):
         tensors_of(prompt.images)
+
+
+def test_a_file_that_has_changed_since_the_last_check_is_checked_again(model: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(1))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "<image>", "answer": "1", "images": "a.png"}) + "\n")
+    tokenizer, source = load_tokenizer(model), str(tmp_path / "rows.jsonl")
+    assert len(load_prompts(source, DATA, tokenizer)) == 1
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(InputError, match=r"rows.jsonl:1: .* no image that Pillow reads"):
+        load_prompts(source, DATA, tokenizer)
+
+
+def test_pixels_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    from transformers.image_utils import load_image
+
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = []
+    for kind, mode, options in (
+        *(("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGBA", "I;16")),
+        ("JPEG", "CMYK", {}),
+        ("JPEG", "RGB", {"exif": turned}),
+        ("GIF", "P", {}),
+        ("WEBP", "RGBA", {}),
+    ):
+        buffer = io.BytesIO()
+        image(1, 24, 16).convert("L" if mode == "I;16" else mode).convert(mode).save(buffer, kind, **options)
+        files.append(buffer.getvalue())
+    sizes = tuple(map(size_of, files))
+    assert sizes.count((16, 24)) == 1
+    images = PromptImages(tuple(files), sizes, (1,) * len(files), (0,) * len(files), 0, "")
+    for file, own, sent in zip(files, decoded(images), encoded(images).files, strict=True):
+        wanted = load_image(Image.open(io.BytesIO(file)))
+        assert own.tobytes() == wanted.tobytes() == load_image(Image.open(io.BytesIO(sent))).tobytes()
 
 
 def test_pixels_are_bounded_and_an_image_on_its_side_is_turned(model: str, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
-from vision_models import KINDS, png, prompt_with, write_vision_model
+from vision_models import KINDS, play, png, prompt_with, write_vision_model
 
 from miles.batch.collate import collate
 from miles.batch.convert import convert
 from miles.models.images import load_processor, tensors_of
 from miles.objective.settings import LossArguments
 from miles.training.fsdp.models import Policy, load_policy
-from miles.types.sample import Prompt, PromptGroup, Sample
+from miles.types.sample import PromptGroup, Sample
 from miles.types.train_batch import TrainBatch
 
 CPU = torch.device("cpu")
@@ -231,40 +231,23 @@ def test_images_of_later_turns_are_trained_where_the_engine_read_them(model: str
 
     from miles.engine.base import EngineWrapper, GenerationRequest, SamplingParams
     from miles.engine.embedded.torch_engine import TorchEngine
-    from miles.rollout.agents.chat import ApiError, ChatFormat, ChatRequest, read_messages
-    from miles.rollout.agents.session import Session
-    from miles.rollout.trajectory import Trajectory
+    from miles.rollout.agents.chat import ApiError
 
-    tokenizer, requests = load_processor(model).tokenizer, list[GenerationRequest]()
+    requests = list[GenerationRequest]()
 
     class Recorded(EngineWrapper):
         async def generate(self, request: GenerationRequest) -> list:
             requests.append(request)
             return await super().generate(request)
 
-    async def play(engine: Recorded, number: int, images: int) -> Sample:
-        first = Sample(Prompt("", (1,)), number, number)
-        sampling = SamplingParams(400)
-        trajectory = Trajectory(first, tokenizer, engine, sampling, lambda turn: 10 * number + turn, 400)
-        session = Session(trajectory, ChatFormat(tokenizer), takes_stop_texts=True)
-        seen = [{"type": "image", "image": png(100 * number + i, 16, 12)} for i in range(images)]
-        messages = [{"role": "user", "content": [*seen, {"type": "text", "text": "?"}]}]
-        for turn in range(3):
-            answer = await session.answer(ChatRequest(read_messages(messages), max_tokens=24))
-            tool = [{"type": "text", "text": "see"}, {"type": "image", "image": png(100 * number + 50 + turn, 8, 16)}]
-            messages += [answer.message, {"role": "tool", "content": tool}]
-        (sample,) = session.samples("")
-        sample.reward = 1.0
-        return sample
-
     async def play_all() -> list[Sample]:
         engine = Recorded(TorchEngine(model, torch.float32, "cpu", 16))
         try:
             if "llava" in Path(model, "config.json").read_text():
                 with pytest.raises(ApiError, match="in another way if others follow"):
-                    await play(engine, 0, 1)
+                    await play(model, engine, 0, SamplingParams(400), images=1)
                 requests.clear()
-            return [await play(engine, number, 2) for number in range(6)]
+            return [await play(model, engine, number, SamplingParams(400)) for number in range(6)]
         finally:
             await engine.close()
 
