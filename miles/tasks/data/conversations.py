@@ -146,13 +146,22 @@ _NO_END = "the chat template writes no token that ends the turn of a trained mes
 _NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 
 
+def _joined(message: Any, data: DataArguments) -> Any:
+    """Return a message that is trained on with one text instead of parts, if all of these are texts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or message.get("role") not in data.sft_roles:
+        return message
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return message | {"content": "".join(texts)} if len(texts) == len(content) else message
+
+
 def _read(
     row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: PreTrainedTokenizerBase, notes: Notes
 ) -> Conversation:
     messages = row.column(data.input_key, "--input-key")
     if not isinstance(messages, list):
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
-    messages = renderer.with_images(row, messages)
+    messages = [_joined(message, data) for message in renderer.with_images(row, messages)]
     text = renderer.render_conversation(row, messages)
     rendered: dict[tuple[int, str, bool], str] = {}
 
@@ -166,7 +175,7 @@ def _read(
     for number, message in enumerate(messages):
         if message["role"] in data.sft_roles:
             if isinstance(message.get("content"), list):
-                row.refuse(f"message {number + 1}: is trained on and has parts; write its text alone")
+                row.refuse(f"message {number + 1}: is trained on and has an image; write its text alone")
             start, end = _span(row, render, messages, number, text)
             if not renderer.ends_turn(text[start:end], message):
                 ending = next_added_token(tokenizer, text, end)  # the next role's token ends the turn

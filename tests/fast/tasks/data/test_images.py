@@ -243,8 +243,9 @@ def test_conversations_have_images_and_train_on_text(each_model: str, tmp_path: 
     from miles.tasks.data.conversations import load_conversations
 
     (tmp_path / "a.png").write_bytes(png(1))
-    say = [("user", "<image>?"), ("assistant", "7"), ("user", "and <image>?"), ("assistant", "8")]
-    row = {"problem": [{"role": role, "content": text} for role, text in say], "images": ["a.png", "a.png"]}
+    seven = [{"type": "text", "text": "7"}]
+    say = [("user", "<image>?"), ("assistant", seven), ("user", "and <image>?"), ("assistant", "8")]
+    row = {"problem": [{"role": role, "content": content} for role, content in say], "images": ["a.png", "a.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (one,) = load_conversations(str(tmp_path / "rows.jsonl"), DATA, load_tokenizer(each_model))
     assert one.prompt.images is one.images is not None
