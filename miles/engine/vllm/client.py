@@ -96,8 +96,11 @@ class VllmClient(ServerClient):
         return answer
 
     async def pause(self, mode: str) -> None:
-        """Stop at the next token. Requests in flight stay, with what they have computed."""
-        await self.control("/pause?mode=keep", {}, self._seconds)
+        """Stop at the next token. Requests in flight stay, with what they have computed.
+
+        vLLM 0.32.0 empties its caches, although it states that it keeps them in this mode, unless it is told not to.
+        """
+        await self.control("/pause?mode=keep&clear_cache=false", {}, self._seconds)
 
     async def resume(self) -> None:
         """Continue after ``pause``."""

@@ -63,6 +63,17 @@ def log_probs_of(model, prompt, token_ids, temperature=1.0):
     return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
+def log_probs_with_old_cache(old, new, prompt, tokens, switch):
+    """Return log-probs if the new model generates from ``switch`` on with the old model's keys and values."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    read = len(prompt) + switch - 1  # the new model reads the last token before the switch
+    with torch.no_grad():
+        first = old(ids[:, :read], use_cache=True)
+        rest = new(ids[:, read:], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, rest.logits], 1)[0, len(prompt) - 1 : -1].double()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
 def other_weights(model):
     """Return a model of the same shape with other weights."""
     torch.manual_seed(7)

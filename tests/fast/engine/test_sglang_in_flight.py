@@ -11,7 +11,7 @@ from tolerance import SERVER_LOG_PROB_ERROR
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.servers.keys import bearer
 from tests.fast.engine.conftest import chunks_of
-from tests.fast.engine.sglang_servers import KEYS, log_probs_of
+from tests.fast.engine.sglang_servers import KEYS, log_probs_of, log_probs_with_old_cache
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -57,17 +57,6 @@ def recomputed(old, new, prompt, tokens, switch):
     return torch.cat([log_probs_of(old, prompt, tokens)[:switch], log_probs_of(new, prompt, tokens)[switch:]])
 
 
-def kept(old, new, prompt, tokens, switch):
-    """Return log-probs if the new model generates from ``switch`` on with the old model's keys and values."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    read = len(prompt) + switch - 1  # the new model reads the last token before the switch
-    with torch.no_grad():
-        first = old(ids[:, :read], use_cache=True)
-        rest = new(ids[:, read:], past_key_values=first.past_key_values)
-    logits = torch.cat([first.logits, rest.logits], 1)[0, len(prompt) - 1 : -1].double()
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
 @BOTH
 def test_weights_change_under_requests_in_flight(running, mode):
     """Each token has the version and the log-prob of the weights that generated it."""
@@ -78,7 +67,7 @@ def test_weights_change_under_requests_in_flight(running, mode):
             await hurry()
             return await generated(asked)
 
-    expected = recomputed if mode == "retract" else kept
+    expected = recomputed if mode == "retract" else log_probs_with_old_cache
     with running.engine(pause_generation_mode=mode) as engine:
         before, version = engine.servers.version, next(running.versions)
         answers = running.run(scenario(engine, version))

@@ -103,7 +103,7 @@ async def test_an_update_reads_the_folder_empties_the_cache_and_then_sets_the_ve
         await engine.update_weights(WEIGHTS, 3)
         paths = [path for path, _ in (await seen(engine))["calls"]]
         assert paths == [
-            "/pause?mode=keep",
+            "/pause?mode=keep&clear_cache=false",
             "/collective_rpc",
             "/reset_prefix_cache?reset_running_requests=true",
             "/reset_encoder_cache",
@@ -121,7 +121,7 @@ async def test_weights_arrive_over_a_process_group_and_through_shared_memory(tmp
         calls = (await seen(engine))["calls"]
         assert (await engine.generate(request(3)))[0].weight_version == 4
     assert calls[: len(calls) // 2] * 2 == calls and [path for path, _ in calls[:8]] == [
-        "/pause?mode=keep",
+        "/pause?mode=keep&clear_cache=false",
         "/start_weight_update",
         "/update_weights",
         "/update_weights",

@@ -27,7 +27,7 @@ from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
 from miles.types.weights import in_chunks
 from tests.fast.conftest import VLLM_SHAPE, byte_tokenizer, save_tiny_model
-from tests.fast.engine.sglang_servers import log_probs_of, other_weights
+from tests.fast.engine.sglang_servers import log_probs_of, log_probs_with_old_cache, other_weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,6 +113,20 @@ async def test_answers_are_the_models_before_and_after_an_update(folder, tmp_pat
     async with started(tmp_path / "other", tmp_path) as (fresh, _):
         expected = await generate(fresh, max_new_tokens=16)
     assert [a.token_ids for a in updated] == [a.token_ids for a in expected]
+
+
+async def test_in_place_requests_keep_their_keys_and_values_and_later_ones_do_not_find_them(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    other = other_weights(model)
+    async with started(folder, tmp_path, pause_generation_mode="in_place") as (engine, _):
+        running = asyncio.ensure_future(generate(engine, [PROMPTS[0]], 2, max_new_tokens=480))
+        await generate(engine, [PROMPTS[1]], 1, max_new_tokens=8)  # once it has ended, those before it generate
+        await engine.update_weights(list(in_chunks(other.named_parameters(), bucket_bytes=20_000)), 5)
+        for answer in await running:
+            switch = answer.token_versions.count(0)
+            assert 0 < switch < len(answer.token_ids)
+            assert_log_probs(answer, log_probs_with_old_cache(model, other, PROMPTS[0], answer.token_ids, switch))
+        assert_of(other, await generate(engine))
 
 
 async def assert_support(engine, model):
