@@ -48,7 +48,7 @@ def test_settings_by_name_are_those_of_the_flags(tmp_path):
     assert vars(miles.Settings.from_flags(" ".join(words), lr=1e-5)) == vars(expected)
     (tmp_path / "run.yaml").write_text(found.to_yaml())
     assert miles.Settings.from_yaml(tmp_path / "run.yaml") == found
-    assert miles.Settings.from_yaml(tmp_path / "run.yaml", use_kl_loss=False, lr=3).optimizer.lr == 3
+    assert miles.Settings.from_yaml(tmp_path / "run.yaml", use_kl_loss=False, lr=0.3).optimizer.lr == 0.3
 
 
 def test_all_mistakes_are_reported_together():

@@ -42,6 +42,7 @@ def test_a_dense_step_calls_no_function_that_a_gpu_compiles(tmp_path):
     assert status == 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_step_with_experts_calls_none_either(tmp_path):
     write_family("qwen3_moe", tmp_path / "model", seed=1)

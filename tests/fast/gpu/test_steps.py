@@ -30,6 +30,7 @@ def run_step(model, result, *more):
     return json.loads(result.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "more"),

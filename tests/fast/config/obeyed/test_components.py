@@ -32,7 +32,7 @@ from miles.objective.policy_losses.ppo_clip import clipped_losses
 from miles.observe import sinks
 from miles.observe.console import PhaseTimer
 from miles.observe.sinks import MlflowSink, SampleTables, WandbSink
-from miles.rollout import pipeline
+from miles.rollout import producer
 from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
 from miles.rollout.supply import build_supply, iterations_of
@@ -124,7 +124,9 @@ def reward_process(settings: Settings) -> Any:
     given = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards_registry, "RewardProcess", given)
-        pipeline._reward_function(settings.reward)
+        patch.setattr(producer, "start_engine", AsyncMock(side_effect=EOFError))  # the reward comes before the engine
+        with pytest.raises(EOFError):
+            asyncio.run(producer.start_producer(settings, MagicMock(), None, None))
     return given.call_args.args[3]
 
 
