@@ -194,7 +194,8 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
                     f"prompts out with --rollout-max-prompt-len {shorter}"
                 )
             found.training += len(loaded) if not is_held_out else 0
-            prompts = _texts(loaded) if settings.data.multimodal_keys is None else set()
+            is_compared = settings.evaluation.has_sets and settings.data.multimodal_keys is None
+            prompts = _texts(loaded) if is_compared else set()
             if is_held_out and (shared := len(prompts & trained)):
                 found.warnings.append(
                     f"{name}: {shared} of its {count(len(prompts), 'prompt')} are training prompts too, so what a run "
@@ -297,7 +298,7 @@ def _faults_of_weights(settings: Settings) -> Iterator[str]:
 
 
 def _faults_of_room(settings: Settings) -> Iterator[str]:
-    """Yield a message if the disk of the checkpoints has not even room for the weights, in the precision they have."""
+    """Yield a message if the disk of ``--save`` has no room even for the weights as the model's files hold them."""
     save = settings.checkpoint.save
     if save is None or is_url(save) or settings.lora.trains_adapter:
         return

@@ -426,9 +426,8 @@ class RolloutActor:
     @ray.method(concurrency_group=REPORT)
     async def describe(self) -> str:
         """Return queues, coroutines and stacks of this process, for the report of a hang."""
-        lines = (
-            [] if self._built is None else [f"{name}: {n}" for name, n in self._built.producer.queue_lengths().items()]
-        )
+        queues = {} if self._built is None else self._built.producer.queue_lengths()
+        lines = [f"{name}: {length}" for name, length in queues.items()]
         if self._loop is not None:
             lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
         return "\n".join([*lines, own_stacks()])

@@ -184,8 +184,8 @@ ADAPTER: dict[str, tuple[str, float | None]] = {
     "r": ("lora_r", 8),
     "lora_alpha": ("lora_alpha", 8),
     "lora_dropout": ("lora_dropout", 0.0),
+    "target_modules": ("lora_target_modules", None),
 }
-ADAPTER |= {"target_modules": ("lora_target_modules", None)}
 
 
 def read_python(path: str, text: str) -> Document:

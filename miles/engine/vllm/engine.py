@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from miles.config.model import readable_config
+from miles.config.model import has_vision_tower
 from miles.config.settings import Settings
 from miles.config.sglang.flags import ServerFlags
 from miles.config.vllm.environment import vllm_python
@@ -17,7 +17,6 @@ from miles.engine.servers.server_log import LogFile
 from miles.engine.vllm.client import VllmClient
 from miles.engine.vllm.launch import VllmProgram
 from miles.engine.vllm.receiver import VllmReceiver
-from miles.models.packing import reads_images
 
 
 class VllmEngine(ServersEngine):
@@ -59,7 +58,7 @@ def vllm_program(settings: Settings, device: str, number: int, keys: Keys) -> Vl
         flags=settings.server_flags.vllm,
         raw_log_probs=rollout.truncates_sampling and not rollout.replays_support,
         reads_text=bool(rollout.stop_texts),
-        reads_images=reads_images(readable_config(settings.model) or {}),
+        reads_images=has_vision_tower(settings.model, if_absent=False),
         releases_memory=settings.offload(device).rollout,
         cache_gib=settings.vllm.vllm_cpu_cache_gib,
     )

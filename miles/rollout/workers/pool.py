@@ -117,14 +117,14 @@ class _Worker:
         self.outbox.append(message)
         self.news.set()
 
-    def told(self, message: Any) -> asyncio.Future[int]:
+    def delivery_of(self, message: Any) -> asyncio.Future[int]:
         """Send a message; return a future that is resolved when the worker has taken it in, or is lost."""
         self.send(message)
         delivered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.send(delivered)
         return delivered
 
-    def asked(self, number: int, question: Question) -> asyncio.Future[Any]:
+    def answer_to(self, number: int, question: Question) -> asyncio.Future[Any]:
         """Ask; return the future answer."""
         self.answers[number] = asyncio.get_running_loop().create_future()
         self.send(Ask(number, question))
@@ -396,7 +396,7 @@ class WorkerPool:
     async def _tell(self, message: Any) -> None:
         """Return when every worker has taken the message in, or is lost: its successor begins with the newest."""
         if self._workers:
-            await asyncio.wait([worker.told(message) for worker in self._workers.values()])
+            await asyncio.wait([worker.delivery_of(message) for worker in self._workers.values()])
 
     async def aborted(self) -> None:
         """Have every worker end its requests; ``RemoteSenders.aborted``."""
@@ -416,7 +416,7 @@ class WorkerPool:
 
     async def _ask(self, question: Question) -> list[Any]:
         workers = sorted(self._workers.items())  # they were added as their processes became ready
-        return list(await asyncio.gather(*(worker.asked(next(self._questions), question) for _, worker in workers)))
+        return list(await asyncio.gather(*(worker.answer_to(next(self._questions), question) for _, worker in workers)))
 
     def loads(self) -> dict[str, int]:
         """Return how many groups each worker has, for the report of a hang."""

@@ -58,7 +58,7 @@ def _by_sample(
 ) -> torch.Tensor:
     """Compute a layer on hidden states [1, T, hidden] of packed samples; same shape.
 
-    PackedRows of padded samples, and whatever comes without a layout, are computed unchanged.
+    Rows of padded samples, and whatever comes without a layout, are computed unchanged.
     """
     if packed is None or packed.padded:
         return forward(*args, **given)

@@ -105,7 +105,7 @@ def launcher_of(document: Document, name: str | None) -> Launcher:
     return fitting[0]
 
 
-# Read the command lines of slime and miles, whose flags are ours or have a verdict in ``arguments/launch``.
+# Read the command lines of slime and miles, whose flags are ours or have a verdict in ``compat/tables``.
 
 
 REDUCER = "--custom-pg-loss-reducer-function-path"
