@@ -117,13 +117,14 @@ def test_a_word_after_two_dashes_asks_for_no_help(tmp_path, monkeypatch, capsys)
     ],
 )
 def test_ctrl_c_before_a_run_is_one_sentence(tmp_path, words, said):
-    """The process is known to read the file when this one can open it for writing."""
+    """The process reads the file once this one can open it for writing; a read that begins after the signal ends, too."""
     file = tmp_path / "fifo"
     os.mkfifo(file)
     command = [sys.executable, *(word.format(file=file) for word in words)]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, open(file, "w"):
-        process.send_signal(signal.SIGINT)
+    with process:
+        with open(file, "w"):
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", said)
 
