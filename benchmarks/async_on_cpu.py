@@ -3,7 +3,7 @@
 ``python benchmarks/async_on_cpu.py --model outputs/models/SmolLM2-135M-Instruct [--cases tiny judge quickstart]``
 
 Each case runs train.py twice and compares the medians. With K = 0 each phase uses all cores (``--colocate``); with K =
-1 trainer and engine use half of them each (run/placement.py). So overlap helps only if more threads do not:
+1 trainer and engine use half of them each (run/cpu_tuning.py). So overlap helps only if more threads do not:
 
 ``quickstart``  SmolLM2-135M, 12 new tokens: both phases are matrix products, which use every core.
 ``tiny``        a model of 0.1 million parameters, 96 new tokens: both phases are Python and one thread's work.

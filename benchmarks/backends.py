@@ -34,7 +34,7 @@ from miles.batch.schedule import schedule_step
 from miles.config.parser import parse
 from miles.config.settings import Settings
 from miles.config.validate import validate
-from miles.run.placement import malloc_environment, use_threads
+from miles.run.cpu_tuning import malloc_environment, use_threads
 from miles.training.backend import build_backend
 from miles.training.trainer import Trainer
 from miles.types.sample import Prompt, PromptGroup, Sample

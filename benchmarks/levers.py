@@ -48,7 +48,7 @@ from miles.engine.base import SamplingParams
 from miles.engine.embedded import model_runner, running_batch, sampling
 from miles.engine.embedded import model_runner as fused_layers
 from miles.objective import token_log_probs
-from miles.run.placement import malloc_environment
+from miles.run.cpu_tuning import malloc_environment
 from miles.training import packed_attention, scoring
 from miles.training import trainer as training
 from miles.training.fsdp import models, runner

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from miles.run.placement import malloc_environment
+from miles.run.cpu_tuning import malloc_environment
 from miles.training.packed_attention import SHORT, _short_attention
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

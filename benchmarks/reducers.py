@@ -22,7 +22,7 @@ import torch
 from miles.batch.collate import collate
 from miles.objective.aggregation import Aggregation, Reducer, get_pg_loss_reducer, step_denominators
 from miles.objective.settings import LossArguments
-from miles.run.placement import malloc_environment
+from miles.run.cpu_tuning import malloc_environment
 from miles.types.train_batch import MicroBatch, TrainBatch
 
 GROUP = 8  # trajectories per prompt

@@ -44,8 +44,8 @@ from miles.config.validate import validate
 from miles.engine.base import LocalHost
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import RolloutPipeline, build_pipeline
+from miles.run.cpu_tuning import malloc_environment
 from miles.run.engine_actors import worker_starter
-from miles.run.placement import malloc_environment
 from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import PromptGroup

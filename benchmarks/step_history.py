@@ -173,7 +173,7 @@ def processor_name() -> str:
 def main() -> int:
     options = parse()
     sys.path.insert(0, str(Path(__file__).parent))
-    from miles.run.placement import malloc_environment
+    from miles.run.cpu_tuning import malloc_environment
 
     missing = malloc_environment("cpu", os.environ)  # as in trainer processes; glibc reads it when a process starts
     if missing:

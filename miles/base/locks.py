@@ -416,7 +416,7 @@ def _read_remote(folder: RemoteFolder) -> dict[str, Any] | None:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """Return whether a process of this host runs. This process itself may have been another launcher (placement.py)."""
+    """Return whether a process of this host runs. This process itself may have been another launcher (restarts.py)."""
     if owner["pid"] == os.getpid():
         return owner["id"] in _held_remote
     try:

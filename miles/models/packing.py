@@ -8,7 +8,7 @@ it is right for the types in ``RECURRENT``. Other types whose configuration name
 
 The FSDP backend trains every model that transformers can load, except for the types that ``why_not_trained`` names. A
 type that neither ``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
-(training/fsdp/backend.py), and so it is before the torch engine runs it (engine/embedded/torch_engine.py).
+(training/fsdp/packing_check.py), and so it is before the torch engine runs it (engine/embedded/torch_engine.py).
 tests/fast/models/test_every_family.py tries every type that transformers has.
 """
 

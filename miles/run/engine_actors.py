@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from miles.base.processes import RUN_FOLDER, answer_requests, own_stacks
+from miles.base.processes import RUN_FOLDER
+from miles.base.stacks import answer_requests
 from miles.config.settings import Settings
 from miles.engine.base import ServerFailed, ServerProcess
 from miles.rollout.workers.pool import WorkerLost
-from miles.run.placement import importing, private_session_root
-from miles.run.ray_watch import DEATHS, HEARTBEAT, HEARTBEAT_SECONDS, REPORT, how_it_died, with_heartbeat
+from miles.run.cpu_tuning import importing
+from miles.run.local_access import private_session_root
+from miles.run.ray_watch import DEATHS, HEARTBEAT_SECONDS, how_it_died
 from miles.run.run_guard import RunGuard
 from miles.run.session import Placement
+from miles.run.worker_actor import WorkerActor, with_heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -193,16 +196,16 @@ NEW_OBJECTS = 20_000  # between two collections of garbage; Python's 700 cost a 
 CLOSE_SECONDS = 8.0  # for programs and requests to end; the launcher gives the rollout process 20
 
 
-class GenerationActor:
+class GenerationActor(WorkerActor):
     """Runs a ``GenerationWorker``, as an asyncio actor: its calls overlap.
 
     The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
     """
 
     def __init__(self, plan: WorkerPlan) -> None:
+        super().__init__()
         self._plan = plan
         self._built: GenerationWorker | None = None
-        answer_requests()
 
     @property
     def _worker(self) -> GenerationWorker:
@@ -230,17 +233,6 @@ class GenerationActor:
         """Stop all activity. No call may follow."""
         if self._built is not None:
             await self._built.close()
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    async def heartbeat(self, seconds: float) -> int:
-        """Answer a heartbeat, on a separate event loop."""
-        await asyncio.sleep(seconds)
-        return os.getpid()
-
-    @ray.method(concurrency_group=REPORT)
-    async def describe(self) -> str:
-        """Return the stacks of this process, for the report of a hang."""
-        return own_stacks()
 
 
 class RayWorker:

@@ -18,8 +18,8 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed, fault_of_output
 from miles.base.flags import flag_name
-from miles.base.processes import frames, own_stacks, request_stacks
 from miles.base.secrets import SHORTEST_HIDDEN_IN_TEXT, hide_in_text, secrets_in
+from miles.base.stacks import frames, own_stacks, request_stacks
 from miles.base.storage import is_url
 from miles.base.text import InputError, few_lines, name_and_words, one_line, words_of
 from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
@@ -39,7 +39,7 @@ from miles.training.checkpoint_files import at, newest
 # The report of a hang: the stacks of each process of a run when a wait exceeded its limit.
 #
 # Workers are asked through Ray, on a thread that their work leaves free. Processes of this machine that do not answer,
-# and those that are no workers (engines, reward functions), are asked by a signal (miles/base/processes.py). Others,
+# and those that are no workers (engines, reward functions), are asked by a signal (miles/base/stacks.py). Others,
 # such as SGLang's schedulers, are shown by py-spy if it is installed.
 
 

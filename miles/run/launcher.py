@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from miles.run.failures import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.loop import RolloutSide, TrainerSide
-    from miles.run.placement import Continuation, Restarts
     from miles.run.remote_checkpoints import Uploads
+    from miles.run.restarts import Continuation, Restarts
     from miles.run.resume import ResumePoint
     from miles.run.session import Placement
     from miles.run.stop_requests import StopRequests
@@ -333,13 +333,13 @@ class LauncherState:
 
 
 def take_over(previous: LauncherState) -> None:
-    """Continue a run whose Ray has died, in the process that has led it so far (run/placement.py), and exit.
+    """Continue a run whose Ray has died, in the process that has led it so far (run/restarts.py), and exit.
 
     Its trainer may have saved once more between the loss of Ray and its own end, so the newest checkpoint is sought
     again.
     """
     from miles.run.failures import exit_with_message
-    from miles.run.placement import loading_its_own
+    from miles.run.restarts import loading_its_own
 
     validated = replace(previous.validated, settings=loading_its_own(previous.validated.settings))
     launch(validated, exit_with_message, is_alone=True, previous=previous)
@@ -417,7 +417,7 @@ def _check(validated: Validated, is_first: bool) -> None:
 def _as_in_command(checkpoint: CheckpointArguments, of_command: CheckpointArguments) -> CheckpointArguments:
     """Return the flags for a message on how to resume: the attempt's flags, with switches as in the command.
 
-    A restart drops some switches (run/placement.py), and the user has to leave them out too.
+    A restart drops some switches (run/restarts.py), and the user has to leave them out too.
     """
     return replace(checkpoint, **{name: getattr(of_command, name) for name in NOT_OF_ITS_OWN})
 
@@ -487,7 +487,7 @@ def _context(
     is_alone: bool,
     previous: LauncherState | None,
 ) -> RunContext:
-    from miles.run.placement import Continuation, Restarts
+    from miles.run.restarts import Continuation, Restarts
 
     settings = validated.settings
     environment = dict(os.environ)  # before Ray's variables are in it
@@ -516,7 +516,7 @@ def run(settings: Settings, context: RunContext) -> None:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
         context: What its attempts share.
     """
-    from miles.run.placement import with_restarts
+    from miles.run.restarts import with_restarts
     from miles.run.session import EngineLayout, keeping_logs, ray_session
 
     size = settings.sglang.rollout_num_gpus_per_engine

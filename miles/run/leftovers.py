@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from miles.run.placement import private_session_root
+from miles.run.local_access import private_session_root
 from miles.run.run_guard import LOCK, clean_up, locked, members, stale_folders
 
 

@@ -393,25 +393,11 @@ def _end(log: Path) -> bytes:
 
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
 # returns in time whatever else the worker does, and Ray fails it at once if the process dies.
-HEARTBEAT = "heartbeat"
-REPORT = "report"  # the concurrency group of ``describe()``, which returns the worker's stacks while it works
-SAVING = "saving"  # the concurrency group of a call that waits for a checkpoint, while the worker does other work
-WEIGHTS = "weights"  # the concurrency group of a call for all weights, while the worker does other work
 HEARTBEAT_SECONDS = 10.0
 HEARTBEAT_CHECK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
 END_SECONDS = 10.0  # for workers to end on their own
 BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the death that caused it
-
-
-def with_heartbeat(worker: type) -> Any:
-    """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
-
-    The group ``REPORT`` is for ``describe()`` and ``end_process()``, ``SAVING`` and ``WEIGHTS`` for calls alongside the
-    work.
-    """
-    remote: Any = ray.remote  # whose stubs do not know concurrency groups
-    return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
 
 
 # Ray errors that the death of another worker may cause: a lost object is one that the dead worker owned.

@@ -23,8 +23,8 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
-from miles.base.processes import answer_requests, own_stacks
-from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
+from miles.base.profiling import ProcessTrace, span
+from miles.base.stacks import own_stacks
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder
@@ -36,12 +36,13 @@ from miles.objective.chosen import build_objective
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import RolloutPipeline, build_pipeline
+from miles.run.cpu_tuning import importing, use_threads
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
-from miles.run.placement import importing, use_threads
-from miles.run.ray_watch import END_SECONDS, HEARTBEAT, REPORT, ActorLost, Workers, with_heartbeat
+from miles.run.object_store import UpdateWeights, without_images
+from miles.run.ray_watch import END_SECONDS, ActorLost, Workers
 from miles.run.session import Placement
-from miles.run.stored_weights import UpdateWeights, without_images
+from miles.run.worker_actor import REPORT, ProfiledActor, with_heartbeat
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.training.optimizer import be_deterministic
 from miles.types.images import PromptImages
@@ -265,7 +266,7 @@ class RolloutDriver:
         self.stop()
 
 
-class RolloutActor:
+class RolloutActor(ProfiledActor):
     """Runs the rollout pipeline in a separate process, as an asyncio actor: its calls overlap.
 
     The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
@@ -278,12 +279,11 @@ class RolloutActor:
             settings: The run.
             placement: Its devices in Ray; None for an object that no actor holds (run/one_process/sides.py).
         """
+        super().__init__("rollout")
         self._settings = settings
         self._placement = placement
         self._built: RolloutPipeline | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._profile = Recorder("rollout")
-        answer_requests()
 
     @property
     def pipeline(self) -> RolloutPipeline:
@@ -401,27 +401,16 @@ class RolloutActor:
     async def start_profile(self) -> None:
         """Record the work of this process and of the generation workers from now on."""
         await self.pipeline.producer.start_profile()
-        self._profile.start()
+        super().start_profile()
 
     async def stop_profile(self) -> list[ProcessTrace]:
         """Return the recording."""
-        own = self._profile.stop()
-        workers = await self.pipeline.producer.stop_profile()
-        return [*([] if own is None else [own]), *workers]
-
-    async def read_clock(self) -> tuple[str, int]:
-        """Return the name of this process's clock, and its time."""
-        return read_clock()
+        own: list[ProcessTrace] = super().stop_profile()
+        return [*own, *await self.pipeline.producer.stop_profile()]
 
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
         self.pipeline.save_tokenizer(folder)
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    async def heartbeat(self, seconds: float) -> int:
-        """Answer a heartbeat (``liveness.Workers``), on a separate event loop."""
-        await asyncio.sleep(seconds)
-        return os.getpid()
 
     @ray.method(concurrency_group=REPORT)
     async def describe(self) -> str:

@@ -31,26 +31,16 @@ from miles.base.locks import release_at_end
 from miles.base.processes import importing_miles, kill_all
 from miles.base.text import few_lines
 from miles.config.cluster import ClusterArguments
+from miles.run.cpu_tuning import malloc_environment
 from miles.run.failures import FailureFiles, cause_of, is_death, is_stopped_soon
-from miles.run.placement import (
-    GpuSlot,
-    check_engines,
-    choose_nodes,
-    find_slots,
-    is_as_asked,
-    loopback_environment,
-    loopback_only,
-    make_token_private,
-    malloc_environment,
-    private_session_root,
-    ranks_by_node,
-)
+from miles.run.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
+from miles.run.placement import GpuSlot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
 from miles.run.ray_watch import ActorLost, RayWatch, are_alive, own_node, parts_of_ray
 from miles.run.run_guard import END_SECONDS, RunGuard
 from miles.run.stop_requests import StopRequests, stops_later
 
 if TYPE_CHECKING:
-    from miles.run.placement import Continuation
+    from miles.run.restarts import Continuation
 
 PLACEMENT_SECONDS = 300
 CHOSEN_SECONDS = 20  # for bundles on chosen nodes, whose devices are free

@@ -23,8 +23,7 @@ import ray
 from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.host import GIB, resident_bytes
-from miles.base.processes import answer_requests, own_stacks
-from miles.base.profiling import ProcessTrace, Recorder, read_clock, span
+from miles.base.profiling import span
 from miles.base.secrets import is_secret
 from miles.base.storage import is_url
 from miles.config.cluster import ClusterArguments
@@ -35,10 +34,11 @@ from miles.config.settings import Settings
 from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.run.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.checkpoints import BackgroundSave
-from miles.run.placement import importing, use_threads
-from miles.run.ray_watch import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
+from miles.run.cpu_tuning import importing, use_threads
+from miles.run.object_store import UpdateWeights, store, store_packed, with_images
+from miles.run.ray_watch import Workers
 from miles.run.session import Placement
-from miles.run.stored_weights import UpdateWeights, store, store_packed, with_images
+from miles.run.worker_actor import SAVING, WEIGHTS, ProfiledActor, with_heartbeat
 from miles.training import checkpoint_files
 from miles.training.checkpoint_files import FileRecord, hash_files_of_rank
 from miles.training.optimizer import be_deterministic
@@ -259,7 +259,7 @@ class TrainDriver:
         return self._workers.results([getattr(actor, verb).remote(*arguments) for actor in self.actors])
 
 
-class TrainActor:
+class TrainActor(ProfiledActor):
     """One trainer rank in a Ray actor."""
 
     backend: TrainBackend  # from ``connect`` on, as ``trainer``
@@ -271,13 +271,12 @@ class TrainActor:
             import torch
             from transformers.utils.logging import disable_progress_bar
 
-        answer_requests()
+        super().__init__(f"trainer rank {rank}")
         _, secrets = _environment(settings.cluster)
         os.environ.update(secrets)
         self.rank = rank
         self.settings = settings
         self.device = torch.device(device)
-        self.recorder = Recorder(f"trainer rank {rank}")
         self.deltas = DeltaWriter(settings.weights_folder) if settings.sends_deltas else None
         if settings.training.deterministic_mode:
             be_deterministic()
@@ -387,19 +386,6 @@ class TrainActor:
         assert self.deltas is not None, "only deltas are refused"
         return store_packed(self.deltas.whole(identity))
 
-    def start_profile(self) -> None:
-        """Record the work of this process from now on."""
-        self.recorder.start()
-
-    def stop_profile(self) -> list[ProcessTrace]:
-        """Return the recording."""
-        recorded = self.recorder.stop()
-        return [] if recorded is None else [recorded]
-
-    def read_clock(self) -> tuple[str, int]:
-        """Return the name of this process's clock, and its time."""
-        return read_clock()
-
     def offload(self) -> None:
         """Move weights and optimizer to host memory."""
         self.backend.offload()
@@ -450,22 +436,6 @@ class TrainActor:
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export."""
         self.backend.export_hf(folder)
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self, seconds: float) -> int:
-        """Return after ``seconds``: a heartbeat (``liveness.Workers``)."""
-        time.sleep(seconds)
-        return os.getpid()
-
-    @ray.method(concurrency_group=REPORT)
-    def describe(self) -> str:
-        """Return the stacks of this process, for the report of a hang."""
-        return own_stacks()
-
-    @ray.method(concurrency_group=REPORT)
-    def end_process(self) -> None:
-        """End this process at once."""
-        os._exit(0)
 
 
 def _environment(cluster: ClusterArguments) -> tuple[dict[str, str], dict[str, str]]:

@@ -117,7 +117,7 @@ def test_a_word_after_two_dashes_asks_for_no_help(tmp_path, monkeypatch, capsys)
     ],
 )
 def test_ctrl_c_before_a_run_is_one_sentence(tmp_path, words, said):
-    """The process reads the file once this one can open it for writing; a read that begins after the signal ends, too."""
+    """The process reads the file once this one can open it for writing; a read after the signal ends, too."""
     file = tmp_path / "fifo"
     os.mkfifo(file)
     command = [sys.executable, *(word.format(file=file) for word in words)]

@@ -309,7 +309,7 @@ def check_untested_model(runner: ModelRunner, model_path: str) -> None:
 def compare_with_transformers(runner: ModelRunner, model_path: str) -> float:
     """Compare what follows two sequences before and after a decoding step, and return the mean difference.
 
-    Rounding may change half of the digits of the weights' dtype, as in training/fsdp/backend.py.
+    Rounding may change half of the digits of the weights' dtype, as in training/fsdp/packing_check.py.
 
     Raises:
         ValueError: Log-probs differ by more, or the layers do not run; with the figures and what to do.

@@ -11,7 +11,8 @@ import os
 import runpy
 import sys
 
-from miles.base.processes import answer_requests, die_with_parent
+from miles.base.processes import die_with_parent
+from miles.base.stacks import answer_requests
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

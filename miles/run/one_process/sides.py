@@ -18,7 +18,7 @@ from miles.config.settings import Settings
 from miles.engine.base import LocalHost
 from miles.engine.weight_sync.deltas import whole_update
 from miles.rollout.ordering import IterationPlanner, OrderingRule
-from miles.run.placement import use_threads
+from miles.run.cpu_tuning import use_threads
 from miles.run.rollout_actor import GeneratedIteration, RolloutActor
 from miles.run.train_actor import TrainActor, TrainedIteration
 from miles.types.metrics import Metric

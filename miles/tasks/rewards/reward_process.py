@@ -31,7 +31,8 @@ from typing import Any
 
 import psutil
 
-from miles.base.processes import RUN_FOLDER, frames, request_stacks, same_imports
+from miles.base.processes import RUN_FOLDER, same_imports
+from miles.base.stacks import frames, request_stacks
 from miles.base.text import InputError, one_line
 from miles.base.threads import in_thread
 from miles.base.user_code import UserCodeError, UserCodeTimeout, call_slots

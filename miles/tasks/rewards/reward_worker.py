@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 import psutil
 
 import miles
-from miles.base.processes import answer_requests, die_with_parent, kill_all
+from miles.base.processes import die_with_parent, kill_all
+from miles.base.stacks import answer_requests
 from miles.base.text import few_lines, name_and_words, one_line
 from miles.base.user_code import UserCall, UserCodeError, fault_of_signature, import_function, makes_coroutines
 from miles.tasks.rewards.base import NotAReward, as_reward, shown

@@ -29,7 +29,7 @@ from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel, ValueStage
-from miles.training.megatron.process_groups import Ranks, initialize_process_groups, megatron_version
+from miles.training.megatron.process_groups import Ranks, initialize_process_groups
 from miles.training.megatron.runner import (
     HostCopies,
     MegatronBaseModel,
@@ -41,6 +41,7 @@ from miles.training.megatron.runner import (
     model_state,
     optimizer_state,
 )
+from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights import build_converter
 from miles.training.scoring import check_can_follow, check_same_positions, follow
 from miles.types.weights import WeightChunk, in_chunks

@@ -52,8 +52,9 @@ from miles.training.checkpoint_io import (
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.process_groups import Ranks, objects_to_write
+from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.runner import MegatronOptimizer
+from miles.training.megatron.versions import objects_to_write
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 

@@ -16,7 +16,8 @@ from miles.training.megatron.hf_files import HuggingFaceWeights, export_hf
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.transformer_config import transformer_config
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.process_groups import Ranks, initialize_process_groups, megatron_version
+from miles.training.megatron.process_groups import Ranks, initialize_process_groups
+from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights import WeightConverter, build_converter
 
 

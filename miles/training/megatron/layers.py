@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from miles.models.registry import family_of
 from miles.training.megatron.model.packed_tokens import PackedCoreAttention, PackedTokens, mtp_spec
 from miles.training.megatron.moe import BalancedRouter, RoutedLayer
-from miles.training.megatron.process_groups import parts_of_experts
+from miles.training.megatron.versions import parts_of_experts
 
 
 def mark_sequence_parallel(module: torch.nn.Module, config: TransformerConfig) -> None:

@@ -33,7 +33,8 @@ from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.megatron.model.packed_tokens import NextTokens, PackedTokens
 from miles.training.megatron.moe import AuxiliaryStep, MicroBatchExperts, RoutedTokens
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.process_groups import Ranks, average_of_ddp, average_of_schedule
+from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.versions import average_of_ddp, average_of_schedule
 from miles.training.optimizer import ScheduledOptimizer
 from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 
@@ -183,7 +184,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 #
 # The loss functions return shares whose sum over micro-batches and ranks is the step's loss
 # (docs/loss-aggregation.md). Megatron averages on the way, in one of two ways, and only this file cancels it.
-# process_groups.py has the lines of the framework that are cancelled.
+# versions.py has the lines of the framework that are cancelled.
 
 
 Metrics = dict[str, torch.Tensor]

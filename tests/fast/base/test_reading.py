@@ -11,7 +11,7 @@ import pytest
 from miles.config.checkpoint import CheckpointArguments, explain_checkpoint, first_iteration
 from miles.config.model import ModelArguments
 from miles.config.settings import Settings
-from miles.run.placement import loading_its_own
+from miles.run.restarts import loading_its_own
 from miles.run.resume import check_frozen_models, check_load_folder, own_save_folder, resume_point
 
 NOBODY = 65534

@@ -8,12 +8,13 @@ import sys
 import psutil
 import pytest
 
-from miles.base import processes as stacks
-from miles.base.processes import RUN_FOLDER, frames, request_stacks
+from miles.base import stacks
+from miles.base.processes import RUN_FOLDER
+from miles.base.stacks import frames, request_stacks
 
 WORK = """
 import re, sys, time
-from miles.base.processes import answer_requests
+from miles.base.stacks import answer_requests
 
 def hold_the_lock():
     print("ready", flush=True)

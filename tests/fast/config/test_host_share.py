@@ -12,7 +12,7 @@ from miles.config.explain import explain
 from miles.config.host_share import host_line
 from miles.config.run_file import run_config
 from miles.run import launcher
-from miles.run.placement import use_threads
+from miles.run.cpu_tuning import use_threads
 from tests.fast.support.rows import rows
 
 GIB = 2**30

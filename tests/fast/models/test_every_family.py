@@ -24,8 +24,8 @@ from miles.engine.embedded import model_runner
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.models import packing
 from miles.models.reading import choose_experts
-from miles.training.fsdp.backend import check_layout, check_untested_model, layout_log_probs, own_log_probs
 from miles.training.fsdp.models import load_policy, shard_model
+from miles.training.fsdp.packing_check import check_layout, check_untested_model, layout_log_probs, own_log_probs
 
 ERROR = 1e-4  # of a log-prob, and of a gradient by its norm
 # Families without a tiny model that runs: refused with the flags, or compared at the start of a run as all are.

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from miles.base.host import GIB
-from miles.run.placement import importing, malloc_environment
+from miles.run.cpu_tuning import importing, malloc_environment
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from miles.config.cluster import ClusterArguments
 from miles.config.settings import Settings
-from miles.run import placement
+from miles.run import local_access
 from miles.run.train_actor import TrainActor, _environment
 
 
@@ -29,7 +29,7 @@ def mode(path):
 
 
 def test_a_new_token_is_readable_for_its_user_only(token):
-    placement.make_token_private()
+    local_access.make_token_private()
     assert len(token.read_text()) == 64
     assert (mode(token), mode(token.parent)) == (0o600, 0o700)
 
@@ -38,7 +38,7 @@ def test_a_token_that_others_can_read_is_kept_and_closed(token):
     token.parent.mkdir()
     token.write_text("the token of another cluster of mine")
     assert mode(token) == 0o666
-    placement.make_token_private()
+    local_access.make_token_private()
     assert mode(token) == 0o600
     assert token.read_text() == "the token of another cluster of mine"
 
@@ -46,22 +46,22 @@ def test_a_token_that_others_can_read_is_kept_and_closed(token):
 @pytest.mark.parametrize("given", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_a_token_from_elsewhere_needs_no_file(token, monkeypatch, given):
     monkeypatch.setenv(given, "x")
-    placement.make_token_private()
+    local_access.make_token_private()
     assert not token.exists()
 
 
 def test_sessions_are_in_a_folder_that_only_their_user_can_enter(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     before = os.umask(0)
-    root = placement.private_session_root()
+    root = local_access.private_session_root()
     os.umask(before)
     assert mode(root) == 0o700
     root.chmod(0o755)
-    assert placement.private_session_root() == root and mode(root) == 0o700
+    assert local_access.private_session_root() == root and mode(root) == 0o700
     root.rmdir()
     root.symlink_to(tmp_path)
     with pytest.raises(ValueError, match="belongs to another user.*RAY_TMPDIR"):
-        placement.private_session_root()
+        local_access.private_session_root()
 
 
 def test_secret_variables_reach_the_trainer_past_ray(monkeypatch):
@@ -73,7 +73,7 @@ def test_secret_variables_reach_the_trainer_past_ray(monkeypatch):
 
 
 def test_the_interface_of_the_collectives_exists_and_is_not_forced_on_anybody():
-    interfaces = placement.loopback_environment({})
+    interfaces = local_access.loopback_environment({})
     assert set(interfaces.values()) <= {name for _, name in socket.if_nameindex()}
     given = {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert placement.loopback_environment(given) == {"NCCL_SOCKET_IFNAME": "lo"}
+    assert local_access.loopback_environment(given) == {"NCCL_SOCKET_IFNAME": "lo"}

@@ -17,7 +17,7 @@ from miles.config.parser import parse
 from miles.run import launcher as run
 from miles.run import stop_requests
 from miles.run.failures import ActorLost, exit_with_message
-from miles.run.placement import Restarts, with_restarts
+from miles.run.restarts import Restarts, with_restarts
 from miles.run.session import keeping_logs
 from miles.run.stop_requests import StopRequests
 

@@ -10,7 +10,7 @@ import pytest
 from small_checkpoint import save_checkpoint
 
 from miles.base.disk_faults import WriteFailed
-from miles.run.placement import with_restarts
+from miles.run.restarts import with_restarts
 
 STEPS, BATCH = 2, 4
 
@@ -167,7 +167,7 @@ def test_what_the_user_has_to_fix_is_raised_at_once_from_a_worker_too(settings_w
 
 REPLACED = """
 import os, sys, threading
-from miles.run.placement import Continuation
+from miles.run.restarts import Continuation
 
 held = os.open("/dev/null", os.O_RDONLY)
 os.set_inheritable(held, True)  # as some libraries' are

@@ -16,9 +16,9 @@ from miles.observe.sample_records import StoredSamples
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import CollectedIteration
+from miles.run.object_store import UpdateWeights, store
 from miles.run.ray_watch import ActorLost
 from miles.run.rollout_actor import RolloutActor, RolloutDriver
-from miles.run.stored_weights import UpdateWeights, store
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.stream import NoPromptsLeft
 from miles.types.dims import ParallelDims
@@ -113,7 +113,7 @@ class Loads:
 
 
 async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.run.stored_weights.ray.put", Stored)
+    monkeypatch.setattr("miles.run.object_store.ray.put", Stored)
     weights = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.ones(8)}
     trainer = object.__new__(TrainActor)
     trainer.rank, trainer.deltas = 0, DeltaWriter(tmp_path / "weights")
@@ -153,7 +153,7 @@ async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tm
 
 @pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
 async def test_the_bytes_and_seconds_of_an_update_are_measured_in_every_mode(monkeypatch, mode):
-    monkeypatch.setattr("miles.run.stored_weights.ray.put", Stored)
+    monkeypatch.setattr("miles.run.object_store.ray.put", Stored)
     weights = [{"a": torch.zeros(1000, dtype=torch.bfloat16)}, {"b": torch.ones(8)}]
     actor, driver = object.__new__(RolloutActor), object.__new__(RolloutDriver)
     sglang = SglangArguments(update_weight_transfer_mode=mode)

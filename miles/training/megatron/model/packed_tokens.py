@@ -29,7 +29,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from miles.training.megatron.process_groups import inputs_of_head, mtp_layer_name, recomputed_function
+from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, recomputed_function
 from miles.training.packed_attention import PackedLayout, packed_attention
 from miles.types.groups import ContextGroup
 from miles.types.parallel import zigzag_positions
@@ -205,7 +205,7 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
     def _checkpointed_forward(self, *function: Any, **given: Any) -> torch.Tensor:
         """Recompute the layer in backward. Megatron's own would save every argument as a tensor; the layout is none.
 
-        Releases that pass the ``function`` to run again (process_groups.py) always pass
+        Releases that pass the ``function`` to run again (versions.py) always pass
         ``_proj_and_transformer_layer``.
         """
         assert function == recomputed_function(self._proj_and_transformer_layer)

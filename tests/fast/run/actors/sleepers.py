@@ -6,13 +6,12 @@ import time
 
 import ray
 
-from miles.base.processes import own_stacks
-from miles.run.ray_watch import HEARTBEAT, REPORT
+from miles.run.worker_actor import HEARTBEAT, REPORT, WorkerActor
 
 FOR_EVER = 10**6
 
 
-class Silent:
+class Silent(WorkerActor):
     """A worker that answers its first heartbeat only."""
 
     def sleep(self, seconds):
@@ -23,13 +22,10 @@ class Silent:
         time.sleep(FOR_EVER if seconds else 0)
         return os.getpid()
 
-    @ray.method(concurrency_group=REPORT)
-    def describe(self):
-        return ""
 
-
-class Sleeper:
+class Sleeper(WorkerActor):
     def __init__(self):
+        super().__init__()
         self._woken = threading.Event()
 
     def sleep(self, seconds):
@@ -49,16 +45,3 @@ class Sleeper:
 
     def fail(self, error):
         raise error  # a comment with timeout, which the traceback shows
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self, seconds):
-        time.sleep(seconds)
-        return os.getpid()
-
-    @ray.method(concurrency_group=REPORT)
-    def describe(self):
-        return own_stacks()
-
-    @ray.method(concurrency_group=REPORT)
-    def end_process(self):
-        os._exit(0)

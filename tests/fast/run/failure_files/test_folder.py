@@ -16,7 +16,7 @@ from miles.run.failures import FailureFiles, collective_in
 
 STUCK = """
 import time
-from miles.base.processes import answer_requests
+from miles.base.stacks import answer_requests
 
 def stuck_rank():
     print("ready", flush=True)

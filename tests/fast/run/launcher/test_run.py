@@ -17,7 +17,7 @@ from miles.config.validate import validate
 from miles.run import launcher
 from miles.run.checkpoints import RunCheckpoints
 from miles.run.failures import exit_with_message
-from miles.run.placement import resuming
+from miles.run.restarts import resuming
 from miles.training import checkpoint_files
 from tests.fast.config.conftest import minimal
 from tests.fast.support.small_checkpoint import save_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from miles.base.locks import NAME
 from miles.base.processes import RUN_FOLDER
 from miles.engine.servers.leftovers import open_segments
-from miles.run.placement import private_session_root
+from miles.run.local_access import private_session_root
 from miles.run.stop_requests import STOPS
 from tests.fast.run.runs.launches import REPO, kind_of, trained
 

@@ -38,7 +38,7 @@ from miles.config.parallel import ParallelArguments
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.objective.settings import LossArguments
 from miles.training.checkpoint_io import StagedFiles
-from miles.training.fsdp import backend as packing_check
+from miles.training.fsdp import packing_check
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.runner import FsdpTrainedModel
 from miles.training.trainer import Trainer

@@ -25,14 +25,14 @@ from miles.models.packing import (
     is_compared_by_test,
     must_be_padded,
 )
-from miles.training.fsdp.backend import (
+from miles.training.fsdp.models import Policy, load_policy
+from miles.training.fsdp.packing_check import (
     check_layout,
     check_untested_model,
     compare_with_transformers,
     layout_log_probs,
     own_log_probs,
 )
-from miles.training.fsdp.models import Policy, load_policy
 from miles.training.packed_attention import PackedLayout
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")

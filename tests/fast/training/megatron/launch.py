@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from miles.run.placement import importing
+from miles.run.cpu_tuning import importing
 from miles.training.megatron.cpu_support import support_cpu
 
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("optimizer", "adapter", "model")]

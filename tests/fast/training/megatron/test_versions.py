@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles.training.megatron import process_groups as versions
+from miles.training.megatron import versions
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
+"""What passes through Ray's object store: the weights of an update, or where their delta is, and an iteration's images.
 
 All weights are one object per chunk. A delta (miles/engine/weight_sync/disk.py) is in files; the object that is passed
 on states where, and whom to ask for all weights.
