@@ -105,6 +105,7 @@ def settings(task: StarterTask, source: str) -> str:
         "prompt_data: data.jsonl         # one JSON object per line; input is the prompt. Replace the rows",
         "apply_chat_template: true       # prompts as the model's chat template writes them",
         *task.reward,
+        '# rollout_stop: ["\\n"]           # texts that end an answer; for plain prompts, drop apply_chat_template',
         "num_rollout: 20                 # iterations: prompts, answers, rewards, a step",
         "rollout_batch_size: 4           # prompts of an iteration",
         "n_samples_per_prompt: 8         # answers to each, which are compared with each other",
@@ -115,7 +116,8 @@ def settings(task: StarterTask, source: str) -> str:
         "# Add these when you have held-out rows, and to keep what was trained:",
         "# eval_prompt_data: [heldout, heldout.jsonl]",
         "# eval_interval: 10",
-        "# save: outputs/checkpoints",
+        "# save: outputs/checkpoints      # with the optimizer: about 13 bytes per parameter each",
+        "# save_keep_last: 2",
         "# save_interval: 10              # iterations; without it, only at the end and at Ctrl-C",
         "",
     ]
@@ -147,6 +149,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"miles init: error: {error}", file=sys.stderr)
         return 2
     print(f"{folder}: {', '.join(texts)}. Next:\n")
-    print(f"cd {folder}", "miles explain --config run.yaml", "miles train --config run.yaml", sep="\n")
-    print("miles report outputs/run")
+    print(f"cd {folder}", "python reward.py", "miles explain --config run.yaml", sep="\n")
+    print("miles train --config run.yaml", "miles report outputs/run", sep="\n")
     return 0

@@ -57,7 +57,7 @@ class CheckpointArguments:
     start_over: bool = _of_save(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
         None,
-        "folder of checkpoints, or its URL, whose newest complete one is resumed; only --save itself may have none",
+        "continue from the newest complete checkpoint of this folder or URL; only --save itself may have none yet",
         needs="a trainer",
         file="folder",
     )

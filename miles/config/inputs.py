@@ -340,6 +340,7 @@ def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
     return lines
 
 
+_STATE_BYTES = 12  # of a parameter in a checkpoint: an fp32 weight and the two moments of Adam
 _LAYERS = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")  # of the language part
 
 
@@ -365,8 +366,11 @@ def _trained(settings: Settings) -> str:
         for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):
             shapes |= {name: tensor["shape"] for name, tensor in _header(file)[0].items()}
     total = sum(map(math.prod, shapes.values()))
-    if not total or not lora.trains_adapter:
-        return _with_tower(settings, total, shapes) if total else ""
+    if not total:
+        return ""
+    if not lora.trains_adapter:
+        size = f"; a checkpoint takes about {_STATE_BYTES * total / 1e9:.2g} GB" if settings.checkpoint.save else ""
+        return f"{_with_tower(settings, total, shapes)}{size}"
     adapted = [
         sum(shape)
         for name, shape in shapes.items()

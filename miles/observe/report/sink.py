@@ -10,7 +10,7 @@ from types import TracebackType
 
 from miles.base.disk_faults import WriteFailed
 from miles.config.tracking import TrackingArguments
-from miles.observe.health import MetricsFile, unhealthy, verdicts
+from miles.observe.health import MetricsFile, judge, unhealthy, verdicts
 from miles.observe.page import write_report
 from miles.observe.report.server import ReportServer
 from miles.observe.run_files import METRICS, RunHeader
@@ -54,6 +54,8 @@ class ReportSink:
         self._closed = True
         if self._server is not None:
             self._server.close()
+        if self._has_rows:
+            print(_sentence(self._folder))
         if self._has_rows and not self._tracking.no_report:
             try:
                 path = write_report(self._folder, self._tracking.report_samples)
@@ -69,6 +71,13 @@ class ReportSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sentence(folder: Path) -> str:
+    """Return whether the run has learned."""
+    header, metrics = RunHeader.load(folder), MetricsFile(folder / METRICS)
+    metrics.refresh()
+    return judge(metrics, header.settings, runs=False, total_steps=header.total_steps).sentence
 
 
 def _serve(folder: Path, port: int) -> ReportServer:

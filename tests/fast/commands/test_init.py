@@ -32,7 +32,7 @@ def begin(task, model, tmp_path, capsys):
     folder = tmp_path / "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["data.jsonl", "reward.py", "run.yaml"]
     assert len([json.loads(row) for row in (folder / "data.jsonl").read_text().splitlines()]) == 3
-    return folder, capsys.readouterr().out.splitlines()[-4:]
+    return folder, capsys.readouterr().out.splitlines()[-5:]
 
 
 @pytest.mark.parametrize("task", init.TASKS)
@@ -63,19 +63,21 @@ def test_the_printed_commands_train(task, model, tmp_path, capsys):
     folder, commands = begin(task, model, tmp_path, capsys)
     assert [line.split()[0:2] for line in commands] == [
         ["cd", str(folder)],
+        ["python", "reward.py"],
         ["miles", "explain"],
         ["miles", "train"],
         ["miles", "report"],
     ]
     (tmp_path / "miles").write_text(MILES)
     (tmp_path / "miles").chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
     environ = os.environ | {
         "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
         "PYTHONPATH": str(REPO),
         "TUTORIAL_PYTHON": sys.executable,
         "TUTORIAL_FLAGS": " ".join(SHORT),
     }
-    lines = [*commands[:3], f"{commands[3]} --static page.html"]  # a page in a file: it is not served
+    lines = [*commands[:4], f"{commands[4]} --static page.html"]  # a page in a file: it is not served
     ended = subprocess.run(
         ["bash", "-euc", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True
     )

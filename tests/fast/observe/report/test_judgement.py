@@ -99,6 +99,11 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
     )
     once = judged(folder, rollout__reward=rising, eval__heldout__accuracy=[0.3])
     assert once.is_learning, "one evaluation states nothing; the reward does"
+    few = {"eval__heldout__reward": [0.15, *[None] * 9, 0.36, *[None] * 8, 0.36]}
+    assert judged(folder, rollout__reward=rising, **few).sentence.endswith(
+        "; held-out reward went from 0.15 to 0.36 in 3 measurements."
+    )
+    assert judged(folder, rollout__reward=flat, **few).is_learning is None, "the reward has not risen"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +24,7 @@ from miles.observe.console import (
     in_words,
     step_line,
 )
-from miles.observe.run_files import RunHeader
+from miles.observe.run_files import RunHeader, SampleRecord
 
 HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_steps=3)
 NAMES = ["rollout/reward", "rollout/response_length", "train/pg_loss", "train/grad_norm", "train/entropy_loss"]
@@ -218,6 +219,24 @@ def test_a_slow_first_iteration_is_forgotten_and_steps_of_an_iteration_share_its
             told.append(left.log(step, {"train/loss": 0.0, **timed}))
     assert told[:3] == [None] * 3 and told[3] == 36 * 25.0
     assert told[-1] == 28 * 2.0
+
+
+def test_a_resumed_run_compares_with_the_first_evaluation_of_the_whole_run() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(replace(HEADER, total_steps=25), "out", Console(file=file, width=80))
+    sink.resume(13, [{"step": 0, "eval/a/reward": 0.15}, {"step": 10, "eval/a/reward": 0.3, "train/grad_norm": 1.0}])
+    sink.log(20, {"eval/a/reward": 0.36, "train/grad_norm": 1.0})
+    assert "continues at step 13 of 25\n" in file.getvalue() and "held-out 0.36 (+0.21)" in file.getvalue()
+
+
+def test_an_answer_is_printed_first_and_after_each_tenth_of_the_run() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(replace(HEADER, total_steps=40), "out", Console(file=file, width=80))
+    for step in range(1, 41):
+        sink.log_samples(step, [SampleRecord("p", "x\n" * 99 + str(step), 0.5, "12", "completed")])
+    answers = [line for line in file.getvalue().splitlines() if line.startswith('  answer "…')]
+    assert [line.split()[-5] for line in answers] == [f'{step}"' for step in range(1, 41, 4)]
+    assert all(len(line) == WIDTH and line.endswith('"  label 12  reward 0.50') for line in answers)
 
 
 def test_a_long_phase_is_said_again_until_it_ends() -> None:

@@ -249,7 +249,7 @@ def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
     from miles.run.failures import FailureFiles
     from miles.run.launcher import train
 
-    monkeypatch.setattr(train_actor, "TrainDriver", lambda *given: pytest.fail("the trainer started"))
+    monkeypatch.setattr(train_actor.TrainDriver, "__init__", lambda *words: pytest.fail("the trainer started"))
     context = SimpleNamespace(stop=None, files=FailureFiles(tmp_path, []))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
