@@ -111,7 +111,7 @@ def main() -> None:
 
     vocab_size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
     contenders = {name: start_contender(environment, args) for name, environment in SETTINGS.items()}
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    measurements: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     for repeat in range(args.repeats + 1):  # the first is warm-up
         for beside in ("alone", "alongside a busy process"):
             neighbor = multiprocessing.get_context("spawn").Process(target=keep_busy, args=(args.threads,), daemon=True)
@@ -121,8 +121,8 @@ def main() -> None:
                 speed = pool.submit(generate, args.sequences, args.new_tokens, vocab_size).result()
                 seconds = pool.submit(train, args.train_tokens, vocab_size).result()
                 if repeat:
-                    found[name].setdefault(f"tokens per second, {beside}", []).append(speed)
-                    found[name].setdefault(f"seconds of a pass, {beside}", []).append(seconds)
+                    measurements[name].setdefault(f"tokens per second, {beside}", []).append(speed)
+                    measurements[name].setdefault(f"seconds of a pass, {beside}", []).append(seconds)
             if neighbor.is_alive():
                 neighbor.terminate()
                 neighbor.join()
@@ -130,7 +130,7 @@ def main() -> None:
         pool.shutdown()
     medians = {
         name: {what: round(statistics.median(values), 3) for what, values in rows.items()}
-        for name, rows in found.items()
+        for name, rows in measurements.items()
     }
     print(json.dumps(medians, indent=2))
 

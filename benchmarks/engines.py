@@ -53,21 +53,21 @@ async def measure(model: str, name: str) -> dict[str, Any]:
     settings = validate(parse(["--hf-checkpoint", model, *flags.split()])).settings
     began = time.perf_counter()
     engine = await start_engine(settings, LocalHost("cpu"))
-    found: dict[str, Any] = {"engine": name, "start_seconds": round(time.perf_counter() - began, 1)}
+    figures: dict[str, Any] = {"engine": name, "start_seconds": round(time.perf_counter() - began, 1)}
     try:
         await speed(engine, 2)  # the first requests compile
         for number in (1, 16, 64):
-            found[f"tokens_per_second_{number}"] = round(await speed(engine, number))
-        found["memory_mb"] = memory_mb()
+            figures[f"tokens_per_second_{number}"] = round(await speed(engine, number))
+        figures["memory_mb"] = memory_mb()
         weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
         weights.pop("lm_head.weight", None)  # tied
         chunks = list(in_chunks(weights.items()))
         began = time.perf_counter()
         await engine.update_weights(chunks, 1)
-        found["update_seconds"] = round(time.perf_counter() - began, 2)
+        figures["update_seconds"] = round(time.perf_counter() - began, 2)
     finally:
         await engine.close()
-    return found
+    return figures
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ class Connected(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
+        head, separator, body = self._received.partition(b"\r\n\r\n")
         length = LENGTH.search(head)
-        if not found or (length and len(body) < int(length[1])):
+        if not separator or (length and len(body) < int(length[1])):
             return
         self._received = b""
         if head.startswith(b"GET /seen "):

@@ -381,9 +381,9 @@ class Worker:
                 del os.environ[name]
             self._pool.submit(int).result()  # starts the process
 
-    def run(self, function: Any, *given: Any) -> Any:
+    def run(self, function: Any, *arguments: Any) -> Any:
         """Run the function in the process, and return its result."""
-        return self._pool.submit(function, *given).result()
+        return self._pool.submit(function, *arguments).result()
 
     def close(self) -> None:
         """End the process."""
@@ -392,20 +392,20 @@ class Worker:
 
 def measure(lever: Lever, part: str, workers: tuple[Worker, Worker], repeats: int) -> dict[str, Any]:
     """Return the medians of a part with the lever and without it: the workers that have it, and that lack it."""
-    found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+    timings: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
     for repeat in range(repeats + 1):
-        for way, worker in zip(found, workers, strict=True):
-            found[way].append(worker.run(seconds_of, lever.name, part, way == "with"))
-            took = f"{found[way][-1][0]:.2f} processor seconds" + ("" if repeat else ", warm-up")
+        for way, worker in zip(timings, workers, strict=True):
+            timings[way].append(worker.run(seconds_of, lever.name, part, way == "with"))
+            took = f"{timings[way][-1][0]:.2f} processor seconds" + ("" if repeat else ", warm-up")
             print(f"{lever.name}: {part} {way} it {took}", file=sys.stderr, flush=True)
     cpu, wall = (
-        {way: statistics.median(times[kind] for times in of_way[1:]) for way, of_way in found.items()}
+        {way: statistics.median(times[kind] for times in of_way[1:]) for way, of_way in timings.items()}
         for kind in (0, 1)
     )
     if lever.tokens_per_pass is not None:
         per_pass = workers[0].run(ask_bench, lever.tokens_per_pass)
         cpu["with"], wall["with"] = cpu["with"] / per_pass, wall["with"] / per_pass
-    first = {way: of_way[0][1] for way, of_way in found.items()}
+    first = {way: of_way[0][1] for way, of_way in timings.items()}
     times = {"times": cpu["without"] / cpu["with"], "wall_times": wall["without"] / wall["with"]}
     return times | {"processor_seconds": cpu, "wall_seconds": wall, "first_wall_seconds": first}
 
@@ -421,13 +421,13 @@ def measured(lever: Lever, options: argparse.Namespace, base: Worker) -> list[di
         other = Worker(options, os.environ | malloc_environment("cpu", os.environ) | lever.environment)
     with_it, without = (other, base) if lever in TRIED else (base, other)
     workers = (other, other) if lever.change is not None else (with_it, without)
-    found = [head | {"part": part} | measure(lever, part, workers, options.repeats) for part in lever.parts]
+    rows = [head | {"part": part} | measure(lever, part, workers, options.repeats) for part in lever.parts]
     if other is not base:
         if lever.change is None:  # each worker has computed one way
             peaks = {"with": with_it.run(peak_gib), "without": without.run(peak_gib)}
-            found = [row | {"peak_gib": peaks} for row in found]
+            rows = [row | {"peak_gib": peaks} for row in rows]
         other.close()
-    return found
+    return rows
 
 
 def rounded(value: Any) -> Any:

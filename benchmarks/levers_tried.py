@@ -31,8 +31,8 @@ def repeated(call: Call) -> Call:
     @torch.inference_mode()
     def run() -> Any:
         for _ in range(20):
-            found = call()
-        return [found.float()]
+            output = call()
+        return [output.float()]
 
     return run
 
@@ -96,8 +96,8 @@ def fp32_cache(bench: Bench) -> tuple[Call, Call]:
 
     def attend(layers: list[torch.Tensor]) -> torch.Tensor:
         dtype = layers[0].dtype
-        found = [F.scaled_dot_product_attention(q.to(dtype), k, v, attn_mask=mask.to(dtype)) for k, v in layers]
-        return torch.stack(found).to(q.dtype)
+        outputs = [F.scaled_dot_product_attention(q.to(dtype), k, v, attn_mask=mask.to(dtype)) for k, v in layers]
+        return torch.stack(outputs).to(q.dtype)
 
     return repeated(lambda: attend(in_fp32)), repeated(lambda: attend(ours))
 
@@ -166,13 +166,13 @@ def passes(tokens: Sequence[int], first: int) -> int:
     at, count = first, 0
     while at < len(tokens):
         last = tuple(tokens[at - 2 : at])
-        found = next((i for i in range(at - 2, 1, -1) if tuple(tokens[i - 2 : i]) == last), at)
-        kept = 0
-        while kept < DRAFTS and found + kept < at and at + kept < len(tokens) - 1:
-            if tokens[found + kept] != tokens[at + kept]:
+        match = next((i for i in range(at - 2, 1, -1) if tuple(tokens[i - 2 : i]) == last), at)
+        accepted = 0
+        while accepted < DRAFTS and match + accepted < at and at + accepted < len(tokens) - 1:
+            if tokens[match + accepted] != tokens[at + accepted]:
                 break
-            kept += 1
-        at, count = at + kept + 1, count + 1
+            accepted += 1
+        at, count = at + accepted + 1, count + 1
     return count
 
 

@@ -30,11 +30,11 @@ def seconds_of(table: str) -> dict[str, dict[str, float]]:
     >>> seconds_of("iteration 1: 2.000 s\\n\\nrollout\\n  idle          1.500 s  75.0 %\\n")
     {'rollout': {'idle': 1.5}}
     """
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for part in table.split("\n\n")[1:]:
         name, *rows = part.splitlines()
-        found[name] = {row[1]: float(row[2]) for row in map(ROW.match, rows) if row}
-    return found
+        seconds[name] = {row[1]: float(row[2]) for row in map(ROW.match, rows) if row}
+    return seconds
 
 
 def profile(model: Path, backend: str, engine: str, folder: Path) -> dict[str, object]:
@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the traces and tables to this folder")
     options = parser.parse_args()
-    found = {}
+    figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for backend, engine in COMBINATIONS:
             name = f"{backend}+{engine}"
-            found[name] = profile(options.model.resolve(), backend, engine, Path(folder) / name)
+            figures[name] = profile(options.model.resolve(), backend, engine, Path(folder) / name)
             if options.keep:
                 shutil.copytree(Path(folder) / name / "profile", options.keep / name, dirs_exist_ok=True)
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -110,16 +110,16 @@ def _async(rows: Figures) -> str:
 def _delta(figures: Figures) -> str:
     rates = {name.removeprefix("lr "): value for name, value in figures.items() if name.startswith("lr ")}
     return "; ".join(
-        f"after steps at {rate}: {found['bytes_ratio']:.1%} of the bytes, "
-        f"{found['disk_delta_seconds'] / found['disk_seconds']:.1f} times the seconds without transfer"
-        for rate, found in rates.items()
+        f"after steps at {rate}: {values['bytes_ratio']:.1%} of the bytes, "
+        f"{values['disk_delta_seconds'] / values['disk_seconds']:.1f} times the seconds without transfer"
+        for rate, values in rates.items()
     )
 
 
 def _neighbors(figures: Figures) -> str:
-    found = figures["default"]
+    values = figures["default"]
     speed, seconds = (
-        found[f"{what}, alongside a busy process"] / found[f"{what}, alone"]
+        values[f"{what}, alongside a busy process"] / values[f"{what}, alone"]
         for what in ("tokens per second", "seconds of a pass")
     )
     return f"{speed:.2f} of the tokens per second, {seconds:.1f} times the seconds of a pass"
@@ -139,7 +139,7 @@ COMPARISONS: Mapping[str, Comparison] = {
 
 def comparisons(records: Sequence[Record]) -> str:
     """Return the newest record of each comparison under each of its conditions."""
-    kept = {(r.benchmark, r.processor, r.conditions): r for r in records if r.benchmark in COMPARISONS}
+    newest = {(r.benchmark, r.processor, r.conditions): r for r in records if r.benchmark in COMPARISONS}
     order = [*COMPARISONS]
     rows = [
         [
@@ -148,7 +148,7 @@ def comparisons(records: Sequence[Record]) -> str:
             COMPARISONS[record.benchmark].result(record.figures),
             record.measured,
         ]
-        for record in sorted(kept.values(), key=lambda record: order.index(record.benchmark))
+        for record in sorted(newest.values(), key=lambda record: order.index(record.benchmark))
     ]
     return _table(["compared", "script", "result", "measured"], rows)
 
@@ -157,15 +157,15 @@ def start_up(records: Sequence[Record]) -> str:
     """Return the seconds from the start of a run to its first token, in total and by part."""
     record = _newest(records, "start_up")
     ways = record.figures
-    kinds = _union(found["cpu_by_process"] for found in ways.values())
+    kinds = _union(values["cpu_by_process"] for values in ways.values())
     totals = [
-        [way, f"{found['seconds']:.1f}", f"{found['cpu_seconds']:.1f}"]
-        + [f"{found['cpu_by_process'][kind]:.1f}" if kind in found["cpu_by_process"] else "" for kind in kinds]
-        for way, found in ways.items()
+        [way, f"{values['seconds']:.1f}", f"{values['cpu_seconds']:.1f}"]
+        + [f"{values['cpu_by_process'][kind]:.1f}" if kind in values["cpu_by_process"] else "" for kind in kinds]
+        for way, values in ways.items()
     ]
-    phases = [found["phases"] for found in ways.values()]
+    phases = [values["phases"] for values in ways.values()]
     spans = [
-        [part] + ["{:.1f} to {:.1f}".format(*found[part]) if part in found else "" for found in phases]
+        [part] + ["{:.1f} to {:.1f}".format(*values[part]) if part in values else "" for values in phases]
         for part in _union(phases)
     ]
     return "\n\n".join(
@@ -196,7 +196,7 @@ def busy_neighbors(records: Sequence[Record]) -> str:
     """Return what engine and trainer reach alone and alongside a busy process, by OpenMP's settings."""
     record = _newest(records, "busy_neighbors")
     columns = _union(record.figures.values())
-    rows = [[name, *(f"{found[column]:.3g}" for column in columns)] for name, found in record.figures.items()]
+    rows = [[name, *(f"{values[column]:.3g}" for column in columns)] for name, values in record.figures.items()]
     return f"{_table(['setting', *columns], rows)}\n\n{_source(record)}"
 
 
@@ -204,7 +204,7 @@ def quickstart_steps(records: Sequence[Record]) -> str:
     """Return the seconds of the parts of a quickstart step by processor, and the accuracy of the newest runs."""
     newest = _newest_by_processor(records, "quickstart_steps")
     medians = {processor: record.figures["median_seconds"] for processor, record in newest.items()}
-    parts = [[part, *(f"{found[part]:.2f}" for found in medians.values())] for part in _union(medians.values())]
+    parts = [[part, *(f"{seconds[part]:.2f}" for seconds in medians.values())] for part in _union(medians.values())]
     record = [*newest.values()][-1]
     runs = record.figures["runs"]
     steps = _union(run["accuracy"] for run in runs)
@@ -236,7 +236,7 @@ def levers_tried(records: Sequence[Record]) -> str:
 
 def _levers(record: Record, tried: bool) -> str:
     rows: list[list[str]] = []
-    shown = ""
+    previous = ""
     for row in record.figures["levers"]:
         if row["tried"] != tried:
             continue
@@ -244,9 +244,9 @@ def _levers(record: Record, tried: bool) -> str:
             both = [f"{row['tokens'][way]:,} tokens" for way in ("with", "without")]
         else:
             both = [f"{row['processor_seconds'][way]:.3g}" for way in ("with", "without")]
-        name = "" if row["lever"] == shown else f"{row['lever']}: {row['what']}{_notes(row)}"
+        name = "" if row["lever"] == previous else f"{row['lever']}: {row['what']}{_notes(row)}"
         rows.append([name, row["part"], f"{row['times']:.2f}", *both])
-        shown = row["lever"]
+        previous = row["lever"]
     table = _table(["lever", "part", "times as fast", "processor seconds with it", "without it"], rows)
     return f"{table}\n\nMeasured: {record.figures['dtype']}, {record.measured}."
 
@@ -280,12 +280,12 @@ def weight_delta(records: Sequence[Record]) -> str:
     rows = [
         [
             name.removeprefix("lr "),
-            f"{found['changed_fraction']:.1%}",
-            f"{found['bytes_ratio']:.1%}",
-            f"{found['disk_delta_seconds']:.2f}",
-            f"{found['disk_seconds']:.2f}",
+            f"{values['changed_fraction']:.1%}",
+            f"{values['bytes_ratio']:.1%}",
+            f"{values['disk_delta_seconds']:.2f}",
+            f"{values['disk_seconds']:.2f}",
         ]
-        for name, found in record.figures.items()
+        for name, values in record.figures.items()
         if name.startswith("lr ")
     ]
     heads = ["learning rate", "elements that change", "bytes of the delta", "seconds, `disk-delta`", "seconds, `disk`"]
@@ -320,18 +320,18 @@ def rollout_workers(records: Sequence[Record]) -> str:
 def profiles(records: Sequence[Record]) -> str:
     """Return the seconds of a recorded iteration by process and kind of operation, for each backend and engine."""
     record = _newest(records, "profiles")
-    found = record.figures
+    figures = record.figures
     kinds = [
         (process, kind)
-        for process in _union(each["processes"] for each in found.values())
-        for kind in _union(each["processes"][process] for each in found.values())
+        for process in _union(each["processes"] for each in figures.values())
+        for kind in _union(each["processes"][process] for each in figures.values())
     ]
-    rows = [["the iteration", "", *(f"{each['seconds']:.2f}" for each in found.values())]]
+    rows = [["the iteration", "", *(f"{each['seconds']:.2f}" for each in figures.values())]]
     rows += [
-        [process, kind, *(f"{each['processes'][process].get(kind, 0):.2f}" for each in found.values())]
+        [process, kind, *(f"{each['processes'][process].get(kind, 0):.2f}" for each in figures.values())]
         for process, kind in kinds
     ]
-    return f"{_table(['process', 'kind', *found], rows)}\n\n{_source(record)}"
+    return f"{_table(['process', 'kind', *figures], rows)}\n\n{_source(record)}"
 
 
 def _phases(seconds: Mapping[str, float]) -> str:
@@ -343,9 +343,9 @@ def rehearsal_scale(records: Sequence[Record]) -> str:
     """Return what rehearsals of large models take, by layout and processor."""
     newest = _newest_by_processor(records, "rehearsal_scale")
     rows = [
-        [layout, processor, f"{found['seconds']:.0f}", f"{found['cpu_seconds']:.0f}", f"{found['peak_gb']:.1f}"]
+        [layout, processor, f"{values['seconds']:.0f}", f"{values['cpu_seconds']:.0f}", f"{values['peak_gb']:.1f}"]
         for processor, record in newest.items()
-        for layout, found in record.figures.items()
+        for layout, values in record.figures.items()
     ]
     heads = ["layout on 1,024 ranks", "processor", "seconds", "processor seconds", "GB of the largest process"]
     return f"{_table(heads, rows)}\n\n{_source(*newest.values())}"
@@ -411,10 +411,10 @@ def main() -> None:
     adding = commands.add_parser("add", help="add what a script printed, from standard input")
     adding.add_argument("benchmark", choices=sorted({*COMPARISONS, *TABLES} - OF_OTHER_SCRIPTS))
     adding.add_argument("conditions", help="model, precision, and what else used the machine")
-    given = parser.parse_args()
+    options = parser.parse_args()
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     figures = read_json(sys.stdin.read())
-    record = Record(given.benchmark, today, commit_of(), processor_name(), given.conditions, figures)
+    record = Record(options.benchmark, today, commit_of(), processor_name(), options.conditions, figures)
     with RECORDS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(vars(record)) + "\n")
 

@@ -98,7 +98,7 @@ def compare(mode: Aggregation, samples: int, longest: int, repeats: int) -> dict
     micro = step(mode, samples, longest)
     losses = torch.randn(len(micro.loss_mask), generator=torch.Generator().manual_seed(0))
     settings = LossArguments(loss_aggregation=mode, calculate_per_token_loss=mode == "token_mean")
-    contenders = {"loop": loop_over_samples, "flat": lambda given: get_pg_loss_reducer(settings, given)}
+    contenders = {"loop": loop_over_samples, "flat": lambda batch: get_pg_loss_reducer(settings, batch)}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):  # the first is warm-up
         results = {name: run(make_reducer, micro, losses) for name, make_reducer in contenders.items()}

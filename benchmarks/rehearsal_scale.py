@@ -120,11 +120,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="the folder for what is written")
     parser.add_argument("names", nargs="*", choices=[*LAYOUTS, []], help="layouts; default: all")
-    given = parser.parse_args()
-    folder = given.keep or Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    folder = options.keep or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, dict[str, float]] = {}
-    for name in given.names or LAYOUTS:
+    for name in options.names or LAYOUTS:
         took, busy, memory, _ = rehearse(name, folder)
         figures[name] = {"seconds": took, "cpu_seconds": busy, "peak_gb": memory}
         print(f"{name}: {took:.0f} s, {busy:.0f} s of a processor, {memory:.1f} GB", file=sys.stderr)

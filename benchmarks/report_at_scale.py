@@ -94,22 +94,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples-per-step", type=int, default=100)
     parser.add_argument("--browser", metavar="CHROMIUM", help="also open the page in this Chromium")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch)
-        make_run(folder, given.steps, given.samples_per_step)
+        folder = options.folder or Path(scratch)
+        make_run(folder, options.steps, options.samples_per_step)
         size = (folder / SAMPLES).stat().st_size / 1e6
-        print(f"{given.steps} steps, {given.steps * given.samples_per_step} samples, {size:.0f} MB of samples")
+        print(f"{options.steps} steps, {options.steps * options.samples_per_step} samples, {size:.0f} MB of samples")
         server = ReportServer(folder, 0)
-        if given.browser:
+        if options.browser:
             print(
                 "page opened, server fresh: curves after {:.2f} s, answers after {:.2f} s".format(
-                    *browser_seconds(server.url, given.browser)
+                    *browser_seconds(server.url, options.browser)
                 )
             )
             server.close()
             server = ReportServer(folder, 0)
-        middle = given.steps // 2
+        middle = options.steps // 2
         timed(server, "overview, the first time (reads metrics)", "overview")
         timed(server, "one curve of all steps", "metrics", names="rollout/reward")
         timed(server, "one curve of 1,000 steps", "metrics", names="rollout/reward", **{"from": 1, "to": 1000})

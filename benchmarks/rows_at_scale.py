@@ -96,16 +96,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--conversations", type=int, default=100_000)
     parser.add_argument("--explained", type=int, default=10_000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
-        common = f"--hf-checkpoint {given.model} --device cpu --rollout-batch-size 8 --lr 1e-6 --num-rollout 4"
+        common = f"--hf-checkpoint {options.model} --device cpu --rollout-batch-size 8 --lr 1e-6 --num-rollout 4"
         common += " --rollout-shuffle --rollout-max-response-len 64"
         rl = f"{common} --n-samples-per-prompt 8 --label-key label --rm-type math"
         ways = {
-            "text": (given.prompts, rl),
-            "template": (given.prompts, f"{rl} --apply-chat-template --rollout-max-prompt-len 1024"),
-            "conversations": (given.conversations, f"{common} --loss-type sft_loss --rollout-max-response-len 4096"),
+            "text": (options.prompts, rl),
+            "template": (options.prompts, f"{rl} --apply-chat-template --rollout-max-prompt-len 1024"),
+            "conversations": (options.conversations, f"{common} --loss-type sft_loss --rollout-max-response-len 4096"),
         }
         for name, (rows, words) in ways.items():
             file = Path(folder, f"{rows}-{name == 'conversations'}.jsonl")
@@ -113,17 +113,17 @@ def main() -> None:
                 write_rows(file, rows, name == "conversations")
             for state in ("cold", "warm", "resumed") if rows else ():
                 position = Path(folder, f"{name}-{'warm' if state == 'resumed' else state}.json")
-                found = measure([*words.split(), "--prompt-data", str(file)], position, environment)
-                print(f"{name:14}{rows:>9} {state:8}{found}", flush=True)
+                result = measure([*words.split(), "--prompt-data", str(file)], position, environment)
+                print(f"{name:14}{rows:>9} {state:8}{result}", flush=True)
         file = Path(folder, "explained.jsonl")
-        write_rows(file, given.explained, False)
+        write_rows(file, options.explained, False)
         words = f"{rl} --apply-chat-template --rollout-max-prompt-len 1024 --prompt-data {file}"
         for state in ("cold", "warm"):
             began = time.perf_counter()
             command = [sys.executable, "-m", "miles", "explain", *words.split()]
             text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
             digest = hashlib.blake2b(text, digest_size=4).hexdigest()
-            print(f"explain       {given.explained:>9} {state:8}{time.perf_counter() - began:.2f} s, text {digest}")
+            print(f"explain       {options.explained:>9} {state:8}{time.perf_counter() - began:.2f} s, text {digest}")
 
 
 if __name__ == "__main__":

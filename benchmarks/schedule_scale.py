@@ -72,9 +72,9 @@ def memory() -> float:
 
 def measured(work: Callable[[], T]) -> tuple[T, dict[str, float]]:
     started, used = time.perf_counter(), time.process_time()
-    found = work()
+    result = work()
     seconds, processor = time.perf_counter() - started, time.process_time() - used
-    return found, {"seconds": round(seconds, 2), "processor_seconds": round(processor, 2), "peak_gb": memory()}
+    return result, {"seconds": round(seconds, 2), "processor_seconds": round(processor, 2), "peak_gb": memory()}
 
 
 def main() -> None:

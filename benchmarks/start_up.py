@@ -153,15 +153,15 @@ def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     options = parse()
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    by_way: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
     for turn in range(options.runs + (not options.no_warm_up)):
         for way in options.ways:
             figures = run(way, options)
             print(f"{way} {figures['seconds']:.2f} s, {figures['cpu_seconds']:.2f} cpu s", file=sys.stderr, flush=True)
             if turn > 0 or options.no_warm_up:
-                found[way].append(figures)
+                by_way[way].append(figures)
     result = {}
-    for way, runs in found.items():
+    for way, runs in by_way.items():
         middle = sorted(runs, key=lambda figures: figures["seconds"])[len(runs) // 2]
         result[way] = {
             "seconds": round(statistics.median(figures["seconds"] for figures in runs), 2),

@@ -70,15 +70,15 @@ def records_in(text: str) -> list[Record]:
     return [Record.of_row(line) for line in lines[2:]]
 
 
-def last_of_kind(records: list[Record], found: Record) -> Record | None:
+def last_of_kind(records: list[Record], record: Record) -> Record | None:
     """Return the last record of the same processor and dtype."""
-    alike = [r for r in records if (r.processor, r.dtype) == (found.processor, found.dtype)]
+    alike = [r for r in records if (r.processor, r.dtype) == (record.processor, record.dtype)]
     return alike[-1] if alike else None
 
 
-def slower_parts(last: Record, found: Record) -> list[str]:
+def slower_parts(last: Record, record: Record) -> list[str]:
     """Return a line for each part that is slower than allowed."""
-    pairs = zip(PARTS, last.ratios, found.ratios, strict=True)
+    pairs = zip(PARTS, last.ratios, record.ratios, strict=True)
     return [
         f"{part}: {now:.2f} of the fixed work, {now / before:.2f} times the {before:.2f} of {last.date} ({last.commit})"
         for part, before, now in pairs
@@ -183,17 +183,17 @@ def main() -> int:
 
     dtype, ratios = measure(options.turns)
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    found = Record(today, commit_of(), torch.__version__, processor_name(), dtype, ratios, options.record or "")
-    print(found.row())
+    record = Record(today, commit_of(), torch.__version__, processor_name(), dtype, ratios, options.record or "")
+    print(record.row())
     if options.record:
         with HISTORY.open("a", encoding="utf-8") as file:
-            file.write(found.row() + "\n")
+            file.write(record.row() + "\n")
         return 0
-    last = last_of_kind(records_in(HISTORY.read_text(encoding="utf-8")), found)
+    last = last_of_kind(records_in(HISTORY.read_text(encoding="utf-8")), record)
     if last is None:
         print(f"no record of this processor in {HISTORY.name}: make one with --record")
         return 0
-    slower = slower_parts(last, found)
+    slower = slower_parts(last, record)
     print("\n".join(slower) if slower else f"no part is more than {ALLOWED - 1:.0%} slower than on {last.date}")
     return 1 if slower else 0
 

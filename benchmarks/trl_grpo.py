@@ -20,7 +20,7 @@ def last_number(completions: list, label: list[str], **_: object) -> list[float]
     """Return 1.0 if the last number of the answer is the label, else 0.0."""
     texts = [completion[-1]["content"] for completion in completions]
     numbers = [re.findall(r"-?\d+", text) for text in texts]
-    return [float(bool(found) and int(found[-1]) == int(want)) for found, want in zip(numbers, label, strict=True)]
+    return [float(bool(digits) and int(digits[-1]) == int(want)) for digits, want in zip(numbers, label, strict=True)]
 
 
 class TimedTrainer(GRPOTrainer):

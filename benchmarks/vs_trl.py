@@ -132,13 +132,13 @@ def main() -> None:
     result = {
         "median_seconds": median,
         "trl_over_miles": ratios,
-        "last_rewards": {side: statistics.mean(found) for side, found in rewards.items()},
+        "last_rewards": {side: statistics.mean(values) for side, values in rewards.items()},
         "steps": turns,
         "trl": TRL_VERSION,
     }
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-    shown = ("median_seconds", "trl_over_miles", "last_rewards")
-    print(json.dumps({name: result[name] for name in shown}, indent=2))
+    summary = ("median_seconds", "trl_over_miles", "last_rewards")
+    print(json.dumps({name: result[name] for name in summary}, indent=2))
 
 
 if __name__ == "__main__":

@@ -109,11 +109,11 @@ def measure(args: argparse.Namespace, lr: float) -> dict[str, float]:
                 copy.adopt(chunks, "first")
                 continue
             copy.follow(offer)
-            found = read(copy.folder)
+            actual = read(copy.folder)
             delta = since(began)
 
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name].view(torch.int16), expected[name].view(torch.int16)) for name in found)
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name].view(torch.int16), expected[name].view(torch.int16)) for name in actual)
             rows.append(
                 {
                     "changed_fraction": offer.changed / offer.elements,

@@ -90,15 +90,15 @@ class Settings(sections.Settings):
         return run_config(dataclasses.replace(self, reward=dataclasses.replace(self.reward, custom_rm_path=None)))
 
 
-def _judged(given: Command) -> Validated:
+def _judged(command: Command) -> Validated:
     """Validate; a reward that is only missing may be given to ``train``."""
     try:
-        return judge(given)
+        return judge(command)
     except FlagError as error:
         if not any(message.startswith("--rm-type or --custom-rm-path is required") for message in error.messages):
             raise
-    reward = dataclasses.replace(given.settings.reward, custom_rm_path=REWARD_LATER)
-    return judge(dataclasses.replace(given, settings=dataclasses.replace(given.settings, reward=reward)))
+    reward = dataclasses.replace(command.settings.reward, custom_rm_path=REWARD_LATER)
+    return judge(dataclasses.replace(command, settings=dataclasses.replace(command.settings, reward=reward)))
 
 
 def train(settings: sections.Settings, reward: Callable[..., Any] | None = None) -> Run:
@@ -130,20 +130,20 @@ def explain(settings: sections.Settings) -> str:
 
 
 def _with_reward(settings: sections.Settings, reward: Callable[..., Any] | None, folder: Path) -> sections.Settings:
-    given = settings.reward
+    section = settings.reward
     if reward is None:
-        if given.custom_rm_path == REWARD_LATER:
+        if section.custom_rm_path == REWARD_LATER:
             raise ValueError("reward: responses must be scored; give miles.train a function, or set rm_type")
         return settings
     if not callable(reward):
         raise ValueError(f"reward: {type(reward).__name__} is not a function; give one, or set rm_type to a name")
-    if given.rm_type is not None or given.custom_rm_path not in (None, REWARD_LATER):
-        name = given.rm_type or given.custom_rm_path
+    if section.rm_type is not None or section.custom_rm_path not in (None, REWARD_LATER):
+        name = section.rm_type or section.custom_rm_path
         raise ValueError(f"reward: the settings name a second one, {name}; give one of the two")
     from miles.run.function_file import function_path
 
     path = function_path(reward, folder, "reward")
-    return dataclasses.replace(settings, reward=dataclasses.replace(given, custom_rm_path=path))
+    return dataclasses.replace(settings, reward=dataclasses.replace(section, custom_rm_path=path))
 
 
 @contextmanager
@@ -210,8 +210,8 @@ class Run:
 
         if step is None:
             return pandas.DataFrame(run_files.read(self.folder / SAMPLES, "rollout_id"))
-        found = SampleFile(self.folder / SAMPLES).iteration(step)
-        return pandas.DataFrame(found.rows if found is not None and found.step == step else [])
+        iteration = SampleFile(self.folder / SAMPLES).iteration(step)
+        return pandas.DataFrame(iteration.rows if iteration is not None and iteration.step == step else [])
 
     def verdicts(self) -> pandas.DataFrame:
         """Return the health verdicts of ``miles report``: one row per rule."""
@@ -219,5 +219,5 @@ class Run:
 
         file = MetricsFile(self.folder / METRICS)
         file.refresh()
-        found = verdicts(file, self.settings)
-        return pandas.DataFrame([verdict.to_json() for verdict in found]).set_index("rule")
+        results = verdicts(file, self.settings)
+        return pandas.DataFrame([verdict.to_json() for verdict in results]).set_index("rule")

@@ -15,15 +15,15 @@ PLACES = re.compile(r"^Reference: (.*?)$.*?^Answer: (.*)$\s*^Grade", re.MULTILIN
 
 def grade(text: str) -> str:
     """Return the judge's reply to a filled template."""
-    found = PLACES.search(text)
-    if found is None:
+    match = PLACES.search(text)
+    if match is None:
         return "The template shows no reference and answer."
-    reference, answer = found[1].strip(), found[2].strip()
+    reference, answer = match[1].strip(), match[2].strip()
     if answer == reference:
         return "It is the reference.\nScore: 10"
-    places = max(len(reference), len(answer))
+    letters = max(len(reference), len(answer))
     right = sum(a == b for a, b in zip(reference, answer, strict=False))
-    return f"{right} of {places} letters are in their place.\nScore: {9 * right / places:.1f}"
+    return f"{right} of {letters} letters are in their place.\nScore: {9 * right / letters:.1f}"
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -193,8 +193,8 @@ REPRODUCTIONS = {
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = [value for value in values if math.isfinite(value)]
-    return math.fsum(found) / len(found) if found else math.nan
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def _length(answer: Answer) -> int:
@@ -220,8 +220,8 @@ def _between(answers: Sequence[Answer]) -> float:
 
 def _log_ratios(answers: Sequence[Answer]) -> np.ndarray:
     """Return the logarithm of the ratio of the trainer's to the engine's probability, of all tokens."""
-    found = [np.subtract(a["log_probs"], a["rollout_log_probs"]) for a in answers if a.get("log_probs")]
-    return np.concatenate(found) if found else np.array([])
+    ratios = [np.subtract(a["log_probs"], a["rollout_log_probs"]) for a in answers if a.get("log_probs")]
+    return np.concatenate(ratios) if ratios else np.array([])
 
 
 def _far(answers: Sequence[Answer]) -> float:
@@ -231,8 +231,8 @@ def _far(answers: Sequence[Answer]) -> float:
 
 def _percentile(answers: Sequence[Answer], percent: int) -> float:
     """Return a percentile of the ratios of the tokens."""
-    found = _log_ratios(answers)
-    return math.exp(np.percentile(found, percent)) if found.size else math.nan
+    ratios = _log_ratios(answers)
+    return math.exp(np.percentile(ratios, percent)) if ratios.size else math.nan
 
 
 # Columns of an iteration, of its answers and of the metrics of its steps.
@@ -278,8 +278,8 @@ def iterations(run: Path, columns: Sequence[str]) -> list[Row]:
             if column in OF_ANSWERS:
                 row[column] = OF_ANSWERS[column](answers[last])
             else:
-                found = _mean(step.get(OF_METRICS[column], math.nan) for step in steps)
-                row[column] = IF_ABSENT.get(column, found) if math.isnan(found) else found
+                mean = _mean(step.get(OF_METRICS[column], math.nan) for step in steps)
+                row[column] = IF_ABSENT.get(column, mean) if math.isnan(mean) else mean
         rows.append(row)
         first = last + 1
     return rows
@@ -289,8 +289,8 @@ def keep(folder: Path, into: Path) -> None:
     """Write ``into``/runs.csv of the sweep in ``folder``, which has the name of its reproduction."""
     name = folder.name
     columns = REPRODUCTIONS[name].columns()
-    found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
-    finished = [run for run in found["runs"] if run["is_finished"]]
+    sweep = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    finished = [run for run in sweep["runs"] if run["is_finished"]]
     with (into / "runs.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["variant", "seed", "seconds", "iteration", *columns])
@@ -320,16 +320,16 @@ def of_runs(runs: Runs, figure: Figure) -> dict[str, dict[int, float]]:
     """Return a figure of each run, by variant and seed."""
     if figure.cost is None:
         return {
-            variant: {seed: _mean(row[figure.column] for row in rows[figure.part.rows]) for seed, rows in found.items()}
-            for variant, found in runs.items()
+            variant: {seed: _mean(row[figure.column] for row in rows[figure.part.rows]) for seed, rows in seeds.items()}
+            for variant, seeds in runs.items()
         }
     budgets: dict[int, float] = {}
-    for found in runs.values():
-        for seed, rows in found.items():
+    for seeds in runs.values():
+        for seed, rows in seeds.items():
             budgets[seed] = min(budgets.get(seed, math.inf), math.fsum(row[figure.cost] for row in rows))
     return {
-        variant: {seed: float(np.interp(budgets[seed], *_by_cost(rows, figure))) for seed, rows in found.items()}
-        for variant, found in runs.items()
+        variant: {seed: float(np.interp(budgets[seed], *_by_cost(rows, figure))) for seed, rows in seeds.items()}
+        for variant, seeds in runs.items()
     }
 
 
@@ -350,8 +350,8 @@ def in_words(interval: Interval, signed: bool = False) -> str:
 def table(folder: Path) -> str:
     """Return the tables of the runs of ``folder``, which has the name of a reproduction."""
     runs, reproduction = read(folder), REPRODUCTIONS[folder.name]
-    baseline, seeds = next(iter(runs)), {variant: len(found) for variant, found in runs.items()}
-    seconds = [rows[0]["seconds"] for found in runs.values() for rows in found.values()]
+    baseline, seeds = next(iter(runs)), {variant: len(by_seed) for variant, by_seed in runs.items()}
+    seconds = [rows[0]["seconds"] for by_seed in runs.values() for rows in by_seed.values()]
     lines = []
     for figure in reproduction.figures:
         lines += [f"**{figure.words[0].upper()}{figure.words[1:]}**, {figure.part.words}:", ""]
@@ -402,12 +402,12 @@ def page(names: Sequence[str]) -> str:
         claim = next(figure for figure in reproduction.figures if figure.is_claim)
         values = of_runs(runs, claim)
         differences = {
-            variant: paired_difference(found, values[baseline])
-            for variant, found in values.items()
+            variant: paired_difference(by_seed, values[baseline])
+            for variant, by_seed in values.items()
             if variant != baseline
         }
         noise = next(differences.pop(variant) for variant in list(differences) if variant.endswith(AGAIN))
-        minutes = sum(rows[0]["seconds"] for found in runs.values() for rows in found.values()) / 60
+        minutes = sum(rows[0]["seconds"] for by_seed in runs.values() for rows in by_seed.values()) / 60
         effects = (f"`{variant}` {in_words(effect, signed=True)}" for variant, effect in differences.items())
         what = f"{claim.words}, minus `{baseline}`'s: {'; '.join(effects)}"
         lines.append(
@@ -431,15 +431,15 @@ def draw(name: str) -> None:
     from matplotlib import pyplot
 
     runs, figures = read(HERE / name), REPRODUCTIONS[name].figures
-    shown, axes = pyplot.subplots(1, len(figures), figsize=(3.4 * len(figures), 3), squeeze=False)
+    chart, axes = pyplot.subplots(1, len(figures), figsize=(3.4 * len(figures), 3), squeeze=False)
     for axis, figure in zip(axes[0], figures, strict=True):
-        for variant, found in runs.items():
+        for variant, by_seed in runs.items():
             if figure.cost is None:
-                curves = np.array([[row[figure.column] for row in rows] for rows in found.values()])
+                curves = np.array([[row[figure.column] for row in rows] for rows in by_seed.values()])
                 measured = np.isfinite(curves).any(axis=0)
                 x, curves = np.arange(1, curves.shape[1] + 1)[measured], curves[:, measured]
             else:  # runs differ in their costs: their curves are compared where all of them have been evaluated
-                points = [_by_cost(rows, figure) for rows in found.values()]
+                points = [_by_cost(rows, figure) for rows in by_seed.values()]
                 x = np.linspace(max(costs[0] for costs, _ in points), min(costs[-1] for costs, _ in points), 50)
                 curves = np.array([np.interp(x, *run) for run in points])
             mean, low, high = band(curves)
@@ -454,9 +454,9 @@ def draw(name: str) -> None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(frameon=False, fontsize=7)
-    shown.tight_layout()
-    shown.savefig(HERE / name / "curves.png", dpi=80, metadata={"Software": None})
-    pyplot.close(shown)
+    chart.tight_layout()
+    chart.savefig(HERE / name / "curves.png", dpi=80, metadata={"Software": None})
+    pyplot.close(chart)
 
 
 def main() -> None:

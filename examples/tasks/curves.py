@@ -98,8 +98,8 @@ def keep_seeds(sweep: Path) -> Path:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["seed", "before", "after"])
         for run in runs:
-            found = values([json.loads(line) for line in run.read_text(encoding="utf-8").splitlines()], ACCURACY)
-            writer.writerow([run.parent.name.partition("-")[2], f"{found[0]:.4g}", f"{found[-1]:.4g}"])
+            accuracies = values([json.loads(line) for line in run.read_text(encoding="utf-8").splitlines()], ACCURACY)
+            writer.writerow([run.parent.name.partition("-")[2], f"{accuracies[0]:.4g}", f"{accuracies[-1]:.4g}"])
     return folder
 
 
@@ -111,7 +111,7 @@ def accuracies_by_seed(folder: Path) -> dict[int, float]:
         return {int(row["seed"]): float(row["after"]) for row in csv.DictReader(file)}
 
 
-def interval(found: Sequence[float]) -> tuple[float, float]:
+def interval(accuracies: Sequence[float]) -> tuple[float, float]:
     """Return the bounds within which one more run falls in 95 % of the cases, if runs are normally distributed.
 
     This is Student's prediction interval, ``mean +- t s sqrt(1 + 1/n)``, cut to accuracies.
@@ -119,8 +119,8 @@ def interval(found: Sequence[float]) -> tuple[float, float]:
     >>> [round(bound, 3) for bound in interval([0.5, 0.6, 0.7])]
     [0.103, 1.0]
     """
-    mean = statistics.mean(found)
-    reach = STUDENT[len(found) - 1] * statistics.stdev(found) * math.sqrt(1 + 1 / len(found))
+    mean = statistics.mean(accuracies)
+    reach = STUDENT[len(accuracies) - 1] * statistics.stdev(accuracies) * math.sqrt(1 + 1 / len(accuracies))
     return max(0.0, mean - reach), min(1.0, mean + reach)
 
 
@@ -129,13 +129,13 @@ def seeds_text(folder: Path) -> str:
     by_seed = accuracies_by_seed(folder)
     if not by_seed:
         return NOT_REPEATED
-    found = list(by_seed.values())
-    low, high = interval(found)
-    each = ", ".join(f"{value:.3f}" for value in found)
+    results = list(by_seed.values())
+    low, high = interval(results)
+    each = ", ".join(f"{value:.3f}" for value in results)
     start = "each from its own weights" if folder.name in OWN_WEIGHTS else "from the same weights"
     text = (
         f"Held-out accuracy at the end with the seeds {min(by_seed)} to {max(by_seed)}, {start}: {each}; "
-        f"mean {statistics.mean(found):.3f}. One more run falls between **{low:.2f} and {high:.2f}** in 95 % of the "
+        f"mean {statistics.mean(results):.3f}. One more run falls between **{low:.2f} and {high:.2f}** in 95 % of the "
         "cases (Student's prediction interval)."
     )
     return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
@@ -158,13 +158,13 @@ def values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def quantile(found: Sequence[float], share: float) -> float:
+def quantile(numbers: Sequence[float], share: float) -> float:
     """Return the value below which ``share`` of the values lie, the nearest one.
 
     >>> quantile([4.0, 1.0, 2.0, 3.0, 5.0], 0.5)
     3.0
     """
-    return sorted(found)[round(share * (len(found) - 1))]
+    return sorted(numbers)[round(share * (len(numbers) - 1))]
 
 
 def seconds(rows: Sequence[Row]) -> float:
@@ -191,11 +191,11 @@ def readme_block(folder: Path) -> str:
         "|---|---|---|---|",
     ]
     for name, words in SHOWN.items():
-        found = values(rows, name)
-        if found:
-            part = max(1, len(found) // 10)
-            first, last = sum(found[:part]) / part, sum(found[-part:]) / part
-            low, high = quantile(found, 0.05), quantile(found, 0.95)
+        column = values(rows, name)
+        if column:
+            part = max(1, len(column) // 10)
+            first, last = sum(column[:part]) / part, sum(column[-part:]) / part
+            low, high = quantile(column, 0.05), quantile(column, 0.95)
             lines.append(f"| {words} | {first:.3g} | {last:.3g} | {low:.3g} to {high:.3g} |")
     return "\n".join(lines) + f"\n\nThe steps took {seconds(rows):.0f} s.\n"
 
@@ -209,9 +209,9 @@ def task(folder: Path) -> str:
     """Return the task of a recipe, which its run.sh names."""
     if folder.name in OWN_TASKS:
         return OWN_TASKS[folder.name]
-    found = re.search(r"^recipe \w+ (\w+)", (folder / "run.sh").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None, f"{folder / 'run.sh'} has no line: recipe NAME TASK"
-    return found[1]
+    match = re.search(r"^recipe \w+ (\w+)", (folder / "run.sh").read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None, f"{folder / 'run.sh'} has no line: recipe NAME TASK"
+    return match[1]
 
 
 def page_block(folders: Sequence[Path]) -> str:
@@ -228,8 +228,8 @@ def page_block(folders: Sequence[Path]) -> str:
         rows = read(folder)
         accuracies = values(rows, ACCURACY)
         moved = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
-        found = list(accuracies_by_seed(folder).values())
-        cell = "{:.2f} to {:.2f}".format(*interval(found)) if found else "not repeated"
+        repeats = list(accuracies_by_seed(folder).values())
+        cell = "{:.2f} to {:.2f}".format(*interval(repeats)) if repeats else "not repeated"
         cells = [title(folder), command, task(folder), moved, cell, f"{rows[-1]['step']:g}", f"{seconds(rows):.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     own = [title(folder) for folder in folders if (folder / "conditions.txt").exists()]

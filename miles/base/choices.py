@@ -66,12 +66,12 @@ class Registry(Mapping[str, C]):
         names = [file.name for file in files if not file.ispkg and file.name != f"{package}.base"]
         for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
             module = importlib.import_module(name)
-            found = [value for value in vars(module).values() if isinstance(value, kind)]
-            if len(found) != 1:
-                raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(found)}")
-            if found[0].name in self._choices:
-                raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {found[0].name} already")
-            self._choices[found[0].name] = found[0]
+            choices = [value for value in vars(module).values() if isinstance(value, kind)]
+            if len(choices) != 1:
+                raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(choices)}")
+            if choices[0].name in self._choices:
+                raise ValueError(f"{module.__name__}: there is a {kind.__name__} named {choices[0].name} already")
+            self._choices[choices[0].name] = choices[0]
 
     def __getitem__(self, name: str) -> C:
         """Return the choice named ``name``. Raises ``ValueError`` if there is none."""
@@ -92,8 +92,8 @@ class Registry(Mapping[str, C]):
     @property
     def own_flags(self) -> tuple[type, ...]:
         """The dataclasses of flags that the files declare, each once, and after those that it extends."""
-        found = dict.fromkeys(choice.own_flags for choice in self.values() if choice.own_flags is not None)
-        return tuple(sorted(found, key=lambda flags: len(flags.__mro__)))
+        classes = dict.fromkeys(choice.own_flags for choice in self.values() if choice.own_flags is not None)
+        return tuple(sorted(classes, key=lambda flags: len(flags.__mro__)))
 
     @property
     def help(self) -> str:

@@ -162,7 +162,7 @@ class Errors:
 
     def none_about(self, *names: str) -> bool:
         """Return whether none of the named fields has an error, so that rules that build on them can be checked."""
-        refused = {found[0] for message in self.messages if (found := re.match(r"--[\w-]+", message))}
+        refused = {match[0] for message in self.messages if (match := re.match(r"--[\w-]+", message))}
         return not refused & {flag_name(name) for name in names}
 
     @contextmanager
@@ -183,8 +183,8 @@ class Errors:
         """
         value = public(field, value)
         words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        shown = "" if value is None or value is True else f" {one_line(words, LONGEST_VALUE)}"
-        self.add(f"{flag_name(field)}{shown}: {rule}; {what_to_do}")
+        text = "" if value is None or value is True else f" {one_line(words, LONGEST_VALUE)}"
+        self.add(f"{flag_name(field)}{text}: {rule}; {what_to_do}")
 
     def require(self, field: str, value: Any, meaning: str) -> None:
         """Refuse a missing flag."""

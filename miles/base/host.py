@@ -109,7 +109,7 @@ def _available_on_machine() -> int:
 
 def _control_groups(controller: str, root: str, own: str) -> list[Path]:
     """Return the folders of this process's control group and of those above it, of versions 1 and 2."""
-    found = [Path(root), Path(root, controller)]  # a container sees its own group here
+    folders = [Path(root), Path(root, controller)]  # a container sees its own group here
     try:
         lines = Path(own).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -120,8 +120,8 @@ def _control_groups(controller: str, root: str, own: str) -> list[Path]:
             continue
         base = Path(root, controller) if controllers else Path(root)
         group = base / path.lstrip("/")
-        found += [group, *(folder for folder in group.parents if folder.is_relative_to(base))]
-    return found
+        folders += [group, *(folder for folder in group.parents if folder.is_relative_to(base))]
+    return folders
 
 
 def _text_of(path: Path) -> str | None:

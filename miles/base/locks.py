@@ -54,18 +54,18 @@ class FolderLocks:
         Called before a run writes: a launcher that was stopped for long must not write alongside the one that followed
         it.
         """
-        for shown, path, record in self.held:
+        for label, path, record in self.held:
             owner = _read(path)
             if owner == record:
                 continue
             if owner is not None:
                 raise ValueError(
-                    f"{shown}: {_named(owner)} has taken this folder over, as this run gave no sign of "
+                    f"{label}: {_named(owner)} has taken this folder over, as this run gave no sign of "
                     f"life for {STALE_SECONDS:g} s; this run ends and leaves the folder to that one"
                 )
             if not path.exists():
                 raise ValueError(
-                    f"{shown}: the lock {path.name} of this run was removed, so another run may write to this "
+                    f"{label}: the lock {path.name} of this run was removed, so another run may write to this "
                     "folder; start again, and do not remove the lock"
                 )
 
@@ -84,7 +84,7 @@ def locked_folders(folders: Iterable[tuple[str, Path]], export: str | None = Non
     by_path = {path.resolve(): (f"{flag} {path}", path / NAME) for flag, path in folders}
     locks = [*by_path.values(), *([] if export is None else [(f"--save-hf {export}", _lock_of_export(export))])]
     with ExitStack() as held:
-        records = [(shown, path, held.enter_context(_locked(shown, path))) for shown, path in locks]
+        records = [(label, path, held.enter_context(_locked(label, path))) for label, path in locks]
         yield FolderLocks(tuple(records))
 
 
@@ -99,22 +99,22 @@ def _lock_of_export(template: str) -> Path:
 
 
 @contextmanager
-def _locked(shown: str, path: Path) -> Iterator[dict[str, Any]]:
-    """Hold the lock ``path`` of a folder, ``shown`` with its flag, and yield its contents."""
-    with _flocked(shown, path):
+def _locked(label: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Hold the lock ``path`` of a folder, ``label`` with its flag, and yield its contents."""
+    with _flocked(label, path):
         try:
             owner = _record_in(path)
         except OSError as error:  # on a file system of two hosts, a launcher on the other one may hold it
-            raise _not_readable(shown, path, error) from None
+            raise _not_readable(label, path, error) from None
         if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
-            raise _in_use(shown, owner)
+            raise _in_use(label, owner)
         record = _new_record()
         try:
             _write(path, record)
         except OSError as error:
             with suppress(OSError):
                 path.unlink()  # half a lock, which would look like one that is being written
-            raise _not_writable(shown, path, error) from None
+            raise _not_writable(label, path, error) from None
         stop = threading.Event()
         heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
         heartbeat.start()
@@ -168,38 +168,38 @@ def is_held(folder: Path) -> bool:
     return owner is None or bool(owner["host"] != _host() or psutil.pid_exists(owner["pid"]))
 
 
-def _flocked(shown: str, path: Path) -> TextIO:
+def _flocked(label: str, path: Path) -> TextIO:
     """Open the lock file and take its ``flock``; closing the file releases it."""
     while True:
-        file = _open(shown, path)
+        file = _open(label, path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file
         except BlockingIOError:
             file.close()
-            raise _in_use(shown, _read(path)) from None
+            raise _in_use(label, _read(path)) from None
         except FileNotFoundError:
             pass
         file.close()  # its last owner removed it between our two calls: it locks nothing any more
 
 
-def _open(shown: str, path: Path) -> TextIO:
+def _open(label: str, path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
     except OSError as error:
-        raise _not_writable(shown, path, error) from None
+        raise _not_writable(label, path, error) from None
 
 
-def _not_writable(shown: str, path: Path, error: OSError) -> ValueError:
+def _not_writable(label: str, path: Path, error: OSError) -> ValueError:
     fault = disk_fault(path.parent, error) or error.strerror
-    return ValueError(f"{shown}: cannot be written, because {fault}; make room, or give another folder")
+    return ValueError(f"{label}: cannot be written, because {fault}; make room, or give another folder")
 
 
-def _not_readable(shown: str, path: Path, error: OSError) -> ValueError:
+def _not_readable(label: str, path: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"{shown}: the lock {path.name} cannot be read ({error.strerror}), so another run may be writing to "
+        f"{label}: the lock {path.name} cannot be read ({error.strerror}), so another run may be writing to "
         "this folder; try again, or give another folder"
     )
 
@@ -262,10 +262,10 @@ def _named(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
 
 
-def _in_use(shown: str, owner: dict[str, Any] | None) -> ValueError:
+def _in_use(label: str, owner: dict[str, Any] | None) -> ValueError:
     who = "another launcher" if owner is None else _named(owner)
     return ValueError(
-        f"{shown}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another folder"
+        f"{label}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another folder"
     )
 
 
@@ -343,8 +343,8 @@ class RemoteLock:
 
     def is_held(self) -> bool:
         """Return whether no other launcher has taken the lock over. Raises ``RemoteError``."""
-        found = _read_remote(self.folder)  # None: half-written by the heartbeat, on storage that writes in steps
-        return found is None or bool(found["id"] == self._record["id"])
+        record = _read_remote(self.folder)  # None: half-written by the heartbeat, on storage that writes in steps
+        return record is None or bool(record["id"] == self._record["id"])
 
     def _data(self) -> bytes:
         return json.dumps(self._record).encode()
@@ -407,12 +407,12 @@ def is_locked(folder: RemoteFolder) -> bool:
 def _read_remote(folder: RemoteFolder) -> dict[str, Any] | None:
     """Return the owner's record; None without one, or if it is no record."""
     try:
-        found = json.loads(folder.read(NAME) or b"")
+        record = json.loads(folder.read(NAME) or b"")
     except ValueError:
         return None
     kinds: dict[str, Any] = {"host": str, "pid": int, "id": str, "started": str, "beat": int, "time": (int, float)}
-    is_record = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
-    return found if is_record else None
+    is_record = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    return record if is_record else None
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:

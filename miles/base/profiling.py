@@ -219,8 +219,8 @@ def from_kineto(trace: Mapping[str, Any], most: int = MOST_EVENTS) -> tuple[list
         thread = f"GPU {event['pid']} stream {event['tid']}" if category in KERNELS else f"thread {event['tid']}"
         start = base + round(event["ts"] * 1000)
         events.append(Event(event["name"], category, thread, start, round(event.get("dur", 0) * 1000)))
-    kept = _longest(events, most)
-    return sorted(kept, key=lambda event: (event.thread, event.start, -event.duration)), len(events) - len(kept)
+    longest = _longest(events, most)
+    return sorted(longest, key=lambda event: (event.thread, event.start, -event.duration)), len(events) - len(longest)
 
 
 def _longest(events: list[Event], most: int) -> list[Event]:

@@ -108,7 +108,7 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 class _Replacer:
-    """Replace secrets, and remember the secrets of credentials in ``found``."""
+    """Replace secrets, and remember the secrets of credentials."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -124,17 +124,17 @@ class _Replacer:
 
     def words(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Replace in a list, which may be a command line: a flag names the words after it."""
-        shown = []
+        masked = []
         for value in values:
             if isinstance(value, str) and value.startswith("--"):
-                found = re.match(r"(--[\w-]+)([= ]?)(.*)", value, re.DOTALL)
-                name, between, own = found.groups() if found else (value, "", "")
-                shown.append(f"{name}{between}{self.setting(name, own)}")
+                match = re.match(r"(--[\w-]+)([= ]?)(.*)", value, re.DOTALL)
+                name, between, own = match.groups() if match else (value, "", "")
+                masked.append(f"{name}{between}{self.setting(name, own)}")
             elif isinstance(value, str) and (override := _OVERRIDE.fullmatch(value)) and _is_sensitive(override[2]):
-                shown.append(f"{override[1]}{self.setting(override[2], override[3])}")
+                masked.append(f"{override[1]}{self.setting(override[2], override[3])}")
             else:
-                shown.append(self.setting(name, value))
-        return shown
+                masked.append(self.setting(name, value))
+        return masked
 
     def _text(self, name: str, text: str) -> str:
         field = name.strip("-").replace("-", "_")
@@ -143,13 +143,13 @@ class _Replacer:
         if field in _ENVIRONMENTS or text.lstrip().startswith("{"):
             try:
                 value = json.loads(text)
-                shown = self._object(value, all_hidden=field in _ENVIRONMENTS)
-                return text if shown == value else json.dumps(shown)
+                masked = self._object(value, all_hidden=field in _ENVIRONMENTS)
+                return text if masked == value else json.dumps(masked)
             except (ValueError, RecursionError):
                 if text and field in _ENVIRONMENTS:  # not valid, and shown in an error
                     return HIDDEN
         if field.endswith(("url", "urls")) and "://" not in text:
-            text = _USER_INFO_ALONE.sub(lambda found: found[1] + self._user_info(found[2]), text)
+            text = _USER_INFO_ALONE.sub(lambda match: match[1] + self._user_info(match[2]), text)
         return _URL.sub(lambda url: self._url(url.group()), text)
 
     def _object(self, value: Any, all_hidden: bool) -> Any:
@@ -193,14 +193,14 @@ def hide_on_command_line(words: Sequence[str]) -> None:
     They could be read before this call. A file of flags (``@file``) never shows them.
     """
     start, end = _command_line()
-    shown = ctypes.string_at(start, end - start)
-    hidden = shown
+    original = ctypes.string_at(start, end - start)
+    hidden = original
     for word, public in zip(words, public_words(words), strict=True):
         if word != public:
             same = len(os.path.commonprefix([word, public]))
-            kept, secret = os.fsencode(word[:same]), os.fsencode(word[same:])
-            hidden = hidden.replace(b"\0" + kept + secret + b"\0", b"\0" + kept + b"*" * len(secret) + b"\0")
-    if hidden != shown:
+            prefix, secret = os.fsencode(word[:same]), os.fsencode(word[same:])
+            hidden = hidden.replace(b"\0" + prefix + secret + b"\0", b"\0" + prefix + b"*" * len(secret) + b"\0")
+    if hidden != original:
         ctypes.memmove(start, hidden, len(hidden))
 
 

@@ -282,8 +282,8 @@ class _Reader:
             known = all(value.is_known for value in values)
             return Word(" ".join(value.text for value in values), line, known, any(v.is_quoted for v in values))
         if kind == "arithmetic_expansion":
-            found = self._arithmetic(_text(node))
-            return Word(_text(node) if found is None else str(found), line, found is not None)
+            number = self._arithmetic(_text(node))
+            return Word(_text(node) if number is None else str(number), line, number is not None)
         if kind in ("command_substitution", "process_substitution"):
             return Word(_text(node), line, is_known=False)
         if kind == "raw_string":
@@ -317,10 +317,10 @@ class _Reader:
         """Return what ``$NAME``, ``${NAME}`` or ``${NAME:-default}`` stands for."""
         written, line = _text(node), node.start_point[0] + 1
         unknown = [Word(written, line, is_known=False)]
-        found = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(\[[@*]\])?(?:(:?[-=+?]|##?|%%?)(.*))?\})", written, re.DOTALL)
-        if found is None:
+        match = re.fullmatch(r"\$(?:(\w+)|\{(\w+)(\[[@*]\])?(?:(:?[-=+?]|##?|%%?)(.*))?\})", written, re.DOTALL)
+        if match is None:
             return unknown
-        name, sign = found[1] or found[2], found[4] or ""
+        name, sign = match[1] or match[2], match[4] or ""
         values = self._script.variables.get(name)
         if values is None and name in self._environment and name not in self._script.uncertain:
             values = [Word(self._environment[name], line)]
@@ -331,7 +331,7 @@ class _Reader:
             if not is_empty:
                 return values or []
             rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
-            default = [self._joined(rest[-1])] if rest and found[5] else unknown
+            default = [self._joined(rest[-1])] if rest and match[5] else unknown
             if "=" in sign:
                 self._script.variables[name] = default
             return default
@@ -341,8 +341,8 @@ class _Reader:
             rest = [child for child in node.named_children if child.type not in ("variable_name", "subscript")]
             return [] if is_empty else [self._joined(rest[-1])] if rest else []
         if sign[:1] in ("#", "%"):
-            known = len(values) == 1 and values[0].is_known and "$" not in found[5]
-            return [Word(_without(values[0].text, sign, found[5]), line)] if known else unknown
+            known = len(values) == 1 and values[0].is_known and "$" not in match[5]
+            return [Word(_without(values[0].text, sign, match[5]), line)] if known else unknown
         return [Word(value.text, line, value.is_known, value.is_quoted) for value in values] if not sign else unknown
 
     def _arithmetic(self, text: str) -> int | None:
@@ -367,8 +367,8 @@ def arithmetic(text: str, value: Callable[[str], str | None]) -> int | None:
     """
 
     def filled(match: re.Match[str]) -> str:
-        found = value(match[1] or match[3] or match[4])
-        return f"({found or match[2] or '?'})"
+        number = value(match[1] or match[3] or match[4])
+        return f"({number or match[2] or '?'})"
 
     if "#" in text:  # a number of another base
         return None
@@ -412,11 +412,11 @@ def _is_written(text: str) -> bool:
 
 def _without(text: str, sign: str, pattern: str) -> str:
     """Remove the shortest or longest prefix or suffix that matches, as ``#``, ``##``, ``%`` and ``%%`` do."""
-    places = range(len(text) + 1)
+    positions = range(len(text) + 1)
     if sign[0] == "#":
-        fitting = [text[place:] for place in places if fnmatchcase(text[:place], pattern)]
+        fitting = [text[place:] for place in positions if fnmatchcase(text[:place], pattern)]
         return text if not fitting else fitting[0 if len(sign) == 1 else -1]
-    fitting = [text[:place] for place in places if fnmatchcase(text[place:], pattern)]
+    fitting = [text[:place] for place in positions if fnmatchcase(text[place:], pattern)]
     return text if not fitting else fitting[-1 if len(sign) == 1 else 0]
 
 

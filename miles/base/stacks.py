@@ -72,7 +72,7 @@ def request_stacks(folder: Path, pids: Collection[int], seconds: float) -> dict[
             asked[pid] = (file, file.stat().st_size, _handling(pid))
             os.kill(pid, SIGNAL)
             os.kill(pid, signal.SIGCONT)
-    found: dict[int, str] = {}
+    stacks: dict[int, str] = {}
     until = time.monotonic() + seconds
     while asked:
         is_late = time.monotonic() > until
@@ -81,14 +81,14 @@ def request_stacks(folder: Path, pids: Collection[int], seconds: float) -> dict[
                 if is_late or (file.stat().st_size > before and _handling(pid) <= always_blocked):
                     with file.open("rb") as answers:
                         answers.seek(before)
-                        found[pid] = answers.read().decode(errors="replace")
+                        stacks[pid] = answers.read().decode(errors="replace")
                     del asked[pid]
                 continue
             del asked[pid]  # it has ended
         if is_late:
             break
         time.sleep(_LOOK_SECONDS)
-    return {pid: text for pid, text in found.items() if text}
+    return {pid: text for pid, text in stacks.items() if text}
 
 
 def frames(stacks: str) -> list[list[tuple[str, int, str]]]:
@@ -120,5 +120,5 @@ _BIT = 1 << (SIGNAL - 1)
 
 
 def _mask(status: str, name: str) -> int:
-    found = re.search(rf"^{name}:\s*(\w+)$", status, re.MULTILINE)
-    return 0 if found is None else int(found[1], 16)
+    match = re.search(rf"^{name}:\s*(\w+)$", status, re.MULTILINE)
+    return 0 if match is None else int(match[1], 16)

@@ -46,8 +46,8 @@ def is_url(text: str) -> bool:
 
 def protocol_of(url: str) -> str:
     """Return the protocol of a URL, in lower case; empty if it has none that can be read."""
-    found = _URL.fullmatch(url)
-    return "" if found is None else found[1].lower()
+    match = _URL.fullmatch(url)
+    return "" if match is None else match[1].lower()
 
 
 def fault_of_url(url: str, written: bool) -> tuple[str, str] | None:
@@ -59,10 +59,10 @@ def fault_of_url(url: str, written: bool) -> tuple[str, str] | None:
     """
     from fsspec.registry import known_implementations, registry
 
-    found, protocol = _URL.fullmatch(url), protocol_of(url)
-    if found is None:
+    match, protocol = _URL.fullmatch(url), protocol_of(url)
+    if match is None:
         return "is not a URL that fsspec reads", "give one such as s3://BUCKET/FOLDER, or a path of this machine"
-    if not found[2].strip("/"):
+    if not match[2].strip("/"):
         return "names no folder", f"give one such as {protocol}://BUCKET/FOLDER"
     if written and protocol in READ_ONLY:
         return f"cannot be written: {protocol} is read-only", "give a folder of a storage such as s3:// or gs://"
@@ -125,12 +125,12 @@ class RemoteFolder:
         def listed() -> dict[str, int]:
             system.invalidate_cache()
             try:
-                found = system.find(start, detail=True)
+                entries = system.find(start, detail=True)
             except FileNotFoundError:
                 return {}
             return {
                 path[len(root) :].lstrip("/"): int(entry.get("size") or 0)
-                for path, entry in found.items()
+                for path, entry in entries.items()
                 if path.startswith(f"{root}/") and is_inside(path[len(root) :].lstrip("/"))
             }
 
@@ -150,8 +150,8 @@ class RemoteFolder:
 
     def read_all(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the contents of small files by name, without those that are missing. Raises ``RemoteError``."""
-        found = self._on_each(names, lambda name: (name, self.read(name)))
-        return {name: data for name, data in found if data is not None}
+        contents = self._on_each(names, lambda name: (name, self.read(name)))
+        return {name: data for name, data in contents if data is not None}
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file. Raises ``RemoteError``."""
@@ -205,8 +205,8 @@ class RemoteFolder:
 
         def download(name: str) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            found = self._tried(f"{name} cannot be read", lambda: get(name))
-            if not found:
+            is_copied = self._tried(f"{name} cannot be read", lambda: get(name))
+            if not is_copied:
                 raise FileNotFoundError(name)
 
         def get(name: str) -> bool:
@@ -271,7 +271,7 @@ def _in_threads(names: Sequence[str], call: Callable[[str], T]) -> list[T]:
     The threads are daemons, unlike an executor's threads: a process that ends, as after Ctrl-C, leaves files that are
     being copied alone, however long they would take.
     """
-    left, found, failures = deque(enumerate(names)), dict[int, T](), list[Exception]()
+    left, results, failures = deque(enumerate(names)), dict[int, T](), list[Exception]()
 
     def work() -> None:
         while left:
@@ -280,7 +280,7 @@ def _in_threads(names: Sequence[str], call: Callable[[str], T]) -> list[T]:
             except IndexError:  # another thread was faster
                 return
             try:
-                found[place] = call(name)
+                results[place] = call(name)
             except Exception as error:
                 failures.append(error)
                 left.clear()
@@ -297,7 +297,7 @@ def _in_threads(names: Sequence[str], call: Callable[[str], T]) -> list[T]:
         left.clear()
     if failures:
         raise failures[0]
-    return [found[place] for place in range(len(names))]
+    return [results[place] for place in range(len(names))]
 
 
 def is_inside(name: str) -> bool:

@@ -46,12 +46,12 @@ def loads(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise StrictJsonError(f"the key {one_line(twice, 80)!r} is in one object twice")
-    return found
+    return members
 
 
 def _too_deep() -> StrictJsonError:

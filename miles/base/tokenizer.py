@@ -40,8 +40,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def next_added_token(tokenizer: PreTrainedTokenizerBase, text: str, start: int = 0) -> str:
     """Return the added token that ``text`` has at ``start``, with the white space before it; "" if it has none."""
     names = sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-    found = re.compile(rf"\s*(?:{'|'.join(map(re.escape, names)) or '(?!)'})").match(text, start)
-    return "" if found is None else found[0]
+    match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, names)) or '(?!)'})").match(text, start)
+    return "" if match is None else match[0]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:

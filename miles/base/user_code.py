@@ -164,9 +164,9 @@ def fault_of_signature(function: Callable[..., Any], arguments: int) -> str | No
     except TypeError:
         made, code = inspect.unwrap(function), getattr(inspect.unwrap(function), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
-        given = "one argument" if arguments == 1 else f"{arguments} arguments"
+        amount = "one argument" if arguments == 1 else f"{arguments} arguments"
         name = getattr(made, "__name__", "it")
-        return f"{where}its signature is {name}{signature}, and it is called with {given}; change it"
+        return f"{where}its signature is {name}{signature}, and it is called with {amount}; change it"
     return None
 
 
@@ -219,10 +219,10 @@ def missing_name(module: str, name: str, kind: str) -> str | None:
     if hasattr(sys.modules.get(module), name):
         return None
     folders = [Path.cwd(), Path(__file__).parents[2], *map(Path, sys.path)]
-    found = [read_names(file) for file in module_files(module, dict.fromkeys(folders))]
-    if not found or any(names is None or name in names.bound | names.mentioned for names in found):
+    sources = [read_names(file) for file in module_files(module, dict.fromkeys(folders))]
+    if not sources or any(names is None or name in names.bound | names.mentioned for names in sources):
         return None
-    near = get_close_matches(name, {name for names in found if names is not None for name in names.bound}, n=1)
+    near = get_close_matches(name, {name for names in sources if names is not None for name in names.bound}, n=1)
     return no_such_name(module, name, kind, f"did you mean {near[0]}? " if near else "")
 
 

@@ -94,13 +94,13 @@ def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         return to_device(np.asarray(whole[layout.response_index], np.float32), device)
 
-    given = {name: getattr(part, name) for name in _IF_GIVEN}  # None: not given
-    found = {name: None if parts is None else column(parts) for name, parts in given.items()}
-    found |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
-    if found["advantages"] is None:
+    optional = {name: getattr(part, name) for name in _IF_GIVEN}  # None: not given
+    columns = {name: None if parts is None else column(parts) for name, parts in optional.items()}
+    columns |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
+    if columns["advantages"] is None:
         rewards, sample = np.asarray(part.rewards, np.float32), to_device(layout.sample_index, device)
-        found["advantages"] = spread_over_tokens(to_device(rewards, device), sample)
-    return found
+        columns["advantages"] = spread_over_tokens(to_device(rewards, device), sample)
+    return columns
 
 
 def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> SharedLogits | None:
@@ -218,18 +218,18 @@ def _shared(part: TrainBatch, reads_last: bool) -> _Layout:
     responses = np.asarray(part.response_lengths or [0], np.int64)
     read = packed.read_lengths if reads_last else packed.read_lengths - (responses > 0)
     is_read = packed.position_ids < read[packed.token_sample]
-    token_index, kept = _share_prefixes(part, read)
-    kept = np.flatnonzero(is_read)[kept]
+    token_index, unique = _share_prefixes(part, read)
+    unique = np.flatnonzero(is_read)[unique]
     place = np.cumsum(is_read) - 1  # of each token among those that are read
-    padding = -len(kept) % TOKEN_MULTIPLE
+    padding = -len(unique) % TOKEN_MULTIPLE
     return replace(
         packed,
         read_lengths=read,
-        input_ids=np.pad(packed.input_ids[kept], (0, padding)),
-        position_ids=np.pad(packed.position_ids[kept], (0, padding)),
+        input_ids=np.pad(packed.input_ids[unique], (0, padding)),
+        position_ids=np.pad(packed.position_ids[unique], (0, padding)),
         token_index=token_index,
         logit_index=token_index[place[packed.logit_index]],
-        token_sample=np.pad(packed.token_sample[kept], (0, padding), constant_values=-1),
+        token_sample=np.pad(packed.token_sample[unique], (0, padding), constant_values=-1),
     )
 
 
@@ -278,8 +278,8 @@ def _share_prefixes(part: TrainBatch, lengths: np.ndarray) -> tuple[np.ndarray, 
     for before, number in pairwise(order):
         shared = _common_prefix(keys[before], keys[number])
         copy_of[starts[number] : starts[number] + shared] = copy_of[starts[before] : starts[before] + shared]
-    kept = np.flatnonzero(copy_of == np.arange(len(copy_of)))
-    return np.searchsorted(kept, copy_of), kept
+    unique = np.flatnonzero(copy_of == np.arange(len(copy_of)))
+    return np.searchsorted(unique, copy_of), unique
 
 
 def _key_of(tokens: np.ndarray, experts: np.ndarray | None, images: int | None) -> np.ndarray:
@@ -358,14 +358,14 @@ class TokenRecorder:
 
     def read(self) -> dict[tuple[int, int], TokenColumns]:
         """Return what was kept since the last call, by step in the iteration and position in the step."""
-        kept, self._kept = self._kept, {}
-        return {key: _on_host(columns) for key, columns in kept.items()}
+        records, self._kept = self._kept, {}
+        return {key: _on_host(columns) for key, columns in records.items()}
 
 
-def _on_host(kept: _Kept) -> TokenColumns:
+def _on_host(record: _Kept) -> TokenColumns:
     def read(column: torch.Tensor) -> np.ndarray:
         values: np.ndarray = column.cpu().numpy()
         return values
 
-    ratios = np.exp(np.minimum(read(kept.log_ratios), 40.0))
-    return TokenColumns(read(kept.advantages), read(kept.log_probs), ratios, read(kept.token_weights))
+    ratios = np.exp(np.minimum(read(record.log_ratios), 40.0))
+    return TokenColumns(read(record.advantages), read(record.log_probs), ratios, read(record.token_weights))

@@ -124,10 +124,10 @@ def _trajectories(
         part_weights=reward_weights,
         baselines=_baselines(groups),
     )
-    given = [sample.advantage for sample in samples if sample.advantage is not None]
-    if given:
-        assert len(given) == len(samples), "--custom-convert-samples-to-train-data-path makes every sample"
-        advantages = given
+    preset = [sample.advantage for sample in samples if sample.advantage is not None]
+    if preset:
+        assert len(preset) == len(samples), "--custom-convert-samples-to-train-data-path makes every sample"
+        advantages = preset
     elif advantages_of is not None:
         advantages = advantages_of(samples)
     else:
@@ -154,8 +154,8 @@ def _with_dropped(groups: Sequence[PromptGroup], trajectories: list[list[_Row]])
 def _without_zero_std(steps: list[list[list[_Row]]]) -> list[list[list[_Row]]]:
     """Return the steps without the groups whose advantages are all 0; a step that has no others keeps them."""
     rows = (row for step in steps for trajectory in step for row in trajectory)
-    found = {row.sample.group_index for row in rows if row.reward != 0.0}
-    return [[trajectory for trajectory in step if trajectory[0].sample.group_index in found] or step for step in steps]
+    groups = {row.sample.group_index for row in rows if row.reward != 0.0}
+    return [[trajectory for trajectory in step if trajectory[0].sample.group_index in groups] or step for step in steps]
 
 
 def _checked_trajectory_id(sample: Sample) -> int:
@@ -172,8 +172,8 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
 
 def _baselines(groups: Sequence[PromptGroup]) -> list[float]:
     """Return the greedy reward of each sample's prompt; nothing if they were not generated."""
-    found = [group.baseline_reward for group in groups for _ in group.samples]
-    return [baseline for baseline in found if baseline is not None] if None not in found else []
+    baselines = [group.baseline_reward for group in groups for _ in group.samples]
+    return [baseline for baseline in baselines if baseline is not None] if None not in baselines else []
 
 
 def _whole_groups_for(loss: LossArguments) -> tuple[str, str, str] | None:
@@ -269,7 +269,7 @@ def _teacher_log_probs(samples: Sequence[Sample]) -> list[np.ndarray]:
 def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
     """Return the support of every sample. One without loss tokens needs none: it gets the whole vocabulary."""
     vocab_size = next((sample.support.vocab_size for sample in samples if sample.support is not None), 1)
-    found = []
+    supports = []
     for sample in samples:
         if sample.support is None and any(sample.loss_mask):
             raise ValueError(
@@ -279,26 +279,26 @@ def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
                 "add --no-support-replay"
             )
         whole = TokenSets.whole(vocab_size, sample.response_length)
-        found.append(whole if sample.support is None else sample.support)
-    return found
+        supports.append(whole if sample.support is None else sample.support)
+    return supports
 
 
 def _experts(rows: Sequence[_Row]) -> list[np.ndarray]:
     """Return the engine's experts of every sample, up to the token before its last loss token at least."""
-    found = []
+    experts = []
     shape = next((row.sample.experts.shape[1:] for row in rows if row.sample.experts is not None), (0, 0))
     for sample in (row.sample for row in rows):
         mask = sample.trained_mask
         needed = len(sample.tokens) - 1 - (mask[::-1].index(1) if 1 in mask else len(mask))
-        given = np.zeros((0, *shape), np.uint8) if sample.experts is None else sample.experts
-        if (1 in mask and len(given) < needed) or given.shape[1:] != shape:
+        chosen = np.zeros((0, *shape), np.uint8) if sample.experts is None else sample.experts
+        if (1 in mask and len(chosen) < needed) or chosen.shape[1:] != shape:
             raise ValueError(
                 f"--use-rollout-routing-replay: trajectory {sample.trajectory_id} of group {sample.group_index} does "
                 f"not say which experts the engine chose for {needed} tokens; samples of your own take the experts of "
                 "the engine's generation, and saved samples have them if their run replayed them"
             )
-        found.append(given)
-    return found
+        experts.append(chosen)
+    return experts
 
 
 # Show an iteration's training data to the user's function, which may change it: ``--rollout-data-postprocess-path``.

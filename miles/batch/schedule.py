@@ -83,12 +83,12 @@ class _Chains:
 
     def items(self, name: int) -> list[int]:
         """Return the items of a part, in ascending order."""
-        found = []
+        members = []
         while name >= 0:
-            found.append(name)
+            members.append(name)
             name = self._following[name]
-        found.sort()
-        return found
+        members.sort()
+        return members
 
 
 def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
@@ -144,8 +144,8 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
                 break
         age += 1
         heapq.heappush(merged, (-first.spread(parts), age, first))
-    found = [chains.items(name) for name in merged[0][2].named] if merged else [[items[0]]]
-    return found + [[] for _ in range(parts - len(found))]
+    lists = [chains.items(name) for name in merged[0][2].named] if merged else [[items[0]]]
+    return lists + [[] for _ in range(parts - len(lists))]
 
 
 def _equal_weights(items: np.ndarray, parts: int) -> list[np.ndarray]:
@@ -166,8 +166,8 @@ def _equal_weights(items: np.ndarray, parts: int) -> list[np.ndarray]:
         whole = ends[2 * pairs - 1]  # the names of pairs
         reflect = np.repeat((2 * ends - sizes - 1)[: 2 * pairs], sizes[: 2 * pairs])
         is_second = np.repeat(np.arange(2 * pairs) % 2 == 1, sizes[: 2 * pairs])
-        places = np.arange(whole)
-        paired = items[np.where(is_second, reflect - places, places)]
+        positions = np.arange(whole)
+        paired = items[np.where(is_second, reflect - positions, positions)]
         items = np.concatenate([items[whole:], paired])
         sizes = np.concatenate([sizes[2 * pairs :], merged])
     return np.split(items, np.cumsum(sizes)[:-1])

@@ -62,22 +62,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-6, help="difference that still counts as equal (1e-6)")
     parser.add_argument("--tokenizer", metavar="PATH", help="fills response_ids, which are empty otherwise")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the results as JUnit XML")
-    given = parser.parse_args(list(argv))
-    for flag, value in (("--reward-timeout", given.reward_timeout), ("--tolerance", given.tolerance)):
+    options = parser.parse_args(list(argv))
+    for flag, value in (("--reward-timeout", options.reward_timeout), ("--tolerance", options.tolerance)):
         if not 0 <= value < float("inf"):
             parser.error(f"{flag} {value:g}: must be finite and at least 0; give 0 or more")
     try:
-        results = _check(given)
-        if given.junit is not None:
-            write_junit(given.junit, f"check-reward {given.function}", results)
+        results = _check(options)
+        if options.junit is not None:
+            write_junit(options.junit, f"check-reward {options.function}", results)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
     return _report(results)
 
 
-def _check(given: argparse.Namespace) -> list[CheckResult]:
-    cases = read_cases(given.cases)
-    settings, notes = without_effect(Settings(reward=_reward(given)))
+def _check(options: argparse.Namespace) -> list[CheckResult]:
+    cases = read_cases(options.cases)
+    settings, notes = without_effect(Settings(reward=_reward(options)))
     for note in notes:
         print(f"{note.written}: has no effect ({note.why})")
     reward, errors = settings.reward, Errors()
@@ -86,32 +86,32 @@ def _check(given: argparse.Namespace) -> list[CheckResult]:
     errors.raise_if_any()
     function = get_reward_function(reward, memory_limit(reward.reward_memory))
     token_ids: list[list[int]] = [[] for _ in cases]
-    if given.tokenizer is not None:
+    if options.tokenizer is not None:
         from miles.base.tokenizer import load_tokenizer  # transformers takes seconds
 
-        tokenizer = load_tokenizer(given.tokenizer)
+        tokenizer = load_tokenizer(options.tokenizer)
         token_ids = [list(tokenizer(case.response, add_special_tokens=False)["input_ids"]) for case in cases]
     samples: list[Sample] = [
         case.sample(number, ids) for number, (case, ids) in enumerate(zip(cases, token_ids, strict=True))
     ]
-    return asyncio.run(check_cases(cases, samples, function, given.tolerance))
+    return asyncio.run(check_cases(cases, samples, function, options.tolerance))
 
 
-def _reward(given: argparse.Namespace) -> RewardArguments:
+def _reward(options: argparse.Namespace) -> RewardArguments:
     """Return the section that the arguments describe."""
     names = {field.name for field in fields(RewardArguments)}
-    values = {name: value for name, value in vars(given).items() if name in names and value is not MISSING}
-    words = given.function.split(",")
+    values = {name: value for name, value in vars(options).items() if name in names and value is not MISSING}
+    words = options.function.split(",")
     if all(word.partition(":")[0] in (*REWARDS, CUSTOM) for word in words):
-        values["rm_type"] = given.function
-        if CUSTOM not in reward_weights(given.function):
-            if given.custom_rm_path is not None:
-                rule = f"names a second reward, alongside {given.function}"
-                refuse("custom_rm_path", given.custom_rm_path, rule, f"weigh both: {given.function},{CUSTOM}:0.5")
+        values["rm_type"] = options.function
+        if CUSTOM not in reward_weights(options.function):
+            if options.custom_rm_path is not None:
+                rule = f"names a second reward, alongside {options.function}"
+                refuse("custom_rm_path", options.custom_rm_path, rule, f"weigh both: {options.function},{CUSTOM}:0.5")
             # the command's own limits are for functions of the user's
             values = {name: value for name, value in values.items() if name not in ("reward_timeout", "reward_memory")}
     else:
-        values["custom_rm_path"] = given.function
+        values["custom_rm_path"] = options.function
     return RewardArguments(**values)
 
 
@@ -222,8 +222,8 @@ def _expected(value: Any, where: str) -> tuple[float, float]:
     # nan and inf, which no reward can be, fail the comparison; so does a number that no float holds
     are_rewards = all(abs(number) <= LARGEST_FLOAT for number in numbers)
     if len(bounds) != 2 or len(numbers) != 2 or not are_rewards or numbers[0] > numbers[1]:
-        shown = one_line(json.dumps(value), 60)
-        _refuse(where, f"expected is {shown}", "give a finite number, or two as [lowest, highest]")
+        text = one_line(json.dumps(value), 60)
+        _refuse(where, f"expected is {text}", "give a finite number, or two as [lowest, highest]")
     return float(numbers[0]), float(numbers[1])
 
 

@@ -26,18 +26,18 @@ def main(argv: Sequence[str]) -> int:
         default=0.0,
         help="relative difference up to which two values are equal (default: 0, any difference counts)",
     )
-    given = parser.parse_args(argv)
-    if not 0 <= given.tolerance < float("inf"):
-        parser.error(f"--tolerance {given.tolerance:g}: must be finite and at least 0; give 0 or more")
-    if given.page is not None and (fault := why_not_written(given.page)) is not None:
-        parser.error(f"--page {given.page}: {fault}")
+    options = parser.parse_args(argv)
+    if not 0 <= options.tolerance < float("inf"):
+        parser.error(f"--tolerance {options.tolerance:g}: must be finite and at least 0; give 0 or more")
+    if options.page is not None and (fault := why_not_written(options.page)) is not None:
+        parser.error(f"--page {options.page}: {fault}")
     try:
-        comparison = Comparison(given.runs, given.tolerance)
+        comparison = Comparison(options.runs, options.tolerance)
         print(comparison.text())
-        if given.page is not None:
-            given.page.parent.mkdir(parents=True, exist_ok=True)
-            given.page.write_bytes(comparison.page())
-            print(f"\npage: {given.page}")
+        if options.page is not None:
+            options.page.parent.mkdir(parents=True, exist_ok=True)
+            options.page.write_bytes(comparison.page())
+            print(f"\npage: {options.page}")
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

@@ -78,16 +78,16 @@ def _choices() -> Iterator[str]:
 
 def _flags(name: str) -> list[str]:
     """Return the flags of a command: the training flags, and the flags that its ``--help`` names."""
-    found = {"--help"}
+    flags = {"--help"}
     if name in OF_TRAIN:
-        found |= {flag for flag in build_parser()._option_string_actions if flag.startswith("--")}
+        flags |= {flag for flag in build_parser()._option_string_actions if flag.startswith("--")}
     if name not in ("train", "explain", "rehearse", "completion"):
         module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
-        shown = io.StringIO()
+        output = io.StringIO()
         try:
-            with redirect_stdout(shown):
+            with redirect_stdout(output):
                 module.main(["--help"])
         except SystemExit:  # argparse ends after its help
             pass
-        found |= set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown.getvalue(), re.MULTILINE))
-    return sorted(found)
+        flags |= set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", output.getvalue(), re.MULTILINE))
+    return sorted(flags)

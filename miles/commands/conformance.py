@@ -119,7 +119,7 @@ def compared(name: str, folder: Path) -> list[ComparedLoss]:
         last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
         raise InputError(f"{PACKAGES[name][0]}: its process failed: {one_line(last, 300)}")
     theirs = json.loads(ended.stdout.strip().splitlines()[-1])
-    return [_row(name, case, cases[case], drawn, found) for case, found in zip(cases, theirs, strict=True)]
+    return [_row(name, case, cases[case], drawn, result) for case, result in zip(cases, theirs, strict=True)]
 
 
 def _for_trainer(name: str, settings: Any) -> Any:
@@ -139,11 +139,11 @@ def _row(name: str, case: str, settings: Any, drawn: dict[str, Any], theirs: dic
     objective = launcher.translate(translation)
     loss = settled(parse(translation.words).loss)
     their_gradient = torch.tensor(theirs["gradient"], dtype=torch.float64)
-    sides = [our_gradient(loss, drawn), paper_gradient(loss, drawn)]
-    ours, paper = (float((gradient - their_gradient).norm() / their_gradient.norm()) for _, gradient in sides)
+    results = [our_gradient(loss, drawn), paper_gradient(loss, drawn)]
+    ours, paper = (float((gradient - their_gradient).norm() / their_gradient.norm()) for _, gradient in results)
     why = [] if objective is None or objective.exact else [f"depends on {objective.depends}"]
     why += [entry.why for entry in translation.differences if entry.worst < 2 and "process" not in entry.why]
-    return ComparedLoss(case, translation.loss, theirs["loss"] / sides[0][0], ours, paper, "; ".join(why))
+    return ComparedLoss(case, translation.loss, theirs["loss"] / results[0][0], ours, paper, "; ".join(why))
 
 
 def _document(name: str, settings: Any) -> Document:
@@ -152,8 +152,8 @@ def _document(name: str, settings: Any) -> Document:
 
         return read_shell("case.sh", f"python3 -m openrlhf.cli.train_ppo_ray {settings}\n")
     prefix = ACTOR if name == "verl" else ""
-    given = BASES[name] | {f"{prefix}{key}": value for key, value in settings.items()}
-    return Document("case", "yaml", {key: Setting(key, value, None) for key, value in given.items()})
+    values = BASES[name] | {f"{prefix}{key}": value for key, value in settings.items()}
+    return Document("case", "yaml", {key: Setting(key, value, None) for key, value in values.items()})
 
 
 def table(name: str, rows: Sequence[ComparedLoss]) -> Iterator[str]:

@@ -154,18 +154,18 @@ def check_cores() -> MachineFinding:
     usable, quota, whole = num_cores(), cpu_quota(), os.cpu_count() or 1
     load = os.getloadavg()[0]
     facts = {"usable": usable, "quota": quota, "machine": whole, "load": load, "has_bf16": has_bf16()}
-    found = f"{usable} of {whole} usable" if usable < whole else f"{usable}"
-    found += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else ", no bf16 arithmetic, so fp32 by default")
-    found += " without AMX, whose tiles the host hides" if lacks_tile_palettes() else ""
+    result = f"{usable} of {whole} usable" if usable < whole else f"{usable}"
+    result += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else ", no bf16 arithmetic, so fp32 by default")
+    result += " without AMX, whose tiles the host hides" if lacks_tile_palettes() else ""
     if quota is not None and quota < usable:
         what = "threads get in each other's way"
-        found += f"; a control group limits this process to {quota:.2g} of them"
-        return MachineFinding("cores", State.NOTE, found, what, "raise the limit of the container or the job", facts)
+        result += f"; a control group limits this process to {quota:.2g} of them"
+        return MachineFinding("cores", State.NOTE, result, what, "raise the limit of the container or the job", facts)
     if load > usable / 2:
         return MachineFinding(
-            "cores", State.NOTE, f"{found}: other processes are at work", "", "expect slow steps", facts
+            "cores", State.NOTE, f"{result}: other processes are at work", "", "expect slow steps", facts
         )
-    return MachineFinding("cores", State.OK, found, facts=facts)
+    return MachineFinding("cores", State.OK, result, facts=facts)
 
 
 def check_memory(limit: int, available: int) -> MachineFinding:
@@ -176,15 +176,15 @@ def check_memory(limit: int, available: int) -> MachineFinding:
         available: Bytes of it that are free.
     """
     free = min(available, limit)
-    found = f"{free / GIB:.1f} GiB free of {limit / GIB:.1f} GiB"
+    result = f"{free / GIB:.1f} GiB free of {limit / GIB:.1f} GiB"
     facts = {"limit_bytes": limit, "available_bytes": available}
     remedy = "end other processes, or raise the limit"
     if free < LEAST_MEMORY:
-        return MachineFinding("memory", State.FAULT, found, "disables training", remedy, facts)
+        return MachineFinding("memory", State.FAULT, result, "disables training", remedy, facts)
     if free < QUICKSTART_MEMORY:
         effect = f"the quickstart, which takes {QUICKSTART_MEMORY / GIB:g} GiB, may not fit"
-        return MachineFinding("memory", State.NOTE, found, effect, remedy, facts)
-    return MachineFinding("memory", State.OK, found, facts=facts)
+        return MachineFinding("memory", State.NOTE, result, effect, remedy, facts)
+    return MachineFinding("memory", State.OK, result, facts=facts)
 
 
 def check_shared_memory(folder: Path) -> MachineFinding:
@@ -195,12 +195,12 @@ def check_shared_memory(folder: Path) -> MachineFinding:
             "shared memory", State.NOTE, f"there is no {folder}", "Ray stores objects on disk", remedy
         )
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB in {folder}"
+    result = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB in {folder}"
     facts = {"free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < LEAST_SHARED_MEMORY:
         remedy = "give the container more, for example docker run --shm-size=2g"
-        return MachineFinding("shared memory", State.NOTE, found, "Ray stores objects on disk, slowly", remedy, facts)
-    return MachineFinding("shared memory", State.OK, found, facts=facts)
+        return MachineFinding("shared memory", State.NOTE, result, "Ray stores objects on disk, slowly", remedy, facts)
+    return MachineFinding("shared memory", State.OK, result, facts=facts)
 
 
 def check_temp(folder: Path) -> MachineFinding:
@@ -209,9 +209,9 @@ def check_temp(folder: Path) -> MachineFinding:
     inside = f"/ray-{os.getuid()}/r12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
     longest = LONGEST_SOCKET - len(inside)
     if len(os.fsencode(folder)) > longest:
-        found = f"{folder} is longer than the {longest} bytes that leave room for the path of Ray's sockets"
+        result = f"{folder} is longer than the {longest} bytes that leave room for the path of Ray's sockets"
         return MachineFinding(
-            name, State.FAULT, found, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp"
+            name, State.FAULT, result, "disables training", "set RAY_TMPDIR to a shorter path, such as /tmp"
         )
     return check_disk(name, folder)
 
@@ -227,11 +227,11 @@ def check_disk(name: str, folder: Path) -> MachineFinding:
         remedy = "choose a folder that you can write to"
         return MachineFinding(name, State.FAULT, f"{folder}: {error.strerror}", "disables training from here", remedy)
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / GIB:.1f} GiB free in {folder}"
+    result = f"{usage.free / GIB:.1f} GiB free in {folder}"
     facts = {"folder": str(folder), "free_bytes": usage.free}
     if usage.free < LEAST_DISK:
-        return MachineFinding(name, State.NOTE, found, "checkpoints may not fit", "make room", facts)
-    return MachineFinding(name, State.OK, found, facts=facts)
+        return MachineFinding(name, State.NOTE, result, "checkpoints may not fit", "make room", facts)
+    return MachineFinding(name, State.OK, result, facts=facts)
 
 
 def check_loopback() -> MachineFinding:
@@ -269,11 +269,11 @@ def _free_range() -> tuple[int, int]:
 
 def check_open_files(soft: int, hard: int) -> MachineFinding:
     """Check the limit of open files: Ray, and servers with many requests, need thousands."""
-    found, facts = f"up to {soft}", {"soft": soft, "hard": hard}
+    result, facts = f"up to {soft}", {"soft": soft, "hard": hard}
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"
-        return MachineFinding("open files", State.NOTE, found, "limits requests to a server", remedy, facts)
-    return MachineFinding("open files", State.OK, found, facts=facts)
+        return MachineFinding("open files", State.NOTE, result, "limits requests to a server", remedy, facts)
+    return MachineFinding("open files", State.OK, result, facts=facts)
 
 
 def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
@@ -288,34 +288,34 @@ def check_leftovers(clean: bool, seconds: float) -> MachineFinding:
         ended = subprocess.run(
             command, env=os.environ | importing_miles(), capture_output=True, text=True, timeout=seconds
         )
-        found = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
+        facts = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
     except subprocess.TimeoutExpired:
         return MachineFinding("leftovers", State.NOTE, f"not known: no answer within {seconds:g} s (--timeout)")
-    if found is None:
+    if facts is None:
         last = one_line((ended.stderr.strip().splitlines() or ["no message"])[-1], 300)
         return MachineFinding("leftovers", State.NOTE, f"not known: {last}")
-    left = found["leftovers"]
-    alive = f"; {count(found['alive'], 'run')} alive" if found["alive"] else ""
+    left = facts["leftovers"]
+    alive = f"; {count(facts['alive'], 'run')} alive" if facts["alive"] else ""
     if not left:
-        return MachineFinding("leftovers", State.OK, f"none{alive}", facts=found)
-    kept = [each for each in left if not each["removed"]]
+        return MachineFinding("leftovers", State.OK, f"none{alive}", facts=facts)
+    remaining = [each for each in left if not each["removed"]]
     processes = sum(len(each["pids"]) for each in left)
     megabytes = sum(each["size"] for each in left) / 1e6
-    shown = f"{count(len(left), 'killed run')}: {processes} process{'' if processes == 1 else 'es'}"
-    shown += f", {megabytes:.1f} MB{alive}"
-    if not kept:
-        return MachineFinding("leftovers", State.OK, f"removed what was left of {shown}", facts=found)
+    summary = f"{count(len(left), 'killed run')}: {processes} process{'' if processes == 1 else 'es'}"
+    summary += f", {megabytes:.1f} MB{alive}"
+    if not remaining:
+        return MachineFinding("leftovers", State.OK, f"removed what was left of {summary}", facts=facts)
     if clean:
-        folders = ", ".join(each["folder"] for each in kept)
+        folders = ", ".join(each["folder"] for each in remaining)
         return MachineFinding(
             "leftovers",
             State.NOTE,
             f"could not remove {folders}",
             "it holds memory or disk",
             "remove it by hand",
-            found,
+            facts,
         )
-    return MachineFinding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)
+    return MachineFinding("leftovers", State.NOTE, summary, "it holds memory or disk", "miles doctor --clean", facts)
 
 
 # Check the packages: which are installed, and whether they can be imported, each in a separate process.
@@ -494,13 +494,13 @@ def check_vllm(python: str) -> MachineFinding:
 
 def check_others() -> MachineFinding:
     """Return the finding on the packages that every run needs, and that are not reported one by one."""
-    found = {name: _version(name) for name in OTHERS}
-    missing = [name for name, version in found.items() if version is None]
+    facts = {name: _version(name) for name in OTHERS}
+    missing = [name for name, version in facts.items() if version is None]
     if missing:
         return MachineFinding(
-            "other packages", State.FAULT, f"not installed: {', '.join(missing)}", NO_TRAINING, install_command(), found
+            "other packages", State.FAULT, f"not installed: {', '.join(missing)}", NO_TRAINING, install_command(), facts
         )
-    return MachineFinding("other packages", State.OK, f"all {len(found)} installed", facts=found)
+    return MachineFinding("other packages", State.OK, f"all {len(facts)} installed", facts=facts)
 
 
 def _version(name: str) -> str | None:
@@ -526,10 +526,10 @@ def check_package(package: Package, quick: bool, seconds: float) -> MachineFindi
     return _torch(json.loads(output.splitlines()[-1]))
 
 
-def _lacking(package: Package, found: str, remedy: str) -> MachineFinding:
+def _lacking(package: Package, result: str, remedy: str) -> MachineFinding:
     if package.disables:
-        return MachineFinding(package.name, State.MISSING, found, f"disables {package.disables}", remedy)
-    return MachineFinding(package.name, State.FAULT, found, NO_TRAINING, remedy)
+        return MachineFinding(package.name, State.MISSING, result, f"disables {package.disables}", remedy)
+    return MachineFinding(package.name, State.FAULT, result, NO_TRAINING, remedy)
 
 
 def _torch(facts: Mapping[str, Any]) -> MachineFinding:
@@ -540,13 +540,13 @@ def _torch(facts: Mapping[str, Any]) -> MachineFinding:
         return MachineFinding("torch", State.FAULT, f"{version} has no gloo", NO_TRAINING, remedy, dict(facts))
     if devices:
         gib = min(device["memory_bytes"] for device in devices) / 2**30
-        found = f"{version}; {len(devices)} x {devices[0]['name']} of {gib:.0f} GiB"
-        return MachineFinding("torch", State.OK, found, facts=dict(facts))
+        result = f"{version}; {len(devices)} x {devices[0]['name']} of {gib:.0f} GiB"
+        return MachineFinding("torch", State.OK, result, facts=dict(facts))
     if has_gpu():
         why = "a build for CPU" if facts["cuda"] is None else f"CUDA {facts['cuda']} finds no device"
-        found = f"{version} sees none of this machine's GPUs: {why}"
+        result = f"{version} sees none of this machine's GPUs: {why}"
         remedy = "install a build of torch for the driver's CUDA, https://pytorch.org/get-started"
-        return MachineFinding("torch", State.MISSING, found, "disables --device cuda", remedy, dict(facts))
+        return MachineFinding("torch", State.MISSING, result, "disables --device cuda", remedy, dict(facts))
     return MachineFinding("torch", State.OK, f"{version}; no GPU, runs are on CPU", facts=dict(facts))
 
 
@@ -583,13 +583,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest time of an import (default: 120)"
     )
-    given = parser.parse_args(argv)
-    if not 0 < given.timeout < math.inf:
-        parser.error(f"--timeout {given.timeout:g}: must be finite and above 0; give the seconds of an import")
+    options = parser.parse_args(argv)
+    if not 0 < options.timeout < math.inf:
+        parser.error(f"--timeout {options.timeout:g}: must be finite and above 0; give the seconds of an import")
     findings = [
-        *check_packages(given.quick, given.timeout),
+        *check_packages(options.quick, options.timeout),
         *check_host(Path.cwd()),
-        check_leftovers(given.clean, given.timeout),
+        check_leftovers(options.clean, options.timeout),
     ]
-    print(as_json(findings) if given.json else as_text(findings))
+    print(as_json(findings) if options.json else as_text(findings))
     return 0 if can_train(findings) else 1

@@ -59,52 +59,52 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also write every answer with its reward, as JSON lines"
     )
-    given = parser.parse_args(list(argv))
-    if given.n_samples is not None and given.n_samples < 1:
-        parser.error(f"--n-samples {given.n_samples}: must be at least 1; give 1 or more")
-    if given.max_response_len is not None and given.max_response_len < 1:
-        parser.error(f"--max-response-len {given.max_response_len}: must be at least 1; give 1 or more")
-    if given.sets and given.benchmarks:
+    options = parser.parse_args(list(argv))
+    if options.n_samples is not None and options.n_samples < 1:
+        parser.error(f"--n-samples {options.n_samples}: must be at least 1; give 1 or more")
+    if options.max_response_len is not None and options.max_response_len < 1:
+        parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
+    if options.sets and options.benchmarks:
         parser.error("--benchmarks: cannot be used with --sets; give one of the two")
-    if len(given.sets) % 2:
-        parser.error(f"--sets {' '.join(given.sets)}: must be NAME SOURCE pairs; write a name before each source")
-    if given.out is not None:
-        if not given.out.parent.is_dir():
-            parser.error(f"--out {given.out}: must be a file in a folder that exists; give another path")
-        if (fault := why_not_written(given.out)) is not None:
-            parser.error(f"--out {given.out}: {fault}")
+    if len(options.sets) % 2:
+        parser.error(f"--sets {' '.join(options.sets)}: must be NAME SOURCE pairs; write a name before each source")
+    if options.out is not None:
+        if not options.out.parent.is_dir():
+            parser.error(f"--out {options.out}: must be a file in a folder that exists; give another path")
+        if (fault := why_not_written(options.out)) is not None:
+            parser.error(f"--out {options.out}: {fault}")
     try:
-        results = _evaluate(given)
+        results = _evaluate(options)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
-    if given.json:
+    if options.json:
         print(json.dumps({result.name: _as_json(result) for result in results}, indent=1))
     else:
         print("\n\n".join(map(_table, results)))
-    if given.out is not None:
+    if options.out is not None:
         try:
-            _write(given.out, results)
+            _write(options.out, results)
         except OSError as error:
-            parser.error(f"--out {given.out}: cannot be written ({error.strerror}); give another file")
+            parser.error(f"--out {options.out}: cannot be written ({error.strerror}); give another file")
     return 0
 
 
-def _evaluate(given: argparse.Namespace) -> list[SetResult]:
-    run = SavedRun(given.run)
+def _evaluate(options: argparse.Namespace) -> list[SetResult]:
+    run = SavedRun(options.run)
     settings = run.settings  # read before the weights are exported, which takes longer
     with (
-        hugging_face_folder(run, given.step, given.weights) as model,
+        hugging_face_folder(run, options.step, options.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-eval-") as logs,
     ):
         from miles.commands.saved_runs.generation import evaluate_sets, settings_for  # imports torch
 
-        here, longest = settings_for(settings, model, Path(logs), given.engine), given.max_response_len
-        if given.benchmarks:
-            each = [*benchmark_settings(here, given.benchmarks, Path(logs), longest)]
-            return [result for one in each for result in asyncio.run(evaluate_sets(one, (), given.n_samples))]
+        here, longest = settings_for(settings, model, Path(logs), options.engine), options.max_response_len
+        if options.benchmarks:
+            each = [*benchmark_settings(here, options.benchmarks, Path(logs), longest)]
+            return [result for one in each for result in asyncio.run(evaluate_sets(one, (), options.n_samples))]
         if longest is not None:
             here = replace(here, evaluation=replace(here.evaluation, eval_max_response_len=longest))
-        return asyncio.run(evaluate_sets(here, given.sets, given.n_samples))
+        return asyncio.run(evaluate_sets(here, options.sets, options.n_samples))
 
 
 def _table(result: SetResult) -> str:
@@ -185,9 +185,9 @@ class Benchmark:
             raise InputError(f"--benchmarks {name}: {error}") from error
         for row in table:
             try:
-                found = {"input": self.prompt.format_map(row)}
-                found |= {"label": str(row[self.label])} if self.label is not None else {}
-                yield found | {"metadata": {key: _without_nulls(row[key]) for key in self.metadata}}
+                entry = {"input": self.prompt.format_map(row)}
+                entry |= {"label": str(row[self.label])} if self.label is not None else {}
+                yield entry | {"metadata": {key: _without_nulls(row[key]) for key in self.metadata}}
             except KeyError as error:
                 there = ", ".join(table.column_names)
                 raise InputError(f"--benchmarks {name}: the set has no column {error}; it has {there}") from None

@@ -56,19 +56,19 @@ def main(argv: Sequence[str]) -> int:
         "HF_ENDPOINT); it is made if need be, and checked before the export",
     )
     parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub private")
-    given = parser.parse_args(list(argv))
-    if given.out.exists():
-        parser.error(f"{given.out}: is there already; give a new folder, or remove it")
+    options = parser.parse_args(list(argv))
+    if options.out.exists():
+        parser.error(f"{options.out}: is there already; give a new folder, or remove it")
     try:
-        run = SavedRun(given.run)
-        checkpoint = run.checkpoint(given.step)
-        write, what = WRITERS[given.to]
-        repository = None if given.push_to_hub is None else open_repository(given.push_to_hub, given.private)
+        run = SavedRun(options.run)
+        checkpoint = run.checkpoint(options.step)
+        write, what = WRITERS[options.to]
+        repository = None if options.push_to_hub is None else open_repository(options.push_to_hub, options.private)
         with on_this_machine(run.settings.checkpoint, checkpoint.folder) as whole:
-            write(run, whole, given.out)
-        print(f"{given.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")
+            write(run, whole, options.out)
+        print(f"{options.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")
         if repository is not None:
-            print(push(repository, given.out, model_card(run, checkpoint, repository, given.to == "peft")))
+            print(push(repository, options.out, model_card(run, checkpoint, repository, options.to == "peft")))
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
     return 0
@@ -174,7 +174,7 @@ def _curve(run: SavedRun, last: int) -> list[str]:
     for row in range(rows):
         end = (row + 1) * len(steps) // rows
         values = ([v for v in metrics.column(name)[begin:end] if math.isfinite(v)] for name in names)
-        cells = (f"{sum(found) / len(found):.3f}" if found else "" for found in values)
+        cells = (f"{sum(column) / len(column):.3f}" if column else "" for column in values)
         lines.append(f"| {steps[end - 1]} | {' | '.join(cells)} |")
         begin = end
     return lines

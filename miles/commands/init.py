@@ -130,18 +130,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--task", choices=TASKS, default="math", help="what the model learns (default: math)")
     parser.add_argument("--model", metavar="NAME", help="folder or name on the Hugging Face hub")
-    given = parser.parse_args(list(argv))
-    folder: Path = given.folder
+    options = parser.parse_args(list(argv))
+    folder: Path = options.folder
     try:
         if folder.exists() and any(folder.iterdir()):
             parser.error(f"{folder}: holds files already; give a new folder")
-        source = given.model or str(model.prepare(None).resolve())
+        source = options.model or str(model.prepare(None).resolve())
         folder.mkdir(parents=True, exist_ok=True)
-        task = TASKS[given.task]
+        task = TASKS[options.task]
         texts = {
             "run.yaml": settings(task, os.path.abspath(source) if os.path.isdir(source) else source),
             "data.jsonl": "".join(json.dumps(row) + "\n" for row in task.rows),
-            "reward.py": resources.files("miles.commands.init_parts").joinpath(f"{given.task}.py").read_text("utf-8"),
+            "reward.py": resources.files("miles.commands.init_parts").joinpath(f"{options.task}.py").read_text("utf-8"),
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")

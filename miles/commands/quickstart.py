@@ -35,14 +35,14 @@ def main(argv: Sequence[str]) -> int:
     hide_on_command_line(argv)  # before the model is fetched, which takes long
     words = list(argv)
     folder = Path(words.pop(0)) if words and not words[0].startswith("-") else None
-    given, flags = _parser().parse_known_args(words)
-    out: Path = given.output_dir
+    options, flags = _parser().parse_known_args(words)
+    out: Path = options.output_dir
     try:
         _check(out)
         _write_inputs(out)  # the same ones in every quickstart
-        refuse_wrong_flags(_command(out, model.HUB_NAME, given.seed, flags))  # a model takes long to fetch or convert
-        source = model.prepare(folder, given.model_target)
-        command = _command(out, source, given.seed, flags)
+        refuse_wrong_flags(_command(out, model.HUB_NAME, options.seed, flags))  # a model takes long to fetch or convert
+        source = model.prepare(folder, options.model_target)
+        command = _command(out, source, options.seed, flags)
         validated = main_parse(command)  # exits for wrong flags, --explain and --version
         if not validated.settings.rehearsal.rehearse:
             _check(out)  # another quickstart may have started meanwhile

@@ -29,21 +29,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--samples", type=int, default=4, help="with --static: answers per iteration in the file (default: 4)"
     )
-    given = parser.parse_args(argv)
-    if given.samples < 0:
-        parser.error(f"--samples {given.samples}: must be at least 0; give 0 for none")
-    if given.static is not None and (fault := why_not_written(given.static)) is not None:
-        parser.error(f"--static {given.static}: {fault}")
+    options = parser.parse_args(argv)
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples}: must be at least 0; give 0 for none")
+    if options.static is not None and (fault := why_not_written(options.static)) is not None:
+        parser.error(f"--static {options.static}: {fault}")
     try:
-        RunHeader.load(given.run)
-        if given.static is not None:
-            given.static.parent.mkdir(parents=True, exist_ok=True)
-            print(write_report(given.run, given.samples, given.static))
+        RunHeader.load(options.run)
+        if options.static is not None:
+            options.static.parent.mkdir(parents=True, exist_ok=True)
+            print(write_report(options.run, options.samples, options.static))
             return 0
-        server = _serve(given.run, given.port)
+        server = _serve(options.run, options.port)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(f"{server.url} shows {given.run}; end with Ctrl-C", flush=True)
+    print(f"{server.url} shows {options.run}; end with Ctrl-C", flush=True)
     try:
         server.wait()
     except KeyboardInterrupt:

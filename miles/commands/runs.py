@@ -30,29 +30,29 @@ def main(argv: Sequence[str]) -> int:
         help="where to look: a folder, or a URL such as s3://bucket with runs that save there (default: outputs)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON array, with all metrics and checkpoints")
-    given = parser.parse_args(list(argv))
-    if not is_url(given.folder) and not Path(given.folder).is_dir():
-        parser.error(f"{given.folder}: no such folder; give one that holds runs")
+    options = parser.parse_args(list(argv))
+    if not is_url(options.folder) and not Path(options.folder).is_dir():
+        parser.error(f"{options.folder}: no such folder; give one that holds runs")
     try:
-        runs = [_described(shown, folder) for shown, folder in runs_at(given.folder)]
+        runs = [_described(label, folder) for label, folder in runs_at(options.folder)]
     except InputError as error:
         parser.error(str(error))
-    if given.json:
+    if options.json:
         print(json.dumps(runs, indent=1))
     elif not runs:
-        print(f"no runs in {given.folder}")
+        print(f"no runs in {options.folder}")
     else:
         print("\n".join(_table([HEADINGS, *map(_row, runs)])))
     return 0
 
 
-def _described(shown: str, folder: Path) -> dict[str, Any]:
+def _described(label: str, folder: Path) -> dict[str, Any]:
     """Return the contents of the files of a run in ``folder``, or their fault."""
     try:
         run = SavedRun(folder)
         newest, best = run.newest_complete(), run.best()
         return {
-            "run": shown,
+            "run": label,
             "state": run.state.value,
             "iterations": run.iterations,
             "total_iterations": run.total_iterations,
@@ -66,7 +66,7 @@ def _described(shown: str, folder: Path) -> dict[str, Any]:
             "best": None if best is None else asdict(best) | {"folder": best.name},
         }
     except (InputError, ValueError) as error:
-        return {"run": shown, "state": "unreadable", "error": str(error)}
+        return {"run": label, "state": "unreadable", "error": str(error)}
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
@@ -89,9 +89,9 @@ def _checkpoints(checkpoints: list[dict[str, Any]], newest: str | None, best: di
     if not checkpoints:
         return "-"
     damaged = sum(not checkpoint["complete"] for checkpoint in checkpoints)
-    shown = f"{len(checkpoints)}, newest complete: {'none' if newest is None else Path(newest).name}"
-    shown += f" ({damaged} damaged)" if damaged else ""
-    return shown if best is None else f"{shown}, best: {best['folder']} ({best['metric']} {best['value']:.4g})"
+    text = f"{len(checkpoints)}, newest complete: {'none' if newest is None else Path(newest).name}"
+    text += f" ({damaged} damaged)" if damaged else ""
+    return text if best is None else f"{text}, best: {best['folder']} ({best['metric']} {best['value']:.4g})"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

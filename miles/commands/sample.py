@@ -46,19 +46,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-response-len", type=int, metavar="N", help="tokens of an answer (default: the run's)")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
-    given = parser.parse_args(list(argv))
-    if given.n < 1:
-        parser.error(f"--n {given.n}: must be at least 1; give 1 or more")
-    if given.temperature is not None and not 0 <= given.temperature < float("inf"):
-        parser.error(f"--temperature {given.temperature}: must be finite, and 0 (greedy) or more")
-    if given.max_response_len is not None and given.max_response_len < 1:
-        parser.error(f"--max-response-len {given.max_response_len}: must be at least 1; give 1 or more")
-    text = sys.stdin.read() if given.prompt == "-" else given.prompt
+    options = parser.parse_args(list(argv))
+    if options.n < 1:
+        parser.error(f"--n {options.n}: must be at least 1; give 1 or more")
+    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
+        parser.error(f"--temperature {options.temperature}: must be finite, and 0 (greedy) or more")
+    if options.max_response_len is not None and options.max_response_len < 1:
+        parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
     try:
-        samples = _answers(given, text)
+        samples = _answers(options, text)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
-    if given.json:
+    if options.json:
         rows = [{"response": s.response, "tokens": len(s.response_ids), "status": s.status.value} for s in samples]
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
@@ -68,15 +68,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _answers(given: argparse.Namespace, text: str) -> list[Sample]:
-    run = SavedRun(given.run)
+def _answers(options: argparse.Namespace, text: str) -> list[Sample]:
+    run = SavedRun(options.run)
     settings = run.settings
     with (
-        hugging_face_folder(run, given.step, given.weights) as model,
+        hugging_face_folder(run, options.step, options.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-sample-") as logs,
     ):
         from miles.commands.saved_runs.generation import answer, settings_for  # imports torch
 
-        here = settings_for(settings, model, Path(logs), given.engine)
-        work = answer(here, text, given.n, given.seed, given.temperature, given.max_response_len, given.image)
+        here = settings_for(settings, model, Path(logs), options.engine)
+        work = answer(here, text, options.n, options.seed, options.temperature, options.max_response_len, options.image)
         return asyncio.run(work)

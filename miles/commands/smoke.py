@@ -168,14 +168,14 @@ def with_spread(values: Mapping[str, Any]) -> Callable[[Sequence[Sample]], Any]:
     Args:
         values: The fields of ``RewardArguments`` that are not their defaults.
     """
-    given = RewardArguments(**values)
-    key = given.reward_key if given.rm_type is None else None
+    section = RewardArguments(**values)
+    key = section.reward_key if section.rm_type is None else None
     function: Callable[[Sequence[Sample]], Any]
-    if given.rm_type is None:
-        assert given.custom_rm_path is not None, "written for a section with a reward"
-        function = import_function(given.custom_rm_path, "--custom-rm-path")
+    if section.rm_type is None:
+        assert section.custom_rm_path is not None, "written for a section with a reward"
+        function = import_function(section.custom_rm_path, "--custom-rm-path")
     else:
-        function = get_reward_function(given)
+        function = get_reward_function(section)
 
     def reward(samples: Sequence[Sample]) -> Any:
         results = function(samples)
@@ -356,17 +356,17 @@ def _reward(reward: RewardArguments, folder: Path) -> RewardArguments:
     )
 
 
-def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments:
+def _checkpoint(section: CheckpointArguments, folder: Path) -> CheckpointArguments:
     """Save if the run saves, and load nothing."""
-    saves = given.save is not None
+    saves = section.save is not None
     return CheckpointArguments(
         save=str(folder / "checkpoints") if saves else None,
         save_interval=1 if saves else None,
-        save_keep_last=given.save_keep_last,
-        save_retain_interval=given.save_retain_interval,
-        save_best=given.save_best if saves else None,
-        async_save=given.async_save and saves,
-        save_hf=str(folder / "export") if given.save_hf is not None else None,
+        save_keep_last=section.save_keep_last,
+        save_retain_interval=section.save_retain_interval,
+        save_best=section.save_best if saves else None,
+        async_save=section.async_save and saves,
+        save_hf=str(folder / "export") if section.save_hf is not None else None,
     )
 
 
@@ -429,27 +429,27 @@ def _loss(loss: LossArguments) -> LossArguments:
     )
 
 
-def _notes(given: Settings, small: Settings) -> Iterator[str]:
+def _notes(settings: Settings, small: Settings) -> Iterator[str]:
     """Yield in words the features that a smaller run does not check."""
-    ranks = (given.cluster.world_size, small.cluster.world_size)
-    if ranks[0] != ranks[1] or given.dims != small.dims:
+    ranks = (settings.cluster.world_size, small.cluster.world_size)
+    if ranks[0] != ranks[1] or settings.dims != small.dims:
         yield f"{ranks[0]} trainer ranks become {ranks[1]}, on CPU, with {_shown(small)}"
-    if given.training.bf16 and not small.training.bf16:
+    if settings.training.bf16 and not small.training.bf16:
         yield "--bf16 becomes --fp32: this CPU has no bf16 arithmetic"
-    if given.rollout.rollout_engine != small.rollout.rollout_engine:
+    if settings.rollout.rollout_engine != small.rollout.rollout_engine:
         yield "the torch engine generates: SGLang repeats answers, and states which experts it chose, on GPUs only"
-    if given.model.ref_load is not None:
+    if settings.model.ref_load is not None:
         yield "--ref-load is left out: the reference is the tiny model"
-    if given.loss.use_opd:
+    if settings.loss.use_opd:
         yield "the teacher is the tiny model, in the trainer"
-    if given.checkpoint.load is not None:
+    if settings.checkpoint.load is not None:
         yield "--load is left out: the run starts fresh"
     elsewhere = ["use_wandb", "use_mlflow", "report_to", "notify_url", "prometheus_port"]
-    if left_out := [flag_name(name) for name in changed(given.tracking, elsewhere)]:
+    if left_out := [flag_name(name) for name in changed(settings.tracking, elsewhere)]:
         yield f"{', '.join(left_out)}: left out"
-    if given.server_flags != ServerFlags():
+    if settings.server_flags != ServerFlags():
         yield "--sglang-* and --router-* flags are left out: servers start with the defaults of CPU"
-    if given.reward != small.reward:
+    if settings.reward != small.reward:
         yield "if all answers to a prompt get the same reward, every second one gets 1 more: there must be a gradient"
 
 
@@ -492,48 +492,48 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the checks as JUnit XML")
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:end])
+    options = parser.parse_args(words[:end])
     if end == len(words):
         parser.error("the flags of a training command are missing; write them after --")
-    for flag, value in (("--iterations", given.iterations), ("--timeout", given.timeout)):
+    for flag, value in (("--iterations", options.iterations), ("--timeout", options.timeout)):
         if not 1 <= value < float("inf"):
             parser.error(f"{flag} {value:g}: must be finite and at least 1; give 1 or more")
-    if given.folder is not None and given.folder.exists():
-        parser.error(f"--folder {given.folder}: is there already; give a new one")
+    if options.folder is not None and options.folder.exists():
+        parser.error(f"--folder {options.folder}: is there already; give a new one")
     try:
-        expectations = [Expectation.parse(text) for text in given.expect]
-        expectations += read_expectations(given.expect_file) if given.expect_file is not None else []
+        expectations = [Expectation.parse(text) for text in options.expect]
+        expectations += read_expectations(options.expect_file) if options.expect_file is not None else []
     except InputError as error:
         parser.error(str(error))
-    model = [] if given.model is None else ["--hf-checkpoint", given.model]
+    model = [] if options.model is None else ["--hf-checkpoint", options.model]
     settings = main_parse([*words[end + 1 :], *model], starts=False).settings
-    with _folder(given.folder) as folder:
+    with _folder(options.folder) as folder:
         try:
-            small, notes = shrink(settings, folder, given.iterations)
+            small, notes = shrink(settings, folder, options.iterations)
         except (InputError, ValueError, OSError) as error:
             parser.error(str(error))
         for note in notes:
             print(f"note: {note}", flush=True)
-        status, results = _run(small, str(settings.model.hf_checkpoint), folder, given.timeout)
+        status, results = _run(small, str(settings.model.hf_checkpoint), folder, options.timeout)
         if status == PASSED:
             results += _check(folder, expectations)
             status = CHECK_FAILED if any(result.fault is not None for result in results) else PASSED
     for result in results:
         print(f"passed  {result.name}" if result.fault is None else f"FAILED  {result.name}: {result.fault}")
     print(f"{'passed' if status == PASSED else 'failed'} in {results[0].seconds:.0f} s")
-    if given.junit is not None:
+    if options.junit is not None:
         try:
-            write_junit(given.junit, "smoke", results)
+            write_junit(options.junit, "smoke", results)
         except OSError as error:
-            parser.error(f"--junit {given.junit}: cannot be written ({error.strerror}); give another file")
+            parser.error(f"--junit {options.junit}: cannot be written ({error.strerror}); give another file")
     return status
 
 
 @contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(parents=True)
-        yield given.absolute()
+def _folder(path: Path | None) -> Iterator[Path]:
+    if path is not None:
+        path.mkdir(parents=True)
+        yield path.absolute()
         return
     # Processes of a run that was killed may still write while it is removed.
     with tempfile.TemporaryDirectory(prefix="miles-smoke-", ignore_cleanup_errors=True) as temporary:

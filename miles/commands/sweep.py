@@ -52,22 +52,22 @@ def main(argv: Sequence[str]) -> int:
         "--page-only", action="store_true", help="run nothing, and write the comparison of what is there"
     )
     which.add_argument("--explain", action="store_true", help="print the runs and their commands, then stop")
-    given = parser.parse_args(list(argv))
-    if given.jobs is not None and given.jobs < 1:
-        parser.error(f"--jobs {given.jobs}: must be at least 1; give 1 or more")
+    options = parser.parse_args(list(argv))
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: must be at least 1; give 1 or more")
     try:
-        definition = read_definition(given.file)
-        out: Path = given.out or definition.output
-        planned = plan(definition, out, check_one_process if given.one_process else None)
-        places = slots(given.jobs, [run.settings for run in planned], Machine.here())
+        definition = read_definition(options.file)
+        out: Path = options.out or definition.output
+        planned = plan(definition, out, check_one_process if options.one_process else None)
+        devices = slots(options.jobs, [run.settings for run in planned], Machine.here())
     except FlagError as error:
         return _refuse(error.messages)
     runs = [SweptRun(run) for run in planned]
     again = ["miles", "sweep", *argv]
-    if given.explain:
-        print(_explained(planned, runs, places))
+    if options.explain:
+        print(_explained(planned, runs, devices))
         return 0
-    if given.page_only:
+    if options.page_only:
         try:
             _compare(definition, runs, out)
         except ValueError as error:  # a file of a run is damaged
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         faults = [fault for run in runs if (fault := _fault(run)) is not None]
         if faults:
             return _refuse(faults)
-        return _run(definition, runs, places, out, again, _forks() if given.one_process else start_process)
+        return _run(definition, runs, devices, out, again, _forks() if options.one_process else start_process)
 
 
 def _fault(run: SweptRun) -> str | None:
@@ -99,27 +99,27 @@ def _forks() -> Forks:
 
 
 def _refuse(messages: Sequence[str]) -> int:
-    shown = [one_line(message, LONGEST_MESSAGE) for message in messages]
-    if len(shown) == 1:
-        print(f"miles sweep: error: {shown[0]}", file=sys.stderr)
+    texts = [one_line(message, LONGEST_MESSAGE) for message in messages]
+    if len(texts) == 1:
+        print(f"miles sweep: error: {texts[0]}", file=sys.stderr)
     else:
-        lines = [f"miles sweep: {len(shown)} errors, and nothing was started:", *(f"  {text}" for text in shown)]
+        lines = [f"miles sweep: {len(texts)} errors, and nothing was started:", *(f"  {text}" for text in texts)]
         print("\n".join(lines), file=sys.stderr)
     return 2
 
 
 def _run(
-    definition: Definition, runs: Sequence[SweptRun], places: list[Slot], out: Path, command: list[str], start: Starter
+    definition: Definition, runs: Sequence[SweptRun], devices: list[Slot], out: Path, command: list[str], start: Starter
 ) -> int:
     to_do = [run for run in runs if not run.is_finished]
-    places = places[: len(to_do)]
-    print(_beginning(definition, runs, to_do, places), flush=True)
+    devices = devices[: len(to_do)]
+    print(_beginning(definition, runs, to_do, devices), flush=True)
     ended = Ended()
     try:
         if to_do:
-            progress = SweepProgress(to_do, len(runs) - len(to_do), len(places))
+            progress = SweepProgress(to_do, len(runs) - len(to_do), len(devices))
             try:
-                ended = RunQueue(to_do, places, progress, start).run()
+                ended = RunQueue(to_do, devices, progress, start).run()
             finally:
                 progress.close()
         _compare(definition, runs, out)
@@ -149,18 +149,18 @@ def _stopped_by(error: OSError, out: Path, command: Sequence[str]) -> int:
 
 
 def _beginning(
-    definition: Definition, runs: Sequence[SweptRun], to_do: Sequence[SweptRun], places: Sequence[Slot]
+    definition: Definition, runs: Sequence[SweptRun], to_do: Sequence[SweptRun], devices: Sequence[Slot]
 ) -> str:
     what = f"{count(len(definition.variants), 'variant')} × {count(len(definition.seeds), 'seed')}"
     lines = [f"sweep: {count(len(runs), 'run')} ({what}), {len(runs) - len(to_do)} finished before"]
     if to_do:
-        lines[0] += f"; {len(places)} at once, each on {places[0]}"
+        lines[0] += f"; {len(devices)} at once, each on {devices[0]}"
     lines += [f"  {run.name} {run.in_words()}" for run in to_do if run.start is not RunStart.NEW]
     return "\n".join(lines)
 
 
-def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], places: Sequence[Slot]) -> str:
-    lines = [f"{count(len(planned), 'run')}, {len(places)} at once, each on {places[0]}"]
+def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], devices: Sequence[Slot]) -> str:
+    lines = [f"{count(len(planned), 'run')}, {len(devices)} at once, each on {devices[0]}"]
     for each, run in zip(planned, runs, strict=True):
         fault = _fault(run)
         lines += [f"\n{each.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]

@@ -101,10 +101,10 @@ _TAKES: dict[str, dict[str, Any]] = {
 
 @cache
 def _foreign_flags() -> FlagParser:
-    found = FlagParser(add_help=False, allow_abbrev=False)
+    flags = FlagParser(add_help=False, allow_abbrev=False)
     for flag, row in FOREIGN_FLAGS.items():
-        found.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
-    return found
+        flags.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
+    return flags
 
 
 def _take_foreign(line: Line) -> None:
@@ -150,9 +150,9 @@ def notes(settings: Settings, errors: Errors, rewritten: Rewritten) -> list[Note
     judged = [FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items()]
     check_reference(settings, errors)
     if rewritten.names_for_functions and not names_functions(settings):
-        shown = one_line(", ".join(rewritten.names_for_functions), LONGEST_VALUE)
+        names = one_line(", ".join(rewritten.names_for_functions), LONGEST_VALUE)
         errors.add(
-            f"{CUSTOM_CONFIG} {settings.rollout.custom_config_path}: no flags are named {shown}, and no function of "
+            f"{CUSTOM_CONFIG} {settings.rollout.custom_config_path}: no flags are named {names}, and no function of "
             "yours reads them; correct the names, or drop them"
         )
     return [note for note in judged if note is not None]

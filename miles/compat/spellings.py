@@ -353,8 +353,8 @@ def check_reference(settings: Settings, errors: Errors) -> None:
     if settings.rollout.debug_rollout_only or not settings.loss.needs_reference:
         return
     rule = "by its name a copy that a related launcher has converted, which is not read here"
-    given = settings.model.hf_checkpoint
-    what_to_do = f"give the Hugging Face folder that it was made from, or drop it to compare with {given}"
+    model = settings.model.hf_checkpoint
+    what_to_do = f"give the Hugging Face folder that it was made from, or drop it to compare with {model}"
     errors.refuse("ref_load", path, rule, what_to_do)
 
 
@@ -362,22 +362,22 @@ def _is_ours(folder: Path) -> bool:
     return any(folder.glob("manifest.json")) or any(folder.glob("*/manifest.json")) or (folder / "config.json").exists()
 
 
-def remarks(settings: Settings, given: Collection[str]) -> Iterator[str]:
+def remarks(settings: Settings, set_fields: Collection[str]) -> Iterator[str]:
     """Yield notes on what has another default or meaning in related launchers.
 
     Args:
         settings: The settings of a valid run.
-        given: The fields that the command sets.
+        set_fields: The fields that the command sets.
     """
-    yield from _on_initial_weights(settings, given)
-    relied_on = [name for name in ON_FSDP if name not in given]
-    if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
+    yield from _on_initial_weights(settings, set_fields)
+    relied_on = [name for name in ON_FSDP if name not in set_fields]
+    if "train_backend" in set_fields and not reads_megatron_flags(settings) and relied_on:
         here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
         there = ", ".join(ON_FSDP[name] for name in relied_on)
         yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
 
 
-def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[str]:
+def _on_initial_weights(settings: Settings, set_fields: Collection[str]) -> Iterator[str]:
     """Yield a note on a reference that is another model than the policy's first weights, which it would be elsewhere.
 
     Related launchers do so with Megatron, their default. With FSDP theirs starts as here.
@@ -385,7 +385,7 @@ def _on_initial_weights(settings: Settings, given: Collection[str]) -> Iterator[
     reference, model, load = settings.model.ref_load, settings.model.hf_checkpoint, settings.checkpoint.load
     if reference is None or model is None or not settings.loss.needs_reference or Path(reference) == Path(model):
         return
-    names_fsdp = "train_backend" in given and not reads_megatron_flags(settings)
+    names_fsdp = "train_backend" in set_fields and not reads_megatron_flags(settings)
     resumes = load is not None and any(Path(load).glob("*/manifest.json"))
     if not names_fsdp and not resumes:
         yield (
@@ -482,19 +482,19 @@ def read_mismatch_config(line: Line, values: Mapping[str, Any]) -> dict[str, Any
         line.note(NO_EFFECT, MISMATCH_FLAG, "its settings have use_tis: false, so it weighs and rejects nothing")
         line.drop(MISMATCH_FLAG)
         return others | {"use_rs": False}
-    found = _flags_of(values, is_on("use_rs"), line.errors)
-    said = " ".join(written(flag_name(name), value) for name, value in found.items() if value is not False)
-    if found["tis_batch_normalize"]:
+    flags = _flags_of(values, is_on("use_rs"), line.errors)
+    said = " ".join(written(flag_name(name), value) for name, value in flags.items() if value is not False)
+    if flags["tis_batch_normalize"]:
         said += ", where the mean is over the whole step instead of a rank's micro-batch"
     line.read_as(MISMATCH_FLAG, f"{said}: the same weights")
-    return others | found
+    return others | flags
 
 
 def _in_words(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings of their function among the words; newer releases have them as flags."""
     names = {flag_name(name): name for name in (*_OF_WEIGHTS, *_OF_REJECTION)}
-    groups = [(names[flag], given) for flag, given in group_words(words) if flag in names]
-    return {name: given[-1] if given else True for name, given in groups}
+    groups = [(names[flag], values) for flag, values in group_words(words) if flag in names]
+    return {name: values[-1] if values else True for name, values in groups}
 
 
 def _flags_of(values: Mapping[str, Any], rejects: bool, errors: Errors) -> dict[str, Any]:
@@ -509,7 +509,7 @@ def _flags_of(values: Mapping[str, Any], rejects: bool, errors: Errors) -> dict[
             "--tis-batch-normalize: with --tis-mode mask of this function the mean counts the ratios that are "
             "dropped, and here it does not; drop it, or give --tis-mode clip"
         )
-    found: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "use_tis": True,
         "tis_mode": _MODES.get(mode, "truncate"),
         "tis_level": values.get("tis_level", "token"),
@@ -519,14 +519,14 @@ def _flags_of(values: Mapping[str, Any], rejects: bool, errors: Errors) -> dict[
         "use_rs": rejects,
     }
     if rejects:
-        found |= {
+        flags |= {
             "rs_level": values.get("rs_level", "token"),
             "rs_lower_bound": _number(values, "rs_lower_bound", lower, errors),
             "rs_upper_bound": _number(values, "rs_upper_bound", upper, errors),
         }
         if values.get("rs_veto_threshold") is not None:
-            found["rs_veto_threshold"] = _number(values, "rs_veto_threshold", 1e-4, errors)
-    return found
+            flags["rs_veto_threshold"] = _number(values, "rs_veto_threshold", 1e-4, errors)
+    return flags
 
 
 def _number(values: Mapping[str, Any], name: str, default: float, errors: Errors) -> float:

@@ -53,23 +53,23 @@ class Foreign:
             return "noted"
         return "noted or refused" if self.neutral or self.unless is not None else "refused"
 
-    def judge(self, value: Any, settings: Settings, given: Given, errors: Errors) -> Note | None:
+    def judge(self, value: Any, settings: Settings, command: Given, errors: Errors) -> Note | None:
         """Return the note on the flag, or add its error.
 
         Args:
             value: Its value; True for a switch.
             settings: The settings of the run.
-            given: All flags of the tables in the command.
+            command: All flags of the tables in the command.
             errors: Collects the refusal.
         """
-        shown = written(self.flag, value)
+        text = written(self.flag, value)
         if self.heading is not None:
-            return Note(self.heading, shown, self.why)
+            return Note(self.heading, text, self.why)
         if self.neutral and _text(value) in self.neutral:
-            return Note(SAME, shown, "the value that asks for nothing")
-        if self.unless is not None and CONDITIONS[self.unless](settings, given):
-            return Note(NO_EFFECT, shown, self.unless_why)
-        errors.add(f"{shown}: {self.why}; {self.instead}")
+            return Note(SAME, text, "the value that asks for nothing")
+        if self.unless is not None and CONDITIONS[self.unless](settings, command):
+            return Note(NO_EFFECT, text, self.unless_why)
+        errors.add(f"{text}: {self.why}; {self.instead}")
         return None
 
 
@@ -77,7 +77,7 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
-def _has_llama3_rope(settings: Settings, given: Given) -> bool:
+def _has_llama3_rope(settings: Settings, command: Given) -> bool:
     """Return whether the rotary embedding of the model is scaled as Llama 3.1's, or may be: its config is not here."""
     config = readable_config(settings.model)
     if config is None:
@@ -86,26 +86,26 @@ def _has_llama3_rope(settings: Settings, given: Given) -> bool:
     return bool(rope.get("rope_type", rope.get("type")) == "llama3")
 
 
-def _trains_any_layer(settings: Settings, given: Given) -> bool:
+def _trains_any_layer(settings: Settings, command: Given) -> bool:
     """Return whether layers come from transformers or Megatron-Bridge, and not from the flags that describe them."""
     return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
 
 
-def _keeps_tokens(settings: Settings, given: Given) -> bool:
+def _keeps_tokens(settings: Settings, command: Given) -> bool:
     flags = ("--slime-router-middleware-paths", "--miles-router-middleware-paths")
-    paths = [path for flag in flags for path in given.get(flag, ())]
+    paths = [path for flag in flags for path in command.get(flag, ())]
     return all(path.rpartition(".")[2] == "RadixTreeMiddleware" for path in paths)
 
 
-def _trains_what_generated(settings: Settings, given: Given) -> bool:
+def _trains_what_generated(settings: Settings, command: Given) -> bool:
     rollout = settings.rollout
     return not (rollout.async_steps or rollout.fully_async or rollout.partial_rollout)
 
 
 def _is_weight_decay(flag: str) -> Callable[[Settings, Given], bool]:
-    def is_equal(settings: Settings, given: Given) -> bool:
+    def is_equal(settings: Settings, command: Given) -> bool:
         try:
-            return float(given[flag]) == settings.optimizer.weight_decay
+            return float(command[flag]) == settings.optimizer.weight_decay
         except ValueError:
             return False
 
@@ -114,21 +114,21 @@ def _is_weight_decay(flag: str) -> Callable[[Settings, Given], bool]:
 
 # Values of ``unless`` in the tables: they name runs in which a refused flag changes nothing.
 CONDITIONS: dict[str, Callable[[Settings, Given], bool]] = {
-    "has_tool_calls": lambda s, given: (s.rollout.environment or "").startswith(f"{ENVIRONMENT.name}:"),
+    "has_tool_calls": lambda s, command: (s.rollout.environment or "").startswith(f"{ENVIRONMENT.name}:"),
     "keeps_tokens": _keeps_tokens,
-    "shares_gpus": lambda s, given: s.cluster.colocate,
-    "evaluates_the_same_key": lambda s, given: str(given["--eval-reward-key"]) == s.reward.reward_key,
-    "samples_teacher_tokens": lambda s, given: str(given.get("--opd-log-prob-top-k", "0")) == "0",
-    "has_no_advantages": lambda s, given: not s.loss.type.uses_advantages,
-    "has_adapter": lambda s, given: s.lora.trains_adapter,
-    "has_no_adapter": lambda s, given: not s.lora.trains_adapter,
-    "flushes_cache": lambda s, given: not s.sglang.keeps_cache,
+    "shares_gpus": lambda s, command: s.cluster.colocate,
+    "evaluates_the_same_key": lambda s, command: str(command["--eval-reward-key"]) == s.reward.reward_key,
+    "samples_teacher_tokens": lambda s, command: str(command.get("--opd-log-prob-top-k", "0")) == "0",
+    "has_no_advantages": lambda s, command: not s.loss.type.uses_advantages,
+    "has_adapter": lambda s, command: s.lora.trains_adapter,
+    "has_no_adapter": lambda s, command: not s.lora.trains_adapter,
+    "flushes_cache": lambda s, command: not s.sglang.keeps_cache,
     "trains_what_generated": _trains_what_generated,
     "has_llama3_rope": _has_llama3_rope,
     "trains_any_layer": _trains_any_layer,
-    "loads_nothing": lambda s, given: s.checkpoint.load is None,
-    "has_checkpoint": lambda s, given: s.checkpoint.load is None or first_iteration(s.checkpoint) not in (None, 0),
-    "divides_weights": lambda s, given: not reads_megatron_flags(s),
+    "loads_nothing": lambda s, command: s.checkpoint.load is None,
+    "has_checkpoint": lambda s, command: s.checkpoint.load is None or first_iteration(s.checkpoint) not in (None, 0),
+    "divides_weights": lambda s, command: not reads_megatron_flags(s),
     "starts_at_weight_decay": _is_weight_decay("--start-weight-decay"),
     "ends_at_weight_decay": _is_weight_decay("--end-weight-decay"),
 }

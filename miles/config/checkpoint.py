@@ -94,14 +94,14 @@ class CheckpointArguments:
     @property
     def urls(self) -> dict[str, str]:
         """The flags that name a folder in remote storage, with their values."""
-        given = {"save": self.save, "load": self.load, "save_hf": self.save_hf}
-        return {name: text for name, text in given.items() if text is not None and is_url(text)}
+        folders = {"save": self.save, "load": self.load, "save_hf": self.save_hf}
+        return {name: text for name, text in folders.items() if text is not None and is_url(text)}
 
     @property
     def file_system_options(self) -> dict[str, Any]:
         """``--storage-options`` as keywords, without secrets that a file of settings has left out."""
-        given: dict[str, Any] = {} if self.storage_options is None else json.loads(self.storage_options)
-        return {name: value for name, value in given.items() if HIDDEN not in json.dumps(value)}
+        options: dict[str, Any] = {} if self.storage_options is None else json.loads(self.storage_options)
+        return {name: value for name, value in options.items() if HIDDEN not in json.dumps(value)}
 
     def local(self, folder: str) -> Path:
         """Return the path of a folder of these flags on this machine: of a URL, the local copy."""
@@ -192,8 +192,8 @@ def split_checkpoint(url: str) -> tuple[str, str | None]:
     >>> split_checkpoint("s3://b/run/iter_0000004"), split_checkpoint("s3://b/run/")
     (('s3://b/run', 'iter_0000004'), ('s3://b/run', None))
     """
-    found = _CHECKPOINT.fullmatch(url)
-    return (url.rstrip("/"), None) if found is None else (found[1].rstrip("/"), found[2])
+    match = _CHECKPOINT.fullmatch(url)
+    return (url.rstrip("/"), None) if match is None else (match[1].rstrip("/"), match[2])
 
 
 def check_checkpoint(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
@@ -235,23 +235,23 @@ def default_remote_cache(output_dir: str) -> Path:
 
 def _check_best(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
     """Check the metric of ``--save-best`` as far as the flags say which metrics there will be."""
-    given = checkpoint.save_best
-    if given is None:
+    metric = checkpoint.save_best
+    if metric is None:
         return
-    name, colon, mode = given.partition(":")
+    name, colon, mode = metric.partition(":")
     if colon and mode not in ("max", "min"):
-        errors.refuse("save_best", given, f"{mode!r} is neither max nor min", f"give {name}:max or {name}:min")
+        errors.refuse("save_best", metric, f"{mode!r} is neither max nor min", f"give {name}:max or {name}:min")
     elif not re.fullmatch(r"(eval|rollout|train)/.+", name):
         rule = "is no metric of metrics.jsonl: these begin with eval/, rollout/ or train/"
-        errors.refuse("save_best", given, rule, "give one such as eval/NAME/accuracy or rollout/reward")
+        errors.refuse("save_best", metric, rule, "give one such as eval/NAME/accuracy or rollout/reward")
     elif name.startswith("eval/") and not evaluation.has_sets:
         rule = "needs an evaluation set, and the run has none"
-        errors.refuse("save_best", given, rule, "add --eval-prompt-data NAME FILE and --eval-interval")
+        errors.refuse("save_best", metric, rule, "add --eval-prompt-data NAME FILE and --eval-interval")
 
 
-def read_best(given: str) -> tuple[str, Literal["max", "min"]]:
+def read_best(metric: str) -> tuple[str, Literal["max", "min"]]:
     """Return the metric that ``--save-best`` names, and whether its largest or its smallest value is the best."""
-    name, _, mode = given.partition(":")
+    name, _, mode = metric.partition(":")
     return name, "min" if mode == "min" else "max"
 
 

@@ -39,16 +39,16 @@ class ChosenValue:
     why: str
 
 
-def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: str | None = None) -> ChosenValue:
+def choose_backend(value: str | None, megatron_flags: Iterable[str], only_fsdp: str | None = None) -> ChosenValue:
     """Choose ``--train-backend``: the one that is given, Megatron if the command has flags of it, else FSDP.
 
     Args:
-        given: The value of ``--train-backend``; None if it is not given.
+        value: The value of ``--train-backend``; None if it is not given.
         megatron_flags: The flags of Megatron in the command, in order.
         only_fsdp: The type of the model, if FSDP trains it and Megatron does not.
     """
-    if given is not None:
-        return ChosenValue(given, "--train-backend")
+    if value is not None:
+        return ChosenValue(value, "--train-backend")
     first = next(iter(megatron_flags), None)
     megatron, other = (first_with(TRAIN_BACKENDS, "reads_megatron_flags", wanted) for wanted in (True, False))
     if first is None:
@@ -72,16 +72,16 @@ def trained_without_megatron(settings: Settings) -> str | None:
     return model_type(config) if is_trained else None
 
 
-def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> ChosenValue:
+def choose_device(value: str, has_gpu: bool, joined: JoinedCluster | None) -> ChosenValue:
     """Choose cuda or cpu: as ``--device`` states, or cuda if this host or the cluster that the run joins has a GPU.
 
     Args:
-        given: The value of ``--device``.
+        value: The value of ``--device``.
         has_gpu: Whether this host has a GPU.
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
     """
-    if given != "auto":
-        return ChosenValue(given, f"--device {given}")
+    if value != "auto":
+        return ChosenValue(value, f"--device {value}")
     if has_gpu:
         return ChosenValue("cuda", "this host has a GPU")
     if joined is None:
@@ -91,16 +91,16 @@ def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Ch
     return ChosenValue("cpu", f"this host has no GPU; {joined.in_words}")
 
 
-def choose_engine(given: str | None, server_flags: Iterable[str], device: ChosenValue) -> ChosenValue:
+def choose_engine(value: str | None, server_flags: Iterable[str], device: ChosenValue) -> ChosenValue:
     """Choose ``--rollout-engine``: the one that is given or has flags in the command, else SGLang if CUDA is there.
 
     Args:
-        given: The value of ``--rollout-engine``; None if it is not given.
+        value: The value of ``--rollout-engine``; None if it is not given.
         server_flags: The flags of servers in the command, in order.
         device: The device that was chosen.
     """
-    if given is not None:
-        return ChosenValue(given, "--rollout-engine")
+    if value is not None:
+        return ChosenValue(value, "--rollout-engine")
     servers, embedded = (first_with(ENGINES, "has_servers", wanted) for wanted in (True, False))
     first = next(iter(server_flags), None)
     if first is not None:

@@ -21,15 +21,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, then check the values; a fault ends the process with status 2."""
-        found, rest = super().parse_known_args(args, namespace)
+        result, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
-            for value in _values(getattr(found, action.dest, None)):
+            for value in _values(getattr(result, action.dest, None)):
                 fault = _fault(action, value)
                 if fault is not None:
                     name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
-                    shown = f"{value:g}" if isinstance(value, float) else str(value)
-                    self.error(f"{name} {one_line(shown, LONGEST_SHOWN_PATH)}: {fault}")
-        return found, rest
+                    text = f"{value:g}" if isinstance(value, float) else str(value)
+                    self.error(f"{name} {one_line(text, LONGEST_SHOWN_PATH)}: {fault}")
+        return result, rest
 
     def error(self, message: str) -> NoReturn:
         """Print a message, each of its lines short and without control characters, and exit with status 2."""

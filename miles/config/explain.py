@@ -181,10 +181,10 @@ def _stages(settings: Settings) -> str:
     """Return how many layers the first and the last pipeline stage have, where flags say that."""
     sizes = settings.megatron
     named = {"first": sizes.decoder_first_pipeline_num_layers, "last": sizes.decoder_last_pipeline_num_layers}
-    given = [f"{count(layers, 'layer')} in the {place} stage" for place, layers in named.items() if layers is not None]
+    parts = [f"{count(layers, 'layer')} in the {place} stage" for place, layers in named.items() if layers is not None]
     if sizes.num_layers_per_virtual_pipeline_stage is not None:
-        given.append(f"interleaved by {count(sizes.num_layers_per_virtual_pipeline_stage, 'layer')}")
-    return f" ({', '.join(given)})" if given else ""
+        parts.append(f"interleaved by {count(sizes.num_layers_per_virtual_pipeline_stage, 'layer')}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:

@@ -168,11 +168,11 @@ class _Reader:
                 yield from self._of_override(path, override)
 
     def _of_file(self, path: str) -> Iterator[_Entry]:
-        shown = one_line(path, LONGEST_VALUE)
+        label = one_line(path, LONGEST_VALUE)
         try:
             root = _composed(path)
         except _Refused as refused:
-            self._errors.add(f"{FLAG} {shown}{refused}")
+            self._errors.add(f"{FLAG} {label}{refused}")
             self._errors.raise_if_any()  # without its settings, others would be missing or contradict
         seen = dict[str, str]()
         for key, value in root.value:
@@ -180,9 +180,9 @@ class _Reader:
             is_section = name in SECTIONS or name in _FOREIGN_SECTIONS
             if is_section and isinstance(value, yaml.MappingNode):
                 for inner, inner_value in value.value:
-                    yield from self._of_pair(shown, name, inner, inner_value, seen)
+                    yield from self._of_pair(label, name, inner, inner_value, seen)
             elif not (is_section and _is_null(value)):
-                yield from self._of_pair(shown, "", key, value, seen)
+                yield from self._of_pair(label, "", key, value, seen)
 
     def _of_pair(
         self, path: str, section: str, key: yaml.Node, value: yaml.Node, seen: dict[str, str]
@@ -200,7 +200,7 @@ class _Reader:
     def _of_override(self, path: str, override: str) -> Iterator[_Entry]:
         key, equals, text = override.partition("=")
         section, dot, name = key.rpartition(".")
-        shown = one_line(" ".join(map(str, public(key, [override]))), LONGEST_VALUE)
+        excerpt = one_line(" ".join(map(str, public(key, [override]))), LONGEST_VALUE)
         try:
             if not equals:
                 raise _Refused("is not an override of the file; write key=value")
@@ -209,8 +209,8 @@ class _Reader:
             flag = self._flag(name.replace("-", "_"), section)
             yield _Entry(flag, self._words(flag, _value_node(text)), "", text)
         except _Refused as refused:
-            shown = shown if equals else one_line(override, LONGEST_VALUE)
-            self._errors.add(f"{FLAG} {one_line(path, LONGEST_VALUE)} {shown}: {refused}")
+            excerpt = excerpt if equals else one_line(override, LONGEST_VALUE)
+            self._errors.add(f"{FLAG} {one_line(path, LONGEST_VALUE)} {excerpt}: {refused}")
 
     def keywords(self, settings: Mapping[str, Any]) -> Iterator[_Entry]:
         """Yield the entries of settings that are Python values."""
@@ -238,7 +238,7 @@ class _Reader:
             if flag in further:
                 return flag
         near = suggestion(spellings[0], [*(set(self._actions) - {*NO_SETTINGS}), *further])
-        near = re.sub(r"--(\S+)\?", lambda found: found[1].replace("-", "_") + "?", near)
+        near = re.sub(r"--(\S+)\?", lambda match: match[1].replace("-", "_") + "?", near)
         raise _Refused(f"no such setting; {near}")
 
     def _words(self, flag: str, node: yaml.Node) -> tuple[str, ...]:
@@ -457,8 +457,8 @@ def ordinary_tokens(folder: str) -> dict[str, int] | None:
     Tokens that were added to the vocabulary, as special tokens are, are left out: models of one family have others.
     """
     try:
-        found = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
-        vocabulary: Any = found["model"]["vocab"]
+        content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+        vocabulary: Any = content["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if isinstance(vocabulary, dict):
@@ -543,10 +543,10 @@ def with_words_of_files(words: Iterable[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: A file cannot be read, or files include each other without end; the message states what to do.
     """
-    files, given = _Files(), list(words)
-    parts = [files.words([word]) for word in given]
+    files, arguments = _Files(), list(words)
+    parts = [files.words([word]) for word in arguments]
     later, replaced = set[str](), list[str]()
-    for number, word in reversed([*enumerate(given)]):
+    for number, word in reversed([*enumerate(arguments)]):
         if word.startswith("@"):
             of_file = group_words(parts[number])
             replaced[:0] = [f"{written(flag, values)} ({word[1:]})" for flag, values in of_file if flag in later]
@@ -563,26 +563,26 @@ class _Files:
 
     def words(self, words: Iterable[str], within: tuple[str, ...] = ()) -> list[str]:
         """Return the words, which are ``within`` the files of these paths."""
-        found: list[str] = []
+        result: list[str] = []
         for word in words:
-            found += self._words_of(word[1:], within) if word.startswith("@") else [word]
-        return found
+            result += self._words_of(word[1:], within) if word.startswith("@") else [word]
+        return result
 
     def _words_of(self, path: str, within: tuple[str, ...]) -> list[str]:
-        text, found = self._text(path, within), list[str]()
+        text, result = self._text(path, within), list[str]()
         file = FlagsFile(text)
         for line in text.splitlines():
             try:
                 words = file.words(line)
             except ValueError as error:
-                shown = one_line(line, LONGEST_VALUE)
-                raise ValueError(f"cannot read the line {shown!r} of the @file: {error}") from None
-            found += self.words(words, (*within, os.path.realpath(path)))
+                excerpt = one_line(line, LONGEST_VALUE)
+                raise ValueError(f"cannot read the line {excerpt!r} of the @file: {error}") from None
+            result += self.words(words, (*within, os.path.realpath(path)))
         try:
             file.end()
         except ValueError as error:
             _refuse(path, "cannot be read", str(error))
-        return found
+        return result
 
     def _text(self, path: str, within: tuple[str, ...]) -> str:
         if "\0" in path:
@@ -655,15 +655,15 @@ class FlagsFile:
 
     def _computed(self, match: re.Match[str]) -> str:
         """Return the value of arithmetic, or its text if a variable in it is not known."""
-        found = arithmetic(_unmask(match[0]), lambda name: self._variables.get(name) or os.environ.get(name))
-        return match[0] if found is None else str(found)
+        number = arithmetic(_unmask(match[0]), lambda name: self._variables.get(name) or os.environ.get(name))
+        return match[0] if number is None else str(number)
 
     def _refuse_computed(self, words: list[str]) -> None:
         for word in words:
-            found = _COMPUTED.search(word)
-            if found is not None:
-                does = "is arithmetic" if found[0].startswith("$((") else "runs a command"
-                raise ValueError(f"{_unmask(found[0])} {does}, and no shell runs here; {_RUN_IT}")
+            match = _COMPUTED.search(word)
+            if match is not None:
+                does = "is arithmetic" if match[0].startswith("$((") else "runs a command"
+                raise ValueError(f"{_unmask(match[0])} {does}, and no shell runs here; {_RUN_IT}")
 
     def _until_closed(self, words: list[str]) -> list[str]:
         for index, word in enumerate(words):
@@ -688,25 +688,25 @@ class FlagsFile:
         raise ValueError(f"{_unmask(first)} is a command, and no shell runs here; {_RUN_IT}")
 
     def _assign(self, word: str) -> None:
-        found = _ASSIGNS.fullmatch(word)
-        assert found is not None
-        name, appends, value = found[1], found[2], self._expand(found[3].removesuffix(";"))
+        match = _ASSIGNS.fullmatch(word)
+        assert match is not None
+        name, appends, value = match[1], match[2], self._expand(match[3].removesuffix(";"))
         self._variables[name] = self._variables.get(name, "") + value if appends else value
 
     def _is_read_already(self, word: str) -> bool:
         """Return whether a word stands for all words of an array of this file."""
-        found = _WHOLE_ARRAY.fullmatch(word)
-        return found is not None and found[1] in self._arrays
+        match = _WHOLE_ARRAY.fullmatch(word)
+        return match is not None and match[1] in self._arrays
 
     def _expand(self, word: str) -> str:
-        def value(found: re.Match[str]) -> str:
-            name = found[1] or found[3]  # the third group is for a script
-            given = self._variables.get(name) or os.environ.get(name) or found[2]
-            if given is None and name in self._variables:
+        def value(match: re.Match[str]) -> str:
+            name = match[1] or match[3]  # the third group is for a script
+            text = self._variables.get(name) or os.environ.get(name) or match[2]
+            if text is None and name in self._variables:
                 return ""
-            if given is None:
+            if text is None:
                 raise ValueError(f"the variable {name} is not set; set it in the environment")
-            return given
+            return text
 
         if not self._is_script:
             return _unmask(_EXPANDS.sub(value, word))

@@ -39,26 +39,26 @@ def read_custom_config(path: str) -> dict[str, Any]:
     """
     import yaml  # few commands have such a file
 
-    shown = f"{CUSTOM_CONFIG} {one_line(path, LONGEST_VALUE)}"
+    label = f"{CUSTOM_CONFIG} {one_line(path, LONGEST_VALUE)}"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{shown}: cannot be read ({error.strerror}); check the path") from error
+        raise ValueError(f"{label}: cannot be read ({error.strerror}); check the path") from error
     except ValueError as error:
-        raise ValueError(f"{shown}: is not UTF-8 text; check the path") from error
+        raise ValueError(f"{label}: is not UTF-8 text; check the path") from error
     if len(text) > LARGEST:
-        raise ValueError(f"{shown}: has more than {LARGEST} characters; check the path")
+        raise ValueError(f"{label}: has more than {LARGEST} characters; check the path")
     try:
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         reason = one_line(str(error.problem), LONGEST_VALUE)
-        raise ValueError(f"{shown}: is not YAML ({reason}{line}); correct it there") from error
+        raise ValueError(f"{label}: is not YAML ({reason}{line}); correct it there") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = one_line(str(error), LONGEST_VALUE)
-        raise ValueError(f"{shown}: is not YAML ({reason}); correct it there") from error
+        raise ValueError(f"{label}: is not YAML ({reason}); correct it there") from error
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{shown}: holds no object; write one setting per line, as name: value")
+        raise ValueError(f"{label}: holds no object; write one setting per line, as name: value")
     return values

@@ -55,20 +55,20 @@ def threads(sharers: int) -> int:
     return max(1, busy_cores() // sharers)
 
 
-def fit_to_host(settings: Settings, given: Collection[str]) -> Settings:
+def fit_to_host(settings: Settings, set_fields: Collection[str]) -> Settings:
     """Return validated settings with the values that the memory of this host bounds, written out.
 
     The results of a run do not depend on it, but for the rounding of sums.
 
     Args:
         settings: Validated settings.
-        given: The fields that the user has set; they stay unchanged.
+        set_fields: The fields that the user has set; they stay unchanged.
     """
     if not settings.generates or not is_on_cpu(settings):
         return settings
     per_token = _bytes_per_token(settings)
     if not engine_spec(settings.rollout.rollout_engine).has_servers:
-        if per_token is None or "torch_engine_max_batch_size" in given:
+        if per_token is None or "torch_engine_max_batch_size" in set_fields:
             return settings
         fitting = int(CACHE_SHARE * memory_bytes()) // (per_token * _row(settings))
         sequences = min(settings.rollout.torch_engine_max_batch_size, _rounded(fitting, SEQUENCES_STEP))

@@ -120,18 +120,18 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     """
     try:
         before = partial(_prepare, needs_torch=_needs_torch(settings), is_plan=not starts)
-        found: Inputs = _in_process(_check_sets, settings, starts, before=before)
+        inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except InputError:  # the tokenizer needs torch, or is broken
-        found = _check_sets(settings, starts)
+        inputs = _check_sets(settings, starts)
     checked = [(name, path, hook.arguments) for name, hook, path in given_functions(settings) if hook.arguments]
     if checked:
-        found.faults += _in_process(_faults_of_functions, checked)
-    _check_reward(settings, starts, found)
+        inputs.faults += _in_process(_faults_of_functions, checked)
+    _check_reward(settings, starts, inputs)
     for fault in (*_faults_of_weights(settings), *_faults_of_room(settings)):
-        (found.faults if starts else found.unchecked).append(fault)
-    if found.faults:
-        raise FlagError(*found.faults)
-    return found
+        (inputs.faults if starts else inputs.unchecked).append(fault)
+    if inputs.faults:
+        raise FlagError(*inputs.faults)
+    return inputs
 
 
 def _in_process(function: Callable[..., Any], *args: Any, before: Callable[[], None] | None = None) -> Any:
@@ -158,14 +158,14 @@ def _prepare(needs_torch: bool, is_plan: bool) -> None:
 
 
 def _check_sets(settings: Settings, starts: bool) -> Inputs:
-    found, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
+    inputs, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
     is_there = starts or any(
         re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer)
     )
     if not is_there:
-        found.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
+        inputs.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
         if settings.reads_conversations:
-            return found
+            return inputs
     trained, (room, limit) = set[str](), sequence_limit(settings)
     has_no_limit = settings.generates and (
         settings.data.rollout_max_prompt_len is None and settings.rollout.rollout_max_context_len is None
@@ -177,33 +177,33 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
         try:
             loaded = load(tokenizer if is_there else None)
         except SourceAbsent as error:
-            (found.faults if starts else found.unchecked).append(_of_flag(flag, str(error)))
+            (inputs.faults if starts else inputs.unchecked).append(_of_flag(flag, str(error)))
         except FlagError as error:
-            found.faults += [_of_flag(flag, message) for message in error.messages]
+            inputs.faults += [_of_flag(flag, message) for message in error.messages]
         else:
-            verdict = found.verdicts[name] = loaded.verdict
+            verdict = inputs.verdicts[name] = loaded.verdict
             if verdict.dropped >= LOUD * verdict.rows:
-                found.warnings.append(
+                inputs.warnings.append(
                     f"{name}: {verdict.dropped / verdict.rows:.0%} of {verdict.rows:,} rows are longer than a limit "
                     f"({loaded.limit}), and are left out"
                 )
             if has_no_limit and verdict.longest >= room:
                 shorter = max(1, room - (settings.rollout.rollout_max_response_len or 1))
-                found.faults.append(
+                inputs.faults.append(
                     f"{flag}: {name} has a prompt of {verdict.longest:,} tokens, and {limit} is {room}; leave such "
                     f"prompts out with --rollout-max-prompt-len {shorter}"
                 )
-            found.training += len(loaded) if not is_held_out else 0
+            inputs.training += len(loaded) if not is_held_out else 0
             is_compared = settings.evaluation.has_sets and settings.data.multimodal_keys is None
             prompts = _texts(loaded) if is_compared else set()
             if is_held_out and (shared := len(prompts & trained)):
-                found.warnings.append(
+                inputs.warnings.append(
                     f"{name}: {shared} of its {count(len(prompts), 'prompt')} are training prompts too, so what a run "
                     "learns by heart counts as learned; hold other rows out"
                 )
             trained |= set() if is_held_out else prompts
-            found.first = found.first or next(loaded.unrendered(len(loaded)))
-    return found
+            inputs.first = inputs.first or next(loaded.unrendered(len(loaded)))
+    return inputs
 
 
 def _texts(prompts: PromptSet[Any]) -> set[str]:
@@ -242,7 +242,7 @@ def _faults_of_functions(checked: list[tuple[str, str, int]]) -> list[str]:
     return faults
 
 
-def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
+def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
     """Import the reward function, and call it once with a stand-in answer to the first prompt, in its process."""
     reward = settings.reward
     if not settings.generates or not reward.weights:
@@ -255,14 +255,14 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
         function = get_reward_function(reward, memory_limit(reward.reward_memory))
     except InputError as error:
         is_here = reward.has_custom and not settings.cluster.ray_address
-        (found.faults if starts or is_here else found.unchecked).append(str(error))
+        (inputs.faults if starts or is_here else inputs.unchecked).append(str(error))
         return
     if reward.is_sum and reward.has_custom:
         function = get_reward_function(replace(reward, rm_type=None), memory_limit(reward.reward_memory))
-    if not isinstance(function, RewardProcess) or found.first is None:
+    if not isinstance(function, RewardProcess) or inputs.first is None:
         return
-    answer = str(found.first.label or "a stand-in answer")
-    sample = Sample(found.first, 0, 0, [0], answer, [1], [0.0], SampleStatus.COMPLETED)
+    answer = str(inputs.first.label or "a stand-in answer")
+    sample = Sample(inputs.first, 0, 0, [0], answer, [1], [0.0], SampleStatus.COMPLETED)
     try:
         (result,) = asyncio.run(asyncio.wait_for(function([sample]), CALL_SECONDS))
         if isinstance(result, NotAReward):
@@ -273,11 +273,11 @@ def _check_reward(settings: Settings, starts: bool, found: Inputs) -> None:
         fault = f"did not return within {CALL_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
         message = (
             f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
-            f"{found.first.source}, it {fault}"
+            f"{inputs.first.source}, it {fault}"
         )
         makes_own = any(name in OF_SAMPLES for name, _, _ in given_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
-        (found.faults if is_wrong else found.warnings).append(one_line(f"{message}; correct it", 1000))
+        (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}; correct it", 1000))
 
 
 def _faults_of_weights(settings: Settings) -> Iterator[str]:
@@ -318,25 +318,25 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}, 8 + length
 
 
-def explain_inputs(settings: Settings, found: Inputs) -> list[str]:
+def explain_inputs(settings: Settings, inputs: Inputs) -> list[str]:
     """Return the lines about the inputs that were checked, and about those that are not on this machine."""
     lines = list[str]()
-    for name, verdict in found.verdicts.items():
+    for name, verdict in inputs.verdicts.items():
         measured = " in the first 256 and in long ones" if verdict.rows > 256 else ""
         lengths = "" if verdict.shortest >= verdict.longest else f"{verdict.shortest} to "
         lengths = f", of {lengths}{count(verdict.longest, 'token')}{measured}" if verdict.longest else ""
         lines.append(f"{name}: {verdict.rows:,} rows{lengths}")
         lines += [f"  {line}" for line in verdict.notes.lines(verdict.rows)]
-    lines += [f"WARNING: {text}" for text in found.warnings]
-    if found.training and settings.rollout.rollout_batch_size and settings.trains:
-        iterations = math.ceil(found.training / settings.rollout.rollout_batch_size)
+    lines += [f"WARNING: {text}" for text in inputs.warnings]
+    if inputs.training and settings.rollout.rollout_batch_size and settings.trains:
+        iterations = math.ceil(inputs.training / settings.rollout.rollout_batch_size)
         steps = iterations * settings.steps_per_iteration
         work = f"{count(iterations, 'iteration')}, {count(steps, 'optimizer step')}"
-        lines.append(f"epoch: {found.training:,} prompts, {work}")
+        lines.append(f"epoch: {inputs.training:,} prompts, {work}")
     if (trained := _trained(settings)) and settings.trains:
         lines.append(f"trained: {trained}")
-    if found.unchecked:
-        lines.append(f"not checked, because it is not on this machine: {'; '.join(found.unchecked)}")
+    if inputs.unchecked:
+        lines.append(f"not checked, because it is not on this machine: {'; '.join(inputs.unchecked)}")
     return lines
 
 

@@ -114,19 +114,19 @@ def _check_layers(lora: LoraArguments, config: dict[str, Any], errors: Errors) -
     kind = str(config.get("model_type"))
     known = linear_layers(kind)
     if known:
-        shown = {name for name in known if not (counts_experts(config) and is_in_experts(name))}
-        refuse_unknown_layers(lora, known, shown - {*_NOT_CALLED}, kind, errors)
+        choices = {name for name in known if not (counts_experts(config) and is_in_experts(name))}
+        refuse_unknown_layers(lora, known, choices - {*_NOT_CALLED}, kind, errors)
 
 
 def refuse_unknown_layers(
-    lora: LoraArguments, known: Collection[str], shown: Collection[str], model_type: str, errors: Errors
+    lora: LoraArguments, known: Collection[str], choices: Collection[str], model_type: str, errors: Errors
 ) -> None:
     """Refuse names of layers that a model does not have.
 
     Args:
         lora: The section.
         known: The names of its linear layers, without the names of the modules around them.
-        shown: The layers that can have an adapter.
+        choices: The layers that can have an adapter.
         model_type: As its config names it.
         errors: Collects the refusals.
     """
@@ -135,7 +135,7 @@ def refuse_unknown_layers(
         unknown = [name for name, last in layers.items() if last not in known and not last.isdecimal()]
         if unknown and errors.none_about(field):
             rule = f"a {model_type} has no linear layer named {' or '.join(unknown)}"
-            errors.refuse(field, getattr(lora, field), rule, f"give some of {', '.join(sorted(shown))}")
+            errors.refuse(field, getattr(lora, field), rule, f"give some of {', '.join(sorted(choices))}")
 
 
 def _check_names(field: str, words: tuple[str, ...] | None, errors: Errors) -> None:
@@ -157,9 +157,9 @@ def _check_names(field: str, words: tuple[str, ...] | None, errors: Errors) -> N
 
 def refuse_projections_of_experts(lora: LoraArguments, errors: Errors) -> None:
     """Refuse the names in ``--target-modules`` that a model with experts has inside of them."""
-    found = sorted({last for name in lora.targets if is_in_experts(last := name.split(".")[-1])})
-    if found:
-        rule = f"{', '.join(found)} of a model with experts: the experts' weights get no adapter in this version"
+    names = sorted({last for name in lora.targets if is_in_experts(last := name.split(".")[-1])})
+    if names:
+        rule = f"{', '.join(names)} of a model with experts: the experts' weights get no adapter in this version"
         errors.refuse(
             "target_modules", lora.target_modules, rule, f"name the layers of attention, or give {ALL_LINEAR}"
         )
@@ -259,5 +259,5 @@ def check_adapted_layers(lora: LoraArguments, config: dict[str, Any], shape: dic
     layer = converted_family(config).parameters(config, shape).layer
     names = (hf for name, binding in layer.items() if _LINEAR.fullmatch(name) for hf in binding.hf_names)
     known = {name.split(".")[-2] for name in names}
-    shown = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
-    refuse_unknown_layers(lora, known, shown, config["model_type"], errors)
+    choices = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
+    refuse_unknown_layers(lora, known, choices, config["model_type"], errors)

@@ -107,8 +107,8 @@ def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     except UnicodeDecodeError:
         fault = "not UTF-8"
     refuse_config(field, path, fault or _config_fault(config))
-    found: dict[str, Any] = config
-    return found
+    result: dict[str, Any] = config
+    return result
 
 
 def readable_config(model: ModelArguments) -> dict[str, Any] | None:

@@ -231,14 +231,14 @@ def _condition(text: str) -> Condition:
 @cache
 def conditions() -> tuple[tuple[str, tuple[Condition, ...]], ...]:
     """Return every flag that has conditions, with these: first the parts that read it, then its declared needs."""
-    found = dict[str, list[Condition]]()
+    by_flag = dict[str, list[Condition]]()
     for name, condition in _of_parts():
-        found.setdefault(name, []).append(condition)
+        by_flag.setdefault(name, []).append(condition)
     for section in SECTIONS.values():
         for field in fields(section):
             if "needs" in field.metadata:
-                found.setdefault(field.name, []).extend(read_needs(field.metadata["needs"]))
-    return tuple((name, tuple(of_flag)) for name, of_flag in found.items())
+                by_flag.setdefault(field.name, []).extend(read_needs(field.metadata["needs"]))
+    return tuple((name, tuple(of_flag)) for name, of_flag in by_flag.items())
 
 
 def _of_parts() -> Iterator[tuple[str, Condition]]:

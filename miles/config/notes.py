@@ -81,10 +81,10 @@ def note_on(heading: str, field: str, value: Any, why: str) -> Note:
     return Note(heading, written(flag_name(field), value), why)
 
 
-def overruled(section: Any, names: Iterable[str], given: Collection[str], by: str) -> list[Note]:
+def overruled(section: Any, names: Iterable[str], set_fields: Collection[str], by: str) -> list[Note]:
     """Return a note on each of the named fields that the command gives, or that is set: ``by`` takes precedence."""
     names = list(names)
-    values = {name: getattr(section, name) for name in names if name in given or name in changed(section, names)}
+    values = {name: getattr(section, name) for name in names if name in set_fields or name in changed(section, names)}
     return [note_on(NO_EFFECT, name, value, f"{by} takes precedence") for name, value in values.items()]
 
 
@@ -118,12 +118,12 @@ def report(messages: Sequence[str], groups: Mapping[str, str]) -> str:
     if len(messages) == 1:
         return f"train.py: error: {messages[0]}"
     lines = [f"train.py: {len(messages)} errors in the flags:"]
-    found = dict[str, list[str]]()
+    by_group = dict[str, list[str]]()
     for message in messages:
-        found.setdefault(_group(message, groups), []).append(message)
-    order = [*dict.fromkeys(groups.values()), *found]
-    for group in sorted(found, key=order.index):
-        lines += [f"  {group}:", *(f"    {message}" for message in found[group])]
+        by_group.setdefault(_group(message, groups), []).append(message)
+    order = [*dict.fromkeys(groups.values()), *by_group]
+    for group in sorted(by_group, key=order.index):
+        lines += [f"  {group}:", *(f"    {message}" for message in by_group[group])]
     return "\n".join(lines)
 
 
@@ -139,12 +139,12 @@ def _group(message: str, groups: Mapping[str, str]) -> str:
     return "sglang" if name.startswith(("--sglang-", "--router-")) else "megatron"
 
 
-def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16: bool) -> Iterator[str]:
+def surprises(settings: Settings, set_fields: Collection[str], on_cpu: bool, has_bf16: bool) -> Iterator[str]:
     """Yield notes on a valid run.
 
     Args:
         settings: The settings.
-        given: The fields that the command sets; fields of Megatron's configuration under ``DESTINATION`` + name.
+        set_fields: The fields that the command sets; fields of Megatron's configuration under ``DESTINATION`` + name.
         on_cpu: Whether the run is on CPU.
         has_bf16: Whether the CPU has bf16 arithmetic.
     """
@@ -152,7 +152,7 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
         yield "--bf16: this CPU emulates bf16 arithmetic, which takes many times as long as --fp32, the default here"
     if settings.megatron.optimizer_cpu_offload and on_cpu:
         yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
-    if EXPERT_BIAS in given and EXPERT_BIAS_RATE not in given:
+    if EXPERT_BIAS in set_fields and EXPERT_BIAS_RATE not in set_fields:
         yield (
             "--moe-router-enable-expert-bias: biases of experts stay those of the checkpoint; Megatron updates them at "
             "--moe-router-bias-update-rate 0.001 if it is not given"

@@ -85,9 +85,9 @@ class FlagParser(argparse.ArgumentParser):
 
     def for_command(self, errors: Errors) -> FlagParser:
         """Return a parser of the same flags that adds to ``errors``. To build one takes longer than to read with it."""
-        found = copy.copy(self)  # reading changes nothing else
-        found.errors = errors
-        return found
+        parser = copy.copy(self)  # reading changes nothing else
+        parser.errors = errors
+        return parser
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the errors so far, and with this one, after which the words cannot be read on."""
@@ -123,9 +123,9 @@ class FlagParser(argparse.ArgumentParser):
             return self._refuse_value(action, arg_strings, rephrased(str(error)))
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, int) and abs(value) > LARGEST:
-                shown = one_line(" ".join(arg_strings), LONGEST_VALUE)
+                excerpt = one_line(" ".join(arg_strings), LONGEST_VALUE)
                 rule = f"a number beyond {LARGEST}, which no tensor holds"
-                self.errors.add(f"{action.option_strings[-1]} {shown}: {rule}; give a smaller one")
+                self.errors.add(f"{action.option_strings[-1]} {excerpt}: {rule}; give a smaller one")
                 return action.default
         return _expanded(values)
 
@@ -206,7 +206,7 @@ class Command:
 
     Attributes:
         settings: What our own flags say, with the backend and the engine chosen.
-        given: The fields of our sections that it sets, and Megatron's fields, under ``DESTINATION`` + name.
+        set_fields: The fields of our sections that it sets, and Megatron's fields, under ``DESTINATION`` + name.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
         joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
@@ -222,7 +222,7 @@ class Command:
     """
 
     settings: Settings
-    given: frozenset[str]
+    set_fields: frozenset[str]
     choice: str
     ranks: int | None
     joined: JoinedCluster | None
@@ -233,7 +233,7 @@ class Command:
     is_strict: bool = False
     words: tuple[str, ...] = ()
     later: Callable[[Settings, Errors], list[Note]] = lambda settings, errors: []
-    remarks: Callable[[Settings, Collection[str]], Iterable[str]] = lambda settings, given: ()
+    remarks: Callable[[Settings, Collection[str]], Iterable[str]] = lambda settings, set_fields: ()
     replaced: tuple[str, ...] = ()
 
 
@@ -310,8 +310,8 @@ def read_words(
     words = cut_spaced_words(words, known)
     ours, passed_on = split_server_flags(words, own)
     is_layout = {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
-    given = [flag for flag in flags_in(ours) if flag in known and (flag not in own or flag in is_layout)]
-    parser = _all_flags(bool(given or megatron) or _names_megatron(ours)).for_command(errors)
+    flags = [flag for flag in flags_in(ours) if flag in known and (flag not in own or flag in is_layout)]
+    parser = _all_flags(bool(flags or megatron) or _names_megatron(ours)).for_command(errors)
     try:
         namespace = parser.read(
             cut_lists(ours, parser._option_string_actions), {**dict.fromkeys(known - own, ""), **elsewhere}
@@ -319,8 +319,8 @@ def read_words(
     except FlagError as error:
         raise FlagError(*located(error.messages, expanded.origins)) from None
     written = flags_in(expanded.words)
-    given = sorted([*given, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
-    command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), errors)
+    flags = sorted([*flags, *megatron], key=lambda flag: written.index(flag) if flag in written else len(written))
+    command = _command(namespace, passed_on, flags, flags_in(words), tuple(notes), errors)
     return replace(
         command,
         origins=expanded.origins,
@@ -377,14 +377,14 @@ def _command(
     errors: Errors,
 ) -> Command:
     settings = _settings(namespace, passed_on)
-    given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
-    backend = choose_backend(given.get("train_backend"), megatron, trained_without_megatron(settings))
+    by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
+    backend = choose_backend(by_name.get("train_backend"), megatron, trained_without_megatron(settings))
     servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER, VLLM))]
     joined = _ask_cluster(settings.cluster)
     device = choose_device(settings.cluster.device, has_gpu(), joined)
-    engine = choose_engine(given.get("rollout_engine"), servers, device)
+    engine = choose_engine(by_name.get("rollout_engine"), servers, device)
     ranks = None
-    if "actor_num_gpus_per_node" not in given:
+    if "actor_num_gpus_per_node" not in by_name:
         ranks = choose_ranks(device, busy_cores())
     settings = replace(
         settings,
@@ -393,7 +393,7 @@ def _command(
     )
     return Command(
         settings,
-        frozenset(name for name, value in given.items() if value is not None),
+        frozenset(name for name, value in by_name.items() if value is not None),
         in_words(backend, engine, ranks, None if joined is None else device),
         None if ranks is None else ranks.value,
         joined,
@@ -419,13 +419,13 @@ def _ask_cluster(cluster: ClusterArguments) -> JoinedCluster | None:
 
 
 def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
-    given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
+    by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
 
     def section(cls: type) -> Any:
-        values = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
+        values = {field.name: by_name[field.name] for field in dataclasses.fields(cls) if field.name in by_name}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-    own = {name.removeprefix(DESTINATION): value for name, value in given.items() if name.startswith(DESTINATION)}
+    own = {name.removeprefix(DESTINATION): value for name, value in by_name.items() if name.startswith(DESTINATION)}
     megatron_overrides = tuple((name, _flat(value)) for name, value in own.items() if value is not None)
     sections = {name: section(cls) for name, cls in SECTIONS.items()}
     return Settings(**sections, megatron_overrides=megatron_overrides, server_flags=passed_on)
@@ -468,11 +468,11 @@ def _judge(command: Command, starts: bool) -> Validated:
         without_effect,
         normalize_server_flags,
     ):
-        settings, found = normalize(settings)
-        notes += found
+        settings, new_notes = normalize(settings)
+        notes += new_notes
     notes = [replace(note, written=with_written_flags([note.written], command.words)[0]) for note in notes]
     try:
-        validated = validate(settings, command.given)
+        validated = validate(settings, command.set_fields)
         notes += validated.accepted
     except FlagError as error:
         for message in error.messages:
@@ -494,10 +494,13 @@ def _judge(command: Command, starts: bool) -> Validated:
     for message in of_start.messages if starts else ():
         errors.add_unless_refused(message)
     errors.raise_if_any()
-    settings = fit_to_host(validated.settings, command.given)
+    settings = fit_to_host(validated.settings, command.set_fields)
     not_now = (f"a start on this host would be refused: {message}" for message in of_start.messages)
-    of_run = (*notes_on_saved_samples(settings), *surprises(settings, command.given, is_on_cpu(settings), has_bf16()))
-    further = (*not_now, *of_run, *command.remarks(settings, command.given))
+    of_run = (
+        *notes_on_saved_samples(settings),
+        *surprises(settings, command.set_fields, is_on_cpu(settings), has_bf16()),
+    )
+    further = (*not_now, *of_run, *command.remarks(settings, command.set_fields))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)
@@ -507,7 +510,7 @@ def _judge(command: Command, starts: bool) -> Validated:
         surprises=surprising,
         accepted=tuple(notes),
         choice=command.choice,
-        given=command.given,
+        set_fields=command.set_fields,
         replaced=command.replaced,
     )
 
@@ -574,8 +577,8 @@ def judge_with_hub(
         validated = judged(command)
     if isinstance(validated, FlagError):
         raise validated
-    given = validated.settings
-    if starts and not (command.explains or given.rehearsal.rehearse or given.cluster.ray_address) and fetched.absent:
+    config = validated.settings
+    if starts and not (command.explains or config.rehearsal.rehearse or config.cluster.ray_address) and fetched.absent:
         raise FlagError(*(f"{fault}; check the network, or give a folder" for fault in fetched.absent))
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 

@@ -53,14 +53,14 @@ def check_loss(settings: Settings, errors: Errors) -> None:
 
 def _check_one_makes_advantages(settings: Settings, errors: Errors) -> None:
     """Check that at most one function of the user's makes the advantages."""
-    given = {
+    paths = {
         "custom_convert_samples_to_train_data_path": settings.rollout.custom_convert_samples_to_train_data_path,
         "custom_reward_post_process_path": settings.reward.custom_reward_post_process_path,
         "custom_advantage_function_path": settings.loss.custom_advantage_function_path,
     }
-    first, *others = [name for name, path in given.items() if path is not None] or [""]
+    first, *others = [name for name, path in paths.items() if path is not None] or [""]
     for name in others:
-        errors.refuse(name, given[name], f"makes the advantages, and so does {flag_name(first)}", "keep one of the two")
+        errors.refuse(name, paths[name], f"makes the advantages, and so does {flag_name(first)}", "keep one of the two")
 
 
 def _check_group(settings: Settings, errors: Errors) -> None:
@@ -317,13 +317,13 @@ def sequence_limit(settings: Settings) -> tuple[int, str]:
 def _limit_of_engine(settings: Settings, config: dict[str, Any]) -> tuple[int, str]:
     if has_servers(settings):
         words = settings.server_flags.server
-        flag, given = SERVER + _CONTEXT[2:], value_of(words, _CONTEXT)
-        if given is None and (given := value_of(settings.server_flags.vllm, _MODEL_LEN)) is not None:
+        flag, length = SERVER + _CONTEXT[2:], value_of(words, _CONTEXT)
+        if length is None and (length := value_of(settings.server_flags.vllm, _MODEL_LEN)) is not None:
             flag = VLLM + _MODEL_LEN[2:]
         if settings.sglang.rollout_external or has_flag(words, *_OTHER_LIMITS):
             return _UNKNOWN, ""
-        if given is not None:
-            return int(given) if given.isdecimal() else _UNKNOWN, flag
+        if length is not None:
+            return int(length) if length.isdecimal() else _UNKNOWN, flag
         if _is_stretched(config):
             return _UNKNOWN, ""
         longest, name = config.get("max_position_embeddings"), "max_position_embeddings"
@@ -562,9 +562,9 @@ def check_one_process(settings: Settings) -> None:
 def check_replay(settings: Settings, errors: Errors) -> None:
     """Check ``--use-rollout-routing-replay`` and ``--use-routing-replay``."""
     rollout, training = settings.rollout, settings.training
-    given = {"use_rollout_routing_replay": rollout.use_rollout_routing_replay}
-    given["use_routing_replay"] = training.use_routing_replay
-    for name in (name for name, switch in given.items() if switch):
+    switches = {"use_rollout_routing_replay": rollout.use_rollout_routing_replay}
+    switches["use_routing_replay"] = training.use_routing_replay
+    for name in (name for name, switch in switches.items() if switch):
         if settings.reads_conversations:
             errors.refuse(name, True, "has nothing to repeat: conversations are not generated", "drop it")
         elif errors.none_about("hf_checkpoint"):
@@ -684,15 +684,15 @@ def check_export_folder(settings: Settings, errors: Errors) -> None:
     An export removes the weights of an earlier one, and swaps with its folder (training/checkpoint_files.py).
     Folders are compared through links. ``{iteration}`` in the name stands for any number.
     """
-    model, save, given = settings.model.hf_checkpoint, settings.checkpoint.save, settings.checkpoint.save_hf
+    model, save, export = settings.model.hf_checkpoint, settings.checkpoint.save, settings.checkpoint.save_hf
     if save is not None and errors.none_about("save", "hf_checkpoint") and _place(save) == _place(str(model)):
         mixed = "is the folder of --hf-checkpoint, which checkpoints would mix with"
         errors.refuse("save", save, mixed, "give another folder")
-    if given is None or not errors.none_about("save_hf"):
+    if export is None or not errors.none_about("save_hf"):
         return
     for name, other in _folders(settings):
-        if errors.none_about(name) and (rule := _fault(given, flag_name(name), other)) is not None:
-            errors.refuse("save_hf", given, rule, "give another folder")
+        if errors.none_about(name) and (rule := _fault(export, flag_name(name), other)) is not None:
+            errors.refuse("save_hf", export, rule, "give another folder")
             return
 
 
@@ -712,8 +712,8 @@ def _folders(settings: Settings) -> Iterator[tuple[str, str]]:
             yield name, folder
 
 
-def _fault(given: str, flag: str, other: str) -> str | None:
-    export, folder = _place(given), _place(other)
+def _fault(path: str, flag: str, other: str) -> str | None:
+    export, folder = _place(path), _place(other)
     pattern = r"\d+".join(re.escape(part) for part in PLACEHOLDER.split(export))
     if re.fullmatch(pattern, folder):
         return f"is the folder of {flag} {other}, and an export removes the weights that are in its folder"

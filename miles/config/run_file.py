@@ -35,7 +35,7 @@ _DERIVED = {
 }
 
 
-def run_config(settings: Settings, about: Iterable[str] = (), given: Collection[str] = ()) -> str:
+def run_config(settings: Settings, about: Iterable[str] = (), set_fields: Collection[str] = ()) -> str:
     """Return the text of run.yaml: every setting that has a value, by section, without secrets.
 
     A value that follows from others is left out, so that overriding one of these is enough.
@@ -43,9 +43,9 @@ def run_config(settings: Settings, about: Iterable[str] = (), given: Collection[
     Args:
         settings: Validated settings.
         about: Lines for the comment at its beginning.
-        given: The fields that the user has set (``Command.given``); they are never left out.
+        set_fields: The fields that the user has set (``Command.set_fields``); they are never left out.
     """
-    settings = _without_derived(settings, given)
+    settings = _without_derived(settings, set_fields)
     lines = [f"# {line}".rstrip() for line in about]
     for name, section in SECTIONS.items():
         lines += _section(name, list(_entries(getattr(settings, name), section)))
@@ -56,23 +56,23 @@ def run_config(settings: Settings, about: Iterable[str] = (), given: Collection[
     return "\n".join(lines) + "\n"
 
 
-def _without_derived(settings: Settings, given: Collection[str]) -> Settings:
+def _without_derived(settings: Settings, set_fields: Collection[str]) -> Settings:
     """Return the settings without values that validation would fill in just so."""
     try:
-        whole, short = validate(settings, given).settings, settings
+        whole, short = validate(settings, set_fields).settings, settings
     except FlagError:  # of Python, before ``miles.train`` is given a reward
         return settings
     for section, names in _DERIVED.items():
         for name in names:
             values = getattr(short, section)
-            if name in given or getattr(values, name) is None:
+            if name in set_fields or getattr(values, name) is None:
                 continue
             changes: dict[str, Any] = {name: None}
-            if name == "global_batch_size" and "num_steps_per_rollout" in given:
+            if name == "global_batch_size" and "num_steps_per_rollout" in set_fields:
                 changes["num_steps_per_rollout"] = settings.steps_per_pass
             shorter = dataclasses.replace(short, **{section: dataclasses.replace(values, **changes)})
             with suppress(FlagError):  # needed, so it follows from nothing
-                if validate(shorter, given).settings == whole:
+                if validate(shorter, set_fields).settings == whole:
                     short = shorter
     return short
 
@@ -95,8 +95,8 @@ def _server_flags(prefix: str, words: Iterable[str]) -> Iterator[str]:
     """Yield the flags that are passed on to SGLang, under their names here."""
     for flag, values in dict(group_words(words)).items():
         key = (prefix + flag.removeprefix("--"))[2:].replace("-", "_")
-        shown = public_words([flag, *values])[1:]
-        yield f"{key}: {_yaml(shown if len(shown) > 1 else shown[0] if shown else True)}"
+        texts = public_words([flag, *values])[1:]
+        yield f"{key}: {_yaml(texts if len(texts) > 1 else texts[0] if texts else True)}"
 
 
 def _megatron_core(overrides: Iterable[tuple[str, Any]]) -> Iterator[str]:

@@ -56,23 +56,23 @@ def group_words(words: Iterable[str]) -> list[Group]:
 
 def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
     """Return the words without the words of ``flags``: each flag, and its values."""
-    kept, is_kept = list[str](), True
+    rest, is_kept = list[str](), True
     for word in words:
         if word.startswith("--") and len(word) > 2:
             is_kept = word.partition("=")[0] not in flags
         if is_kept:
-            kept.append(word)
-    return kept
+            rest.append(word)
+    return rest
 
 
 def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[str]:
     """Return messages that name a flag of the router as ``words`` do: ``--sglang-router-NAME``."""
     written = [flag for flag in flags_in(words) if flag.startswith(ROUTER_ALIAS)]
-    found = list(messages)
+    result = list(messages)
     for flag in written:
         name = ROUTER + flag.removeprefix(ROUTER_ALIAS)
-        found = [re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message) for message in found]
-    return found
+        result = [re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message) for message in result]
+    return result
 
 
 def flags_in(words: Iterable[str]) -> list[str]:
@@ -158,11 +158,11 @@ def _most_values(action: argparse.Action | None) -> int:
 
 
 def _quoted(stray: Sequence[tuple[str, str]]) -> str:
-    shown = [
+    quotes = [
         repr(one_line(word, LONGEST_VALUE)) + (f" after {flag}" if flag else "")
         for word, (_, flag) in zip(public_words([word for word, _ in stray]), stray, strict=True)
     ]
-    return f"the word{'s' if len(stray) > 1 else ''} {', '.join(shown)}"
+    return f"the word{'s' if len(stray) > 1 else ''} {', '.join(quotes)}"
 
 
 def rephrased(message: str) -> str:
@@ -175,13 +175,13 @@ def rephrased(message: str) -> str:
 
 def given_twice(words: Sequence[str]) -> list[Note]:
     """Return a note for each flag that is given several times with different values; the last one counts."""
-    found = dict[str, list[tuple[str, ...]]]()
+    by_flag = dict[str, list[tuple[str, ...]]]()
     for flag, values in group_words(words):
         if flag:
-            found.setdefault(flag, []).append(values)
+            by_flag.setdefault(flag, []).append(values)
     return [
         Note(READ_AS, written(flag, earlier), f"{written(flag, several[-1])}: given twice, and the last value counts")
-        for flag, several in found.items()
+        for flag, several in by_flag.items()
         if len(set(several)) > 1
         for earlier in dict.fromkeys(several[:-1])
     ]

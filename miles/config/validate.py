@@ -75,7 +75,7 @@ class Validated:
         surprises: Notes on settings that are allowed and may surprise.
         accepted: Flags that were accepted and have no effect themselves.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
-        given: The fields that the command sets.
+        set_fields: The fields that the command sets.
         replaced: The flags of files that other words of the command replace.
         inputs: The findings of the check of rows and functions; None if it was not made yet.
     """
@@ -85,7 +85,7 @@ class Validated:
     surprises: tuple[str, ...] = ()
     accepted: tuple[Note, ...] = ()
     choice: str = ""
-    given: frozenset[str] = frozenset()
+    set_fields: frozenset[str] = frozenset()
     replaced: tuple[str, ...] = ()
     inputs: Inputs | None = None
 
@@ -95,12 +95,12 @@ class Validated:
         return (*self.readings, *self.surprises)
 
 
-def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
+def validate(settings: Settings, set_fields: Collection[str] = ()) -> Validated:
     """Check the settings, and replace alternative names. Validated settings are valid, and stay unchanged.
 
     Args:
         settings: The settings.
-        given: The fields that a command sets (``Command.given``). Their values are not replaced, even if they equal
+        set_fields: The fields that a command sets (``Command.set_fields``). Their values stay, even if they equal
             the defaults.
 
     Raises:
@@ -116,8 +116,8 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
     reducer = "--custom-pg-loss-reducer-function-path"
     has_reducer = settings.loss.custom_pg_loss_reducer_function_path is not None
-    accepted = [*notes_on_flags, *(overruled(settings.loss, MODE_FLAGS, given, by=reducer) if has_reducer else [])]
-    settings, notes = _reconcile(replace(settings, parallel=parallel), given, errors)
+    accepted = [*notes_on_flags, *(overruled(settings.loss, MODE_FLAGS, set_fields, by=reducer) if has_reducer else [])]
+    settings, notes = _reconcile(replace(settings, parallel=parallel), set_fields, errors)
     errors.raise_if_any()
     readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
     return Validated(settings, readings, tuple(_surprises(settings)), tuple(accepted))
@@ -207,7 +207,7 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
     return None
 
 
-def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
+def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
     """Check the loss, and replace implied or renamed settings by their meaning; notes name them."""
     check_loss(settings, errors)
     rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
@@ -219,7 +219,7 @@ def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tu
         training.global_batch_size,
         rollout.n_samples_per_prompt,
         errors,
-        is_given="loss_aggregation" in given,
+        is_given="loss_aggregation" in set_fields,
     )
     if not errors.messages:
         loss, policy_loss_notes = name_policy_loss(loss)

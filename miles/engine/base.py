@@ -484,12 +484,12 @@ class EngineLoad:
         if self._began is None:
             return {}
         self._count()
-        found = {
+        metrics = {
             "perf/engine_busy": Metric(self._busy, self._counted - self._began),
             "perf/engine_responses": Metric(self._response_seconds, self._busy),
         }
         self._began, self._busy, self._response_seconds = self._counted, 0.0, 0.0
-        return {name: metric for name, metric in found.items() if metric.denominator}
+        return {name: metric for name, metric in metrics.items() if metric.denominator}
 
     def _count(self) -> None:
         now = self._clock()
@@ -541,7 +541,7 @@ def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
 
     May be called from another thread. Frames of libraries are left out, apart from the innermost one.
     """
-    places: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for task in asyncio.all_tasks(loop):
         frames = []
         waits: Any = task.get_coro()
@@ -555,6 +555,6 @@ def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
             waits = next(
                 (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
             )
-        shown = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
-        places[" > ".join(shown) or "not started"] += 1
-    return places
+        lines = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
+        counts[" > ".join(lines) or "not started"] += 1
+    return counts

@@ -196,9 +196,9 @@ class ParameterNames:
         number = r"(?<=\.)\d+(?=\.)"
         experts = re.findall(number, rest)
         template = re.sub(number, "*", rest)
-        found = (own or {}).get(template) or self.layer.get(template)
-        assert found, f"{rest} of a layer has no Hugging Face name"
-        return replace(found, hf_names=tuple(prefix + name.replace("*", *experts or "*") for name in found.hf_names))
+        entry = (own or {}).get(template) or self.layer.get(template)
+        assert entry, f"{rest} of a layer has no Hugging Face name"
+        return replace(entry, hf_names=tuple(prefix + name.replace("*", *experts or "*") for name in entry.hf_names))
 
 
 def is_of_head(hf_name: str) -> bool:
@@ -248,10 +248,10 @@ _COMPUTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def refusal(
-    found: str, rule: str, what_to_do: str = "choose another model, or --train-backend fsdp for others"
+    feature: str, rule: str, what_to_do: str = "choose another model, or --train-backend fsdp for others"
 ) -> ValueError:
-    """Return the error for a model whose config has ``found``."""
-    return ValueError(f"--hf-checkpoint: its config has {found}, and {rule}; {what_to_do}")
+    """Return the error for a model whose config has ``feature``."""
+    return ValueError(f"--hf-checkpoint: its config has {feature}, and {rule}; {what_to_do}")
 
 
 @dataclass(frozen=True)

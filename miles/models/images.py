@@ -79,8 +79,8 @@ class VisionFamily:
 def vision_family(model_type: str) -> VisionFamily | None:
     """Return the family of a type of model; None if it reads no images here."""
     for file in iter_modules(vision.__path__):
-        found: tuple[VisionFamily, ...] = import_module(f"{vision.__name__}.{file.name}").VISION
-        for family in found:
+        families: tuple[VisionFamily, ...] = import_module(f"{vision.__name__}.{file.name}").VISION
+        for family in families:
             if family.model_type == model_type:
                 return family
     return None
@@ -115,14 +115,14 @@ def joined(batches: Sequence[ImageTensors], device: torch.device) -> dict[str, t
     """Return the tensors of the images of several prompts, along the first axis; others are padded to the longest."""
     import torch
 
-    found = {}
+    tensors = {}
     for name in batches[0].tensors:
         arrays = [batch.tensors[name] for batch in batches]
         shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
         widths = ([(0, 0), *((0, n - m) for n, m in zip(shape, a.shape[1:], strict=True))] for a in arrays)
         whole = np.concatenate([np.pad(a, width) for a, width in zip(arrays, widths, strict=True)])
-        found[name] = torch.from_numpy(whole).to(device)
-    return found
+        tensors[name] = torch.from_numpy(whole).to(device)
+    return tensors
 
 
 def blank(config: Any) -> ImageTensors:
@@ -232,7 +232,7 @@ def decoded(images: PromptImages) -> list[Image]:
     """
     from PIL import Image, ImageOps
 
-    found = []
+    pixels = []
     for number, (file, size) in enumerate(zip(images.files, images.sizes, strict=True), start=1):
         try:
             image = _open(file)
@@ -241,16 +241,16 @@ def decoded(images: PromptImages) -> list[Image]:
             raise InputError(
                 f"{images.where}: image {number} is broken behind its header ({one_line(str(error), 200)}); replace it"
             ) from error
-        found.append(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
-    return found
+        pixels.append(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
+    return pixels
 
 
 def thumbnails(images: PromptImages, tokens: int) -> list[str]:
     """Return small JPEGs of the images that begin in the first ``tokens`` tokens, the first few, as data: URIs."""
     if "thumbnails" not in images.cache:
         images.cache["thumbnails"] = [_thumbnail(image) for image in decoded(images)[:MOST_THUMBNAILS]]
-    shown: list[str] = images.cache["thumbnails"]
-    return shown[: sum(start < tokens for start in images.starts)]
+    uris: list[str] = images.cache["thumbnails"]
+    return uris[: sum(start < tokens for start in images.starts)]
 
 
 def _thumbnail(image: Image) -> str:
@@ -268,8 +268,8 @@ def encoded(images: PromptImages) -> PromptImages:
     """
     files = []
     for file, image in zip(images.files, decoded(images), strict=True):
-        given = _open(file)
-        if (given.format, given.mode, given.size) != ("PNG", "RGB", image.size) or _exif(given):
+        original = _open(file)
+        if (original.format, original.mode, original.size) != ("PNG", "RGB", image.size) or _exif(original):
             buffer = io.BytesIO()
             image.save(buffer, "PNG", compress_level=1)
             file = buffer.getvalue()
@@ -290,7 +290,7 @@ def tensors_of(images: PromptImages) -> ImageTensors:
         made = load_processor(images.model).image_processor([decoded(images)], return_tensors="np")
         tensors = {name: np.asarray(made[name]) for name in family.inputs}
         grids = family.grids(config, tensors)
-        places = images.counts, images.starts, images.placeholder_id
-        images.cache["tensors"] = ImageTensors(tensors, *places, grids)
-    found: ImageTensors = images.cache["tensors"]
-    return found
+        layout = images.counts, images.starts, images.placeholder_id
+        images.cache["tensors"] = ImageTensors(tensors, *layout, grids)
+    result: ImageTensors = images.cache["tensors"]
+    return result

@@ -191,9 +191,9 @@ def longest_generated(text: dict[str, Any]) -> tuple[int | None, str]:
     """
     name = "original_max_position_embeddings"
     if _rope_type(text) in _LONGROPE:
-        found = _rope(text).get(name, text.get(name))
-        if isinstance(found, int):
-            return found, name
+        length = _rope(text).get(name, text.get(name))
+        if isinstance(length, int):
+            return length, name
     longest = text.get("max_position_embeddings")
     return longest if isinstance(longest, int) else None, "max_position_embeddings"
 

@@ -119,11 +119,11 @@ def _source(model_type: str) -> str:
 @cache
 def _table(name: str) -> dict[str, str]:
     """Return a table of ``models/auto``, with the entries added after its definition; empty if it is not there."""
-    found = dict[str, str]()
+    table = dict[str, str]()
     for text in _sources():
         for match in re.finditer(rf"^{name}(?: = OrderedDict|\.update)\(\n(.*?)\n\)", text, re.MULTILINE | re.DOTALL):
-            found |= dict(ast.literal_eval(match[1].strip()))
-    return found
+            table |= dict(ast.literal_eval(match[1].strip()))
+    return table
 
 
 @cache
@@ -153,13 +153,13 @@ def read_config(path: str) -> PretrainedConfig:
     """
     from transformers import AutoConfig, PretrainedConfig  # slow to import
 
-    found, _ = PretrainedConfig.get_config_dict(path)
-    kind = READ_AS.get(str(found.get("model_type")))
+    values, _ = PretrainedConfig.get_config_dict(path)
+    kind = READ_AS.get(str(values.get("model_type")))
     if kind is None:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
         return config
     # auto_map names code in the folder, which is not run.
-    known = {name: value for name, value in found.items() if name not in ("auto_map", "model_type")}
+    known = {name: value for name, value in values.items() if name not in ("auto_map", "model_type")}
     return AutoConfig.for_model(kind, **known)
 
 
@@ -195,12 +195,12 @@ def read_model(path: str, config: PretrainedConfig, dtype: torch.dtype, attn_imp
         why = one_line(str(error), 300) or "a file is empty"
         raise ValueError(f"the model {path}: its weights cannot be read ({why}); {again}") from error
     model: PreTrainedModel = loaded[0]
-    found: dict[str, Any] = loaded[1]
-    if missing := sorted(found["missing_keys"]):
+    report: dict[str, Any] = loaded[1]
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the model {path}: its files lack {_listed(missing)}, which its config.json asks for; {again}"
         )
-    if mismatched := sorted(found["mismatched_keys"]):
+    if mismatched := sorted(report["mismatched_keys"]):
         shapes = [f"{name} ({list(there)}, not {list(asked)})" for name, there, asked in mismatched]
         raise ValueError(
             f"the model {path}: its config.json asks for other shapes than its files have, of {_listed(shapes)}; "
@@ -254,27 +254,27 @@ def end_token_ids(model: str) -> frozenset[int]:
     from transformers import GenerationConfig  # slow to import
 
     config = read_config(model)
-    found = {"config.json": _ids(config.get_text_config().eos_token_id) | _ids(getattr(config, "eos_token_id", None))}
+    origins = {"config.json": _ids(config.get_text_config().eos_token_id) | _ids(getattr(config, "eos_token_id", None))}
     try:
-        found["generation_config.json"] = _ids(GenerationConfig.from_pretrained(model).eos_token_id)
+        origins["generation_config.json"] = _ids(GenerationConfig.from_pretrained(model).eos_token_id)
     except OSError:
-        found["generation_config.json"] = set()
-    for_generation = found["generation_config.json"] or found["config.json"]
+        origins["generation_config.json"] = set()
+    for_generation = origins["generation_config.json"] or origins["config.json"]
     try:
         tokenizer = load_tokenizer(model)
     except InputError:  # an engine reads token ids
         tokenizer = None
     if tokenizer is not None:
-        found["the tokenizer"] = _ids(tokenizer.eos_token_id)
+        origins["the tokenizer"] = _ids(tokenizer.eos_token_id)
         name = end_of_turn(tokenizer).strip()
-        found["the chat template"] = _ids(tokenizer.convert_tokens_to_ids([name]) if name else None)
-    all_ids = frozenset().union(*found.values())
+        origins["the chat template"] = _ids(tokenizer.convert_tokens_to_ids([name]) if name else None)
+    all_ids = frozenset().union(*origins.values())
     if tokenizer is not None and all_ids != for_generation:
-        sources = {token: [source for source, ids in found.items() if token in ids] for token in sorted(all_ids)}
-        shown = [
+        sources = {token: [source for source, ids in origins.items() if token in ids] for token in sorted(all_ids)}
+        texts = [
             f"{token} {tokenizer.convert_ids_to_tokens(token)!r} of {' and '.join(sources[token])}" for token in sources
         ]
-        _logger.warning("note: --hf-checkpoint %s: answers end at any of the tokens %s", model, ", ".join(shown))
+        _logger.warning("note: --hf-checkpoint %s: answers end at any of the tokens %s", model, ", ".join(texts))
     return all_ids
 
 

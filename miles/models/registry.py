@@ -11,12 +11,12 @@ from miles.models.packing import is_compared_by_test, model_type, why_not_traine
 
 def families(kind: str) -> dict[str, Any]:
     """Return the entries that the files of this package list under ``kind``, by ``model_type``, in the files' order."""
-    found: dict[str, Any] = {}
+    by_type: dict[str, Any] = {}
     for file in iter_modules(folder.__path__):
         for family in getattr(import_module(f"{folder.__name__}.{file.name}"), kind, ()):
-            assert family.model_type not in found, f"{family.model_type} is defined twice"
-            found[family.model_type] = family
-    return found
+            assert family.model_type not in by_type, f"{family.model_type} is defined twice"
+            by_type[family.model_type] = family
+    return by_type
 
 
 CONVERTED: dict[str, ConvertedFamily] = families("CONVERTED")

@@ -61,28 +61,28 @@ class Routers:
         config = of_model.get_text_config()
         self.layers: int = config.num_hidden_layers
         kind = str(config.model_type)
-        found = {int(match[1]): m for name, m in model.named_modules() if (match := _LAYER.search(name))}
+        routers = {int(match[1]): m for name, m in model.named_modules() if (match := _LAYER.search(name))}
         if kind not in WEIGHTS:
             why = f"the routers of {', '.join(WEIGHTS)} can be given experts, and this model is {kind}"
             raise ValueError(f"{flag}: {why}; drop {flag}, or choose another model")
-        if not found:
+        if not routers:
             raise ValueError(f"{flag}: this model has no layer with experts; drop {flag}")
-        first = next(iter(found.values()))
+        first = next(iter(routers.values()))
         self.topk = int(first.top_k)
         self._dtype = dtype_for(int(first.num_experts))
         self._weights = WEIGHTS[kind]
         self._given: torch.Tensor | None = None
         self._records = False
         self._found: dict[int, torch.Tensor] = {}
-        for layer, router in found.items():
+        for layer, router in routers.items():
             router.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int) -> Callable[..., Any]:
         def choose(router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             logits, weights, experts = output
             if self._given is not None:
-                given = self._given[:, layer].long()
-                experts = torch.where(given == UNKNOWN, experts, given)
+                chosen = self._given[:, layer].long()
+                experts = torch.where(chosen == UNKNOWN, experts, chosen)
                 weights = self._weights(router, logits, experts)
             if self._records:
                 self._found[layer] = experts.detach()
@@ -90,12 +90,12 @@ class Routers:
 
         return choose
 
-    def replay(self, given: torch.Tensor | None) -> None:
-        """Have the routers take ``given``, int16 [T, layers, k] of the tokens of the next passes; None ends that.
+    def replay(self, experts: torch.Tensor | None) -> None:
+        """Have the routers take ``experts``, int16 [T, layers, k] of the tokens of the next passes; None ends that.
 
         It holds until the next call, so that a backward pass that computes a layer again takes the same experts.
         """
-        self._given = given
+        self._given = experts
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -115,5 +115,5 @@ class Routers:
 
     def take_numpy(self) -> np.ndarray:
         """Return the same in host memory, in the smallest dtype."""
-        kept: np.ndarray = self.take().cpu().numpy().astype(self._dtype)
-        return kept
+        experts: np.ndarray = self.take().cpu().numpy().astype(self._dtype)
+        return experts

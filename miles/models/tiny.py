@@ -82,26 +82,26 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return language | {"vision_config": _tower(tower, hidden)}
     if isinstance(config.get("text_config"), Mapping):
         return small | {"text_config": shrunk_config(config["text_config"]), "dtype": "float32"}
-    kept = _kept_layers(config)
+    indices = _kept_layers(config)
     layers = config.get("num_hidden_layers")
     for name, value in config.items():
         if layers is not None and isinstance(value, list) and len(value) == layers:
-            small[name] = [value[layer] for layer in kept]  # one entry per layer
+            small[name] = [value[layer] for layer in indices]  # one entry per layer
     if isinstance(config.get("hybrid_override_pattern"), str):
-        small["hybrid_override_pattern"] = "".join(config["hybrid_override_pattern"][layer] for layer in kept)
+        small["hybrid_override_pattern"] = "".join(config["hybrid_override_pattern"][layer] for layer in indices)
     if isinstance(config.get("mlp_only_layers"), list):
-        small["mlp_only_layers"] = [i for i, layer in enumerate(kept) if layer in config["mlp_only_layers"]]
+        small["mlp_only_layers"] = [i for i, layer in enumerate(indices) if layer in config["mlp_only_layers"]]
     small |= {name: size for name, size in _SIZES.items() if config.get(name)}
     small |= {name: min(config[name], most) for name, most in _COUNTS.items() if isinstance(config.get(name), int)}
     small |= {name: 0 for name in _HEADS_OF_LATER_TOKENS if name in config}
     small |= _attention(config)
-    small |= _attention_of_some_layers(config, small, kept)
+    small |= _attention_of_some_layers(config, small, indices)
     if isinstance(config.get("max_window_layers"), int):
-        small["max_window_layers"] = min(config["max_window_layers"], len(kept))
+        small["max_window_layers"] = min(config["max_window_layers"], len(indices))
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), Mapping):
             small[name] = _rope(config[name], small)
-    return small | {"num_hidden_layers": len(kept), "dtype": "float32"}
+    return small | {"num_hidden_layers": len(indices), "dtype": "float32"}
 
 
 def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
@@ -122,14 +122,14 @@ def _kept_layers(config: Mapping[str, Any]) -> list[int]:
     if lists and first_shared is not None:
         lists.append([layer >= first_shared for layer in range(len(lists[0]))])
     kinds: Sequence[Any] = list(zip(*lists, strict=False))
-    kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    kept = [] if len(kept) == 1 else kept
+    indices = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    indices = [] if len(indices) == 1 else indices
     total = config.get("num_hidden_layers") or len(kinds) or LAYERS
     dense = config.get("first_k_dense_replace") or 0
-    if not kept and 0 < dense < total:
-        kept = [0, dense]  # a dense layer, and one with experts
-    kept += [i for i in range(total) if i not in kept][: max(0, LAYERS - len(kept))]
-    return sorted(kept)
+    if not indices and 0 < dense < total:
+        indices = [0, dense]  # a dense layer, and one with experts
+    indices += [i for i in range(total) if i not in indices][: max(0, LAYERS - len(indices))]
+    return sorted(indices)
 
 
 def _first_shared_layer(config: Mapping[str, Any]) -> int | None:
@@ -139,18 +139,18 @@ def _first_shared_layer(config: Mapping[str, Any]) -> int | None:
 
 
 def _attention_of_some_layers(
-    config: Mapping[str, Any], small: Mapping[str, Any], kept: Sequence[int]
+    config: Mapping[str, Any], small: Mapping[str, Any], indices: Sequence[int]
 ) -> dict[str, Any]:
     """Return the settings for layers that have other heads, or no keys of their own; wider heads stay wider."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     first_shared = _first_shared_layer(config)
     if first_shared is not None:
-        found["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
+        settings["num_kv_shared_layers"] = sum(layer >= first_shared for layer in indices)
     own_names = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 
-    def of_one_layer(given: Mapping[str, Any]) -> dict[str, Any]:
+    def of_one_layer(values: Mapping[str, Any]) -> dict[str, Any]:
         heads: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in values.items():
             usual = own_names.get(name, name)
             if usual == "head_dim" and value:
                 value = HEAD_DIM * max(1, value // (config.get("head_dim") or value))
@@ -159,14 +159,14 @@ def _attention_of_some_layers(
             heads[name] = value
         return heads
 
-    found |= of_one_layer({name: config[name] for name in own_names if name in config})
+    settings |= of_one_layer({name: config[name] for name in own_names if name in config})
     others = config.get("per_layer_config")
     if isinstance(others, Mapping):
-        at = {layer: i for i, layer in enumerate(kept)}
-        found["per_layer_config"] = {
+        at = {layer: i for i, layer in enumerate(indices)}
+        settings["per_layer_config"] = {
             str(at[int(layer)]): of_one_layer(heads) for layer, heads in others.items() if int(layer) in at
         }
-    return found
+    return settings
 
 
 def _attention(config: Mapping[str, Any]) -> dict[str, int]:
@@ -179,30 +179,30 @@ def _attention(config: Mapping[str, Any]) -> dict[str, int]:
     small_heads = 4 if keys == heads else small_keys * min(max(heads // keys, 1), 4)
     small_keys = small_heads if keys == heads else small_keys
     hidden = HIDDEN if HIDDEN % small_heads == 0 else small_heads * HEAD_DIM  # 6 heads: three queries share a key
-    found = {"num_attention_heads": small_heads, "hidden_size": hidden}
+    sizes = {"num_attention_heads": small_heads, "hidden_size": hidden}
     if config.get("num_key_value_heads"):
-        found["num_key_value_heads"] = small_keys
+        sizes["num_key_value_heads"] = small_keys
     if config.get("kv_lora_rank"):
-        return found | ({"head_dim": _ROTATED} if config.get("head_dim") else {})
+        return sizes | ({"head_dim": _ROTATED} if config.get("head_dim") else {})
     if config.get("head_dim"):
-        return found | {"head_dim": HEAD_DIM}
-    return found | {"hidden_size": small_heads * HEAD_DIM}
+        return sizes | {"head_dim": HEAD_DIM}
+    return sizes | {"hidden_size": small_heads * HEAD_DIM}
 
 
-def _rope(given: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(parameters: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of rotary embeddings for the small heads; parameters by kind of layer have several."""
     rotated = small.get("qk_rope_head_dim") or HEAD_DIM
-    share = given.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
+    share = parameters.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     pairs = int(rotated * share) // 2
-    found: dict[str, Any] = {
-        name: _rope(value, small) if isinstance(value, Mapping) else value for name, value in given.items()
+    result: dict[str, Any] = {
+        name: _rope(value, small) if isinstance(value, Mapping) else value for name, value in parameters.items()
     }
     cuts: dict[str, Callable[[list[Any]], list[Any]]] = {
         "long_factor": lambda factors: factors[:pairs],
         "short_factor": lambda factors: factors[:pairs],
         "mrope_section": lambda _: [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
     }
-    return found | {name: cut(found[name]) for name, cut in cuts.items() if isinstance(found.get(name), list)}
+    return result | {name: cut(result[name]) for name, cut in cuts.items() if isinstance(result.get(name), list)}
 
 
 # Write a tiny random model, with a tokenizer, into a folder.

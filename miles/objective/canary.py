@@ -69,7 +69,7 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
 def compare_loss_mass(
     mass: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
 ) -> None:
-    """Raise ``LossMassError`` with both numbers and the likely cause if ``found`` is not ``expected``.
+    """Raise ``LossMassError`` with both numbers and the likely cause if ``mass`` is not ``expected``.
 
     ``ranks`` hold the step, cut by ``context_sizes``, in ``micro_batches`` a rank: suspects for a factor.
     """

@@ -164,13 +164,13 @@ def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[Ad
 def objective_without_effect(loss: LossArguments, shape: StepShape) -> list[str]:
     """Return the flags of the objective that are valid and change nothing in this run, each with the reason."""
     objective, on_policy = build_objective(loss), shape.steps_per_iteration == 1
-    idle = objective.loss_type.idle_on_policy(objective) if on_policy else []
+    notes = objective.loss_type.idle_on_policy(objective) if on_policy else []
     if loss.has_critic and on_policy:
-        idle.append(
+        notes.append(
             "--value-clip: one step per iteration, so the critic's values are the old ones and nothing is clipped"
         )
     if loss.custom_pg_loss_reducer_function_path is not None:
-        idle.append(
+        notes.append(
             "--loss-canary: what your reducer's weights add up to is not known beforehand, so nothing is checked"
         )
-    return idle
+    return notes

@@ -39,13 +39,13 @@ class AdaptiveCoefficient(Protocol):
 class Coefficients:
     """The flags of the objective with the weights at present."""
 
-    def __init__(self, given: LossArguments) -> None:
-        self._given = given
+    def __init__(self, loss: LossArguments) -> None:
+        self._given = loss
         self._adaptive: list[AdaptiveCoefficient] = []
-        if given.kl_target is not None:
-            self._adaptive.append(AdaptiveKl(given))
-        if given.entropy_target is not None:
-            self._adaptive.append(AdaptiveEntropy(given))
+        if loss.kl_target is not None:
+            self._adaptive.append(AdaptiveKl(loss))
+        if loss.entropy_target is not None:
+            self._adaptive.append(AdaptiveEntropy(loss))
 
     @property
     def adapt(self) -> bool:

@@ -461,14 +461,14 @@ class CustomAdvantages(Estimator[Any]):
         if ADVANTAGES.phase(self.path) == 2:
             return self.estimator.sample_advantages(flags, samples)
         function = ADVANTAGES.load(self.path)
-        given = AdvantageSamples(samples.rewards, samples.group_indices, samples.trajectory_ids, flags)
-        found = [float(advantage) for advantage in function(given)]
-        if len(found) != len(samples.rewards) or any(advantage - advantage != 0.0 for advantage in found):
+        inputs = AdvantageSamples(samples.rewards, samples.group_indices, samples.trajectory_ids, flags)
+        result = [float(advantage) for advantage in function(inputs)]
+        if len(result) != len(samples.rewards) or any(advantage - advantage != 0.0 for advantage in result):
             raise ValueError(
-                f"{ADVANTAGES.flag} {self.path}: returned {len(found)} numbers for {len(samples.rewards)} samples, or "
+                f"{ADVANTAGES.flag} {self.path}: returned {len(result)} numbers for {len(samples.rewards)} samples, or "
                 "one that is not finite; return one finite number per sample"
             )
-        return found
+        return result
 
     def token_advantages(
         self, flags: LossArguments, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
@@ -479,15 +479,15 @@ class CustomAdvantages(Estimator[Any]):
         import numpy as np
 
         function = ADVANTAGES.load(self.path)
-        given = [AdvantageTrajectory(r, v, flags) for r, v in zip(rewards, values, strict=True)]
-        found = [np.asarray(advantages, np.float64) for advantages in function(given)]
-        shapes, wanted = [a.shape for a in found], [r.shape for r in rewards]
-        if shapes != wanted or not all(np.isfinite(a).all() for a in found):
+        inputs = [AdvantageTrajectory(r, v, flags) for r, v in zip(rewards, values, strict=True)]
+        result = [np.asarray(advantages, np.float64) for advantages in function(inputs)]
+        shapes, wanted = [a.shape for a in result], [r.shape for r in rewards]
+        if shapes != wanted or not all(np.isfinite(a).all() for a in result):
             raise ValueError(
                 f"{ADVANTAGES.flag} {self.path}: returned arrays of shapes {shapes}, wanted are {wanted}, all finite; "
                 "return one finite number per loss token"
             )
-        return found
+        return result
 
     def group_token_advantages(
         self,
@@ -535,8 +535,8 @@ class CustomPolicyLoss(PolicyLoss[Any]):
         function = POLICY_LOSS.load(self.path)
         if not tokens.micro.response_lengths:
             return TokenLosses(tokens.log_probs, None)
-        given = PolicyLossInputs(**token_columns(tokens.micro, tokens.log_probs), settings=flags)
-        losses = function(given)
+        inputs = PolicyLossInputs(**token_columns(tokens.micro, tokens.log_probs), settings=flags)
+        losses = function(inputs)
         POLICY_LOSS.check_tensor(self.path, losses, tuple(tokens.log_probs.shape))
         # Masked tokens may hold anything, but their gradient must not be NaN.
         return TokenLosses(losses.float().masked_fill(tokens.micro.loss_mask == 0, 0.0), None)

@@ -16,8 +16,8 @@ def centred(values: np.ndarray, tolerance: float) -> np.ndarray:
     >>> centred(np.array([0.1, 0.1, 0.1]), tolerance=FP64).tolist()
     [0.0, 0.0, 0.0]
     """
-    found = values - values.mean() if len(values) else values
-    return np.where(np.abs(found) > tolerance, found, 0.0)
+    deviations = values - values.mean() if len(values) else values
+    return np.where(np.abs(deviations) > tolerance, deviations, 0.0)
 
 
 def magnitude(*columns: np.ndarray) -> float:

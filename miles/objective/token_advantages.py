@@ -58,17 +58,17 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     rewards, values = [t.rewards for t in trajectories], [t.values for t in trajectories]
     if objective.estimator.reads_score_norms:
         groups, norms = [t.group for t in trajectories], [t.score_norms for t in trajectories]
-        found = objective.estimator.group_token_advantages(loss, rewards, groups, norms)
+        advantages = objective.estimator.group_token_advantages(loss, rewards, groups, norms)
     else:
-        found = objective.estimator.token_advantages(loss, rewards, values)
-    returns = objective.estimator.returns(loss, rewards, values, found) if objective.needs.values else None
+        advantages = objective.estimator.token_advantages(loss, rewards, values)
+    returns = objective.estimator.returns(loss, rewards, values, advantages) if objective.needs.values else None
     if loss.use_opd:
-        found = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(found, trajectories, strict=True)]
-    metrics = _metrics(loss, trajectories, found, returns)
+        advantages = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(advantages, trajectories, strict=True)]
+    metrics = _metrics(loss, trajectories, advantages, returns)
     if loss.normalize_advantages:
-        found = whitened(found)
+        advantages = whitened(advantages)
     return StepAdvantages(
-        _by_sample(samples, trajectories, found),
+        _by_sample(samples, trajectories, advantages),
         None if returns is None else _by_sample(samples, trajectories, returns),
         metrics,
     )
@@ -79,9 +79,9 @@ def whitened(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
     everything = np.concatenate([*columns, np.zeros(0)])
     if not len(everything):
         return list(columns)
-    found = centred(everything, FP64 * magnitude(everything))
-    found /= np.sqrt(np.square(found).sum() / max(len(found) - 1, 1) + 1e-8)
-    return np.split(found, np.cumsum([len(column) for column in columns])[:-1])[: len(columns)]
+    deviations = centred(everything, FP64 * magnitude(everything))
+    deviations /= np.sqrt(np.square(deviations).sum() / max(len(deviations) - 1, 1) + 1e-8)
+    return np.split(deviations, np.cumsum([len(column) for column in columns])[:-1])[: len(columns)]
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iter
         of_trajectory.setdefault(sample.trajectory_id, []).append(index)
     for members in of_trajectory.values():
         parts = [samples[i] for i in members]
-        kept = [part.loss_mask != 0 for part in parts]
-        kl = np.concatenate([_kl(loss, part)[k] for part, k in zip(parts, kept, strict=True)])
+        masks = [part.loss_mask != 0 for part in parts]
+        kl = np.concatenate([_kl(loss, part)[k] for part, k in zip(parts, masks, strict=True)])
         rewards = -loss.kl_coef * kl
         if objective.estimator.reward_at_last_token:
             rewards[-1:] += np.mean([part.reward for part in parts])
         else:
-            rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, kept, strict=True)])
-        values = [np.zeros(0) if p.values is None else p.values[k] for p, k in zip(parts, kept, strict=True)]
-        teacher_kl = np.concatenate([_teacher_kl(loss, part)[k] for part, k in zip(parts, kept, strict=True)])
-        norms = [np.zeros(0) if p.score_norm is None else p.score_norm[k] for p, k in zip(parts, kept, strict=True)]
+            rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, masks, strict=True)])
+        values = [np.zeros(0) if p.values is None else p.values[k] for p, k in zip(parts, masks, strict=True)]
+        teacher_kl = np.concatenate([_teacher_kl(loss, part)[k] for part, k in zip(parts, masks, strict=True)])
+        norms = [np.zeros(0) if p.score_norm is None else p.score_norm[k] for p, k in zip(parts, masks, strict=True)]
         yield _Trajectory(
             members,
             rewards,
@@ -143,15 +143,15 @@ def _by_sample(
     samples: Sequence[SampleTokens], trajectories: Sequence[_Trajectory], columns: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Put the tokens of each trajectory back into its samples."""
-    found = [np.zeros(len(sample.loss_mask), np.float32) for sample in samples]
+    arrays = [np.zeros(len(sample.loss_mask), np.float32) for sample in samples]
     for trajectory, column in zip(trajectories, columns, strict=True):
         start = 0
         for index in trajectory.members:
-            kept = samples[index].loss_mask != 0
-            count = int(kept.sum())
-            found[index][kept] = column[start : start + count]
+            mask = samples[index].loss_mask != 0
+            count = int(mask.sum())
+            arrays[index][mask] = column[start : start + count]
             start += count
-    return found
+    return arrays
 
 
 def _metrics(

@@ -126,12 +126,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         of_rows = _sum_of_readers(grad_log_probs, ctx.shared, lse)
-        kept, ctx.kept = ctx.kept, None  # changed below
+        cached, ctx.kept = ctx.kept, None  # changed below
         for part in _chunks(len(hidden), ctx.rows):
-            whole, blocks = kept or _logits(hidden[part], weight, bias, ctx.fp32)
+            whole, blocks = cached or _logits(hidden[part], weight, bias, ctx.fp32)
             for block in blocks:
                 rows_at = slice(part.start + block.start, part.start + block.stop)
-                if kept is not None and whole.dtype == lse.dtype:
+                if cached is not None and whole.dtype == lse.dtype:
                     log_p = whole[block]
                 else:
                     log_p = _in_fp32(whole[block], ctx.scale)

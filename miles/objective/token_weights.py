@@ -285,9 +285,9 @@ class TopEntropy(TokenWeight):
 
     def weigh(self, loss: TokenWeightFlags, ratios: Ratios) -> Weights:
         """Give weight 0 to the other tokens; ``top_entropy_tokens``, the fraction that is kept, is logged."""
-        kept = ratios.micro.top_entropy
-        assert kept is not None, "the trainer chooses these tokens before each step"
-        return Weights(kept, {"top_entropy_tokens": kept})
+        mask = ratios.micro.top_entropy
+        assert mask is not None, "the trainer chooses these tokens before each step"
+        return Weights(mask, {"top_entropy_tokens": mask})
 
 
 def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
@@ -303,8 +303,8 @@ def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
 
     from miles.objective.rounding import SCORES
 
-    kept: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) - SCORES if len(entropies) else 0.0)
-    return kept
+    mask: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) - SCORES if len(entropies) else 0.0)
+    return mask
 
 
 TOKEN_WEIGHTS: tuple[TokenWeight, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())

@@ -145,10 +145,10 @@ class Loading:
     """
 
     def __init__(self, log_format: str, console: Console | None = None) -> None:
-        shown = console or Console()
+        terminal = console or Console()
         self._status: Status | None = None
-        if shown.is_terminal and log_format == "text":
-            self._status = shown.status("loading")
+        if terminal.is_terminal and log_format == "text":
+            self._status = terminal.status("loading")
             self._status.start()
 
     def show(self, what: str) -> None:

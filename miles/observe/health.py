@@ -153,16 +153,16 @@ class MetricsFile:
 
 def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | None]:
     """Return two values of each part: its smallest and its largest, in order; None, None if nothing was measured."""
-    found: list[float | None] = []
+    extremes: list[float | None] = []
     for begin, end in zip(bounds, bounds[1:], strict=False):
         part = [v for v in column[begin:end] if v == v]
         if not part:
-            found += [None, None]
+            extremes += [None, None]
             continue
         low, high = min(part), max(part)
         pair = (low, high) if part.index(low) <= part.index(high) else (high, low)
-        found += map(_or_none, pair)
-    return found
+        extremes += map(_or_none, pair)
+    return extremes
 
 
 def _last(column: Sequence[float]) -> float:
@@ -232,9 +232,9 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
     charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
     rows = ((question, *row) for question, rows in _CHARTS.items() for row in rows)
     charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in rows if n in names]
-    shown = {series["key"] for chart in charts for series in chart["series"]}
+    keys = {series["key"] for chart in charts for series in chart["series"]}
     for name in names:
-        if name not in shown and not name.startswith("time/"):
+        if name not in keys and not name.startswith("time/"):
             question = "engine" if name.startswith(_ENGINE_PREFIXES) else "learning"
             unit = SHARE if name.endswith(("_fraction", "_frac", "clipfrac")) else ""
             charts.append(_chart("stability" if name.startswith("train/") else question, name, unit, {name: name}))
@@ -247,10 +247,10 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
 
 def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:
     """Return the charts of one run; charts of metrics that are zero throughout are marked ``"is_zero"``."""
-    found = charts(metrics.names, main_metrics(metrics.names, settings))
-    for chart in found:
+    result = charts(metrics.names, main_metrics(metrics.names, settings))
+    for chart in result:
         chart["is_zero"] = all(metrics.is_zero(series["key"], chart["least"]) for series in chart["series"])
-    return found
+    return result
 
 
 def main_metrics(names: Sequence[str], settings: Settings) -> list[str]:
@@ -312,7 +312,7 @@ NEAR = 0.7  # of a threshold: the rule may fire soon
 State = Literal["ok", "may fire", "unhealthy", "no data"]
 
 
-def given(settings: Settings, name: str) -> Any:
+def setting(settings: Settings, name: str) -> Any:
     """Return the value of a setting, whatever its section; None if run.json lacks it."""
     return next((fields[name] for fields in settings.values() if name in fields), None)
 
@@ -457,8 +457,8 @@ class Curves:
     def _mean(self, names: Sequence[str]) -> tuple[list[int], list[float]]:
         """Return the steps that have all of the metrics, and the mean of these there."""
         rows = zip(*(self._metrics.column(name) for name in names), strict=True)
-        found = ((step, sum(row) / len(names)) for step, row in zip(self._metrics.steps, rows, strict=True))
-        finite = [(step, value) for step, value in found if math.isfinite(value)]
+        means = ((step, sum(row) / len(names)) for step, row in zip(self._metrics.steps, rows, strict=True))
+        finite = [(step, value) for step, value in means if math.isfinite(value)]
         return [step for step, _ in finite], [value for _, value in finite]
 
     def has_gained(self) -> bool | None:
@@ -540,14 +540,14 @@ def _compares_answers(settings: Settings) -> bool:
     loss = _loss(settings)
     return (
         learns_from_rewards(settings)
-        and given(settings, "n_samples_per_prompt") != 1
+        and setting(settings, "n_samples_per_prompt") != 1
         and not loss.use_opd
         and ESTIMATORS[loss.advantage_estimator].smallest_group(loss) > 1
     )
 
 
 _LOWER_RATE = Advice("--lr", "lower --lr")
-_TIS = Advice("--use-tis", "correct with --use-tis", lambda settings: not given(settings, "use_tis"))
+_TIS = Advice("--use-tis", "correct with --use-tis", lambda settings: not setting(settings, "use_tis"))
 _PRECISION = Advice("--bf16", "compare precision and sampling flags of engine and trainer")
 
 RULES: tuple[Rule, ...] = (
@@ -556,7 +556,7 @@ RULES: tuple[Rule, ...] = (
         "train/entropy_loss",
         "below a tenth of the start, and neither held-out reward nor reward has grown",
         (
-            Advice("--entropy-coef", "raise --entropy-coef", lambda settings: not given(settings, "entropy_target")),
+            Advice("--entropy-coef", "raise --entropy-coef", lambda settings: not setting(settings, "entropy_target")),
             Advice("--rollout-temperature", "raise --rollout-temperature"),
             _LOWER_RATE,
         ),
@@ -570,7 +570,7 @@ RULES: tuple[Rule, ...] = (
             Advice(
                 "--num-steps-per-rollout",
                 "take fewer optimizer steps per iteration",
-                lambda settings: given(settings, "num_steps_per_rollout") != 1,
+                lambda settings: setting(settings, "num_steps_per_rollout") != 1,
             ),
             _LOWER_RATE,
         ),
@@ -582,7 +582,7 @@ RULES: tuple[Rule, ...] = (
         "outside 0.8 to 1.25",
         (
             _TIS,
-            Advice("--async-steps", "lower --async-steps", lambda settings: given(settings, "async_steps") != 0),
+            Advice("--async-steps", "lower --async-steps", lambda settings: setting(settings, "async_steps") != 0),
             _PRECISION,
         ),
         _importance_ratio,
@@ -602,7 +602,7 @@ RULES: tuple[Rule, ...] = (
             Advice(
                 "--dynamic-sampling-filter-path",
                 "filter groups without spread (--dynamic-sampling-filter-path)",
-                lambda settings: given(settings, "dynamic_sampling_filter_path") is None,
+                lambda settings: setting(settings, "dynamic_sampling_filter_path") is None,
             ),
             Advice("--n-samples-per-prompt", "choose easier or harder prompts, or more samples per prompt"),
         ),
@@ -628,7 +628,7 @@ RULES: tuple[Rule, ...] = (
         "train/grad_norm",
         f"one of the last {WINDOW} above 10 times the median of the run",
         (
-            Advice("--clip-grad", "lower --clip-grad", lambda settings: given(settings, "clip_grad") != 0),
+            Advice("--clip-grad", "lower --clip-grad", lambda settings: setting(settings, "clip_grad") != 0),
             Advice("--lr", "lower --lr, and read the answers of that step"),
         ),
         _gradient_spikes,
@@ -716,7 +716,7 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
         return Judgement(None, "No step has finished yet." if runs else "No step has finished.")
     curves = Curves(metrics)
     curve = curves.judged(settings)
-    if given(settings, "debug_rollout_only"):
+    if setting(settings, "debug_rollout_only"):
         last = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
         return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{last}")
     if not curve.values:

@@ -141,10 +141,10 @@ def phase_bars(metrics: MetricsFile, first: float | None, last: float | None, mo
 
     A bar of several iterations shows their mean, and is named by the last of them.
     """
-    found = iterations(metrics, metrics.rows_between(first, last))
-    per_bar = max(1, math.ceil(len(found) / most))
-    bars = [found[i : i + per_bar] for i in range(0, len(found), per_bar)]
-    names = sorted({name for _, phases in found for name in phases}, key=_position)
+    rows = iterations(metrics, metrics.rows_between(first, last))
+    per_bar = max(1, math.ceil(len(rows) / most))
+    bars = [rows[i : i + per_bar] for i in range(0, len(rows), per_bar)]
+    names = sorted({name for _, phases in rows for name in phases}, key=_position)
     return {
         "steps": [bar[-1][0] for bar in bars],
         "phases": {name: [_mean(bar, name) for bar in bars] for name in names},
@@ -315,9 +315,9 @@ def grouped(rows: Sequence[Row], whole: Sequence[Row] = ()) -> list[Json]:
 
 def _thumbnails(row: Row) -> list[str]:
     """Return the thumbnails of a row that the page may show: few and small ones, whatever the file holds."""
-    given = row.get("images")
-    found = [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
-    return [each for each in found[:MOST_IMAGES] if _THUMBNAIL.fullmatch(each)]
+    images = row.get("images")
+    texts = [each for each in images if isinstance(each, str)] if isinstance(images, list) else []
+    return [each for each in texts[:MOST_IMAGES] if _THUMBNAIL.fullmatch(each)]
 
 
 def _card(row: Row, index: int) -> Json:
@@ -435,28 +435,28 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
 
     First as many samples as possible get in, then the tokens of samples that are spread over the run.
     """
-    shown = _iterations(view, MOST_SAMPLES // per_iteration) if per_iteration else []
+    selection = _iterations(view, MOST_SAMPLES // per_iteration) if per_iteration else []
     iterations: dict[str, Any] = {}
     details: dict[str, Any] = {}
     tokens: list[tuple[str, dict[str, Any]]] = []
-    share = room / max(len(shown), 1)  # of the bytes, so that no long iteration takes the bytes of later ones
+    share = room / max(len(selection), 1)  # of the bytes, so that no long iteration takes the bytes of later ones
     left = 0.0
-    for iteration in shown:
+    for iteration in selection:
         left += share
-        kept: list[Row] = []
+        rows: list[Row] = []
         for index in _chosen(iteration.rows, per_iteration):
-            whole = view.detail(iteration.rows, index) | {"index": len(kept)}
+            whole = view.detail(iteration.rows, index) | {"index": len(rows)}
             short = whole | {"tokens": [], "columns": {}}
             size = len(json_in_html([short, grouped([iteration.rows[index]])]))
             if size <= left:
                 left -= size
-                key = f"{iteration.step}/{len(kept)}"
+                key = f"{iteration.step}/{len(rows)}"
                 details[key] = short
-                kept.append(iteration.rows[index])
+                rows.append(iteration.rows[index])
                 if whole["tokens"]:
                     tokens.append((key, {name: whole[name] for name in ("tokens", "columns")}))
-        if kept:
-            iterations[str(iteration.step)] = {"step": iteration.step, "groups": grouped(kept, iteration.rows)}
+        if rows:
+            iterations[str(iteration.step)] = {"step": iteration.step, "groups": grouped(rows, iteration.rows)}
     for position in spread_order(len(tokens)):
         key, columns = tokens[position]
         left -= len(json_in_html(columns))

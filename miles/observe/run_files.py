@@ -41,15 +41,15 @@ def thin(path: Path, most_bytes: int) -> None:
         WriteFailed: The disk is full; the file is as it was.
     """
     lengths, kinds = _scan(path)
-    kept: Sequence[int] = range(len(lengths))
-    while sum(lengths[i] for i in kept) > TARGET * most_bytes:
-        fewer = _halved(kept, kinds)
-        if len(fewer) == len(kept):
+    remaining: Sequence[int] = range(len(lengths))
+    while sum(lengths[i] for i in remaining) > TARGET * most_bytes:
+        fewer = _halved(remaining, kinds)
+        if len(fewer) == len(remaining):
             break
-        kept = fewer
+        remaining = fewer
     new = path.with_name(f"{path.name}.new")
     with naming_disk(path, new):
-        _copy(path, new, kept)
+        _copy(path, new, remaining)
         new.replace(path)
 
 
@@ -67,13 +67,13 @@ def _halved(rows: Sequence[int], kinds: bytearray) -> list[int]:
     """Return ``rows`` without every second row of each kind in the middle."""
     newest = max(FIRST, len(rows) - len(rows) // 4)
     seen = [0] * len(_KINDS)
-    kept = [*rows[:FIRST]]
+    remaining = [*rows[:FIRST]]
     for row in rows[FIRST:newest]:
         kind = kinds[row]
         if seen[kind] % 2 == 0:
-            kept.append(row)
+            remaining.append(row)
         seen[kind] += 1
-    return [*kept, *rows[newest:]]
+    return [*remaining, *rows[newest:]]
 
 
 def _copy(path: Path, new: Path, rows: Iterable[int]) -> None:
@@ -157,12 +157,12 @@ def drop_from(path: Path, key: str, limit: int) -> int | None:
     if not path.is_file():
         return None
     rows = read(path, key)
-    kept = [row for row in rows if row[key] < limit]
+    remaining = [row for row in rows if row[key] < limit]
     replacement = path.with_name(path.name + ".new")  # renamed when complete: a kill here loses neither file
     with naming_disk(path, replacement):
-        replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
+        replacement.write_text("".join(map(dump_line, remaining)), encoding="utf-8", errors=_ERRORS)
         os.replace(replacement, path)
-    return max((row[key] for row in kept), default=None)
+    return max((row[key] for row in remaining), default=None)
 
 
 # samples.jsonl without reading it: any iteration by bisection, neighbours, and search in portions.
@@ -230,14 +230,14 @@ class SampleFile:
             first, last = self._step_at(file, 0), self._step_at(file, _line_before(file, end))
             wanted = last if step is None else min(step, last)
             begin = self._offset(file, wanted, end)
-            found = self._step_at(file, begin)
-            stop = self._offset(file, found + 1, end)
+            stored_step = self._step_at(file, begin)
+            stop = self._offset(file, stored_step + 1, end)
             file.seek(begin)
             lines = file.read(stop - begin).split(b"\n")[:-1]
             previous = self._step_at(file, _line_before(file, begin)) if begin else None
             following = self._step_at(file, stop) if stop < end else None
         rows = [self._parsed(line, begin) for line in lines]
-        return Iteration(found, rows, first, last, previous, following)
+        return Iteration(stored_step, rows, first, last, previous, following)
 
     def cut(self, step: int) -> None:
         """Remove ``step`` and all later iterations, and an unfinished last line."""
@@ -357,9 +357,9 @@ def _lines_with(file: BinaryIO, needle: bytes, cursor: int, end: int) -> Iterato
     if not portion.endswith(b"\n"):
         portion += file.readline()
     lowered, position = portion.lower(), 0
-    while position < len(lowered) and (found := lowered.find(needle, position)) >= 0:
-        begin = portion.rfind(b"\n", 0, found) + 1
-        stop = portion.index(b"\n", found)
+    while position < len(lowered) and (match := lowered.find(needle, position)) >= 0:
+        begin = portion.rfind(b"\n", 0, match) + 1
+        stop = portion.index(b"\n", match)
         yield portion[begin:stop], cursor + begin
         position = stop + 1
 
@@ -462,15 +462,15 @@ class RunHeader:
 
     def public_settings(self) -> dict[str, dict[str, Any]]:
         """Return the settings without secrets: only this form may leave the process."""
-        shown: dict[str, dict[str, Any]] = public("settings", self.settings)
-        return shown
+        sections: dict[str, dict[str, Any]] = public("settings", self.settings)
+        return sections
 
     def save(self, output_dir: Path) -> None:
         """Write ``run.json``, without secrets. Raises ``WriteFailed`` if the disk is full."""
-        shown = dataclasses.replace(
+        header = dataclasses.replace(
             self, settings=self.public_settings(), provenance=public("provenance", self.provenance)
         )
-        text = json.dumps(dataclasses.asdict(shown), indent=1, ensure_ascii=False, default=str)
+        text = json.dumps(dataclasses.asdict(header), indent=1, ensure_ascii=False, default=str)
         path = output_dir / FILE_NAME
         with naming_disk(path):
             path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
@@ -652,8 +652,8 @@ class RunFiles:
     def end(self) -> tuple[str, str] | None:
         """The state and the reason of that note; None without one, or if it is damaged."""
         try:
-            found = json.loads((self.output_dir / END).read_text(encoding="utf-8"))
-            return str(found["state"]), str(found["why"])
+            note = json.loads((self.output_dir / END).read_text(encoding="utf-8"))
+            return str(note["state"]), str(note["why"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 

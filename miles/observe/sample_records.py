@@ -160,30 +160,30 @@ class SampleRecorder:
         room = self._max_bytes * (iteration + 1) // self._num_iterations - self._spent
         weighings = _weighings(shards_by_rank, iteration * self._steps_per_iteration + 1)
         step = (iteration + 1) * self._steps_per_iteration
-        kept: dict[int, list[SampleRecord]] = {}
-        places: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their position in it
+        group_records: dict[int, list[SampleRecord]] = {}
+        group_locations: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their position in it
         wanted = sum(len(group.samples) for group in groups) if self._token_values == ALL else self._token_values
         for number, position in enumerate(spread_order(len(groups))):
             known = list(_known(groups[position], weighings))
             records = [self._record(sample, weighing) for sample, weighing in known]
             trained = {i: weighing.place for i, (_, weighing) in enumerate(known) if weighing is not None}
             chosen = _turn(number, wanted, len(groups), len(records))
-            found = {i: trained[i] for i in chosen if i in trained}
-            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in found)
+            locations = {i: trained[i] for i in chosen if i in trained}
+            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in locations)
             if size > room:
                 break
-            kept[position] = records
-            places[position] = found
+            group_records[position] = records
+            group_locations[position] = locations
             room -= size
             self._spent += size
-        if not kept and groups:
-            kept[0] = list(self._cut_to_fit(groups[0], weighings, step, room))
-            self._spent += _size(kept[0], step)
+        if not group_records and groups:
+            group_records[0] = list(self._cut_to_fit(groups[0], weighings, step, room))
+            self._spent += _size(group_records[0], step)
         stored = StoredSamples([], columns=self._token_columns)
-        for position in sorted(kept):
+        for position in sorted(group_records):
             begin = len(stored.records)
-            stored.places.update({begin + i: place for i, place in places.get(position, {}).items()})
-            stored.records.extend(kept[position])
+            stored.places.update({begin + i: place for i, place in group_locations.get(position, {}).items()})
+            stored.records.extend(group_records[position])
         return stored
 
     def _reserved(self, sample: Sample) -> int:
@@ -194,12 +194,12 @@ class SampleRecorder:
     def _record(self, sample: Sample, weighing: _Weighing | None) -> SampleRecord:
         """Return the record of a sample. One that its step leaves out has a mask of 0 and no weight."""
         prompt, thumbnails = sample.prompt, self._thumbnails
-        shown = None
+        images = None
         if prompt.images is not None and thumbnails is not None:
-            shown = thumbnails(prompt.images, len(prompt.token_ids))
+            images = thumbnails(prompt.images, len(prompt.token_ids))
         record = SampleRecord(
             prompt=prompt.text,
-            images=shown,
+            images=images,
             response=sample.response,
             reward=sample.reward,
             reward_parts=sample.reward_parts or None,
@@ -272,7 +272,7 @@ def run_lengths(values: Sequence[int]) -> list[list[int]]:
 
 def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) -> dict[tuple[int, int], _Weighing]:
     """Return the values in the batches by (trajectory, index of the sample in it). Ranks may share samples."""
-    places: dict[int, dict[int, _Weighing]] = {}
+    by_trajectory: dict[int, dict[int, _Weighing]] = {}
     for shards in shards_by_rank:
         for number, shard in enumerate(shards):
             batch = shard.batch
@@ -280,11 +280,11 @@ def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) 
             for trajectory, position, advantage, denominator in columns:
                 place = number, position
                 weighing = _Weighing(first_step + number, advantage, denominator, batch.num_trajectories, place)
-                places.setdefault(trajectory, {})[position] = weighing
+                by_trajectory.setdefault(trajectory, {})[position] = weighing
     return {
-        (trajectory, place): found[position]
-        for trajectory, found in places.items()
-        for place, position in enumerate(sorted(found))
+        (trajectory, place): by_position[position]
+        for trajectory, by_position in by_trajectory.items()
+        for place, position in enumerate(sorted(by_position))
     }
 
 

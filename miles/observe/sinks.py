@@ -214,8 +214,8 @@ class MlflowSink:
         experiment = self._client.create_experiment(name) if known is None else known.experiment_id
         self._run = self._client.create_run(experiment, run_name=header.title).info.run_id
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
-        shown = header.public_settings().items()
-        params = [(f"{section}.{name}", str(value)) for section, values in shown for name, value in values.items()]
+        sections = header.public_settings().items()
+        params = [(f"{section}.{name}", str(value)) for section, values in sections for name, value in values.items()]
         for start in range(0, len(params), MLFLOW_PARAMS):
             batch = [self._param(name, value[:MLFLOW_VALUE]) for name, value in params[start : start + MLFLOW_PARAMS]]
             self._client.log_batch(self._run, params=batch)
@@ -257,8 +257,8 @@ def check_mlflow(tracking: TrackingArguments) -> None:
     uri = tracking.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if not uri.startswith(("http://", "https://")):
         return
-    given = os.environ.get(_MLFLOW_RETRIES)
-    os.environ[_MLFLOW_RETRIES] = given or "0"
+    retries = os.environ.get(_MLFLOW_RETRIES)
+    os.environ[_MLFLOW_RETRIES] = retries or "0"
     try:
         mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(tracking.mlflow_experiment)
     except Exception as error:
@@ -268,7 +268,7 @@ def check_mlflow(tracking: TrackingArguments) -> None:
             "(MLFLOW_TRACKING_URI) and the network, or leave --use-mlflow out"
         ) from error
     finally:
-        if given is None:
+        if retries is None:
             del os.environ[_MLFLOW_RETRIES]
 
 
@@ -283,13 +283,13 @@ class ServiceSink:
         self.status: Status = "FINISHED"
         self._run: Any = None
         name = f"{Path(tracking.output_dir).name}-{secrets.token_hex(3)}"
-        given = {"project": tracking.report_project, "name": name, "config": header.public_settings()}
+        arguments = {"project": tracking.report_project, "name": name, "config": header.public_settings()}
         self._begin, self._ends = _trackio() if tracking.report_to == "trackio" else _swanlab(tracking.output_dir)
         self._calls = OrderedCalls(f"--report-to {tracking.report_to}")
-        self._calls.add(partial(self._start, given))
+        self._calls.add(partial(self._start, arguments))
 
-    def _start(self, given: dict[str, Any]) -> None:
-        self._run = self._begin(**given)
+    def _start(self, arguments: dict[str, Any]) -> None:
+        self._run = self._begin(**arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Have one step sent."""
@@ -331,16 +331,16 @@ def check_swanlab(tracking: TrackingArguments) -> None:
         return
     import swanlab
 
-    found = swanlab.Settings()
+    settings = swanlab.Settings()
     offline = "or set SWANLAB_MODE=offline, which writes files for swanlab sync"
-    if found.mode != "online":
+    if settings.mode != "online":
         return
-    if found.api_key is None:
+    if settings.api_key is None:
         raise InputError(f"--report-to swanlab: no API key; set SWANLAB_API_KEY, run swanlab login, {offline}")
     try:
-        swanlab.login(api_key=found.api_key)
+        swanlab.login(api_key=settings.api_key)
     except Exception as error:
-        cause = one_line(hide_in_text(str(error), [found.api_key]), CAUSE_LENGTH).strip().rstrip(".")
+        cause = one_line(hide_in_text(str(error), [settings.api_key]), CAUSE_LENGTH).strip().rstrip(".")
         raise ValueError(
             f"--report-to swanlab: SwanLab cannot be used ({cause}); check SWANLAB_API_KEY and the network, {offline}"
         ) from error
@@ -491,8 +491,8 @@ def log_in(tracking: TrackingArguments) -> None:
     import wandb
 
     with _failing_in_one_sentence(tracking):
-        if (given := _given_mode(tracking)) is not None:  # WANDB_MODE may say otherwise
-            wandb.setup(wandb.Settings(mode=given))
+        if (wandb_mode := _given_mode(tracking)) is not None:  # WANDB_MODE may say otherwise
+            wandb.setup(wandb.Settings(mode=wandb_mode))
         wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
     _end_service()
 
@@ -516,9 +516,9 @@ class WandbSink:
 
         self.status: Status = "FINISHED"
         self._tables, self._table = SampleTables(tracking, header), wandb.Table
-        given = tracking.wandb_run_id
-        continued = earlier if given is None and not os.environ.get("WANDB_RUN_ID") else None
-        run_id = given or continued
+        chosen_id = tracking.wandb_run_id
+        continued = earlier if chosen_id is None and not os.environ.get("WANDB_RUN_ID") else None
+        run_id = chosen_id or continued
         title = header.title if tracking.disable_wandb_random_suffix else f"{header.title}-{secrets.token_hex(3)}"
         with _failing_in_one_sentence(tracking, run_id):
             self._run = wandb.init(

@@ -122,14 +122,14 @@ class Tracker:
     def _take_folder(self, run: RunIdentity | None) -> None:
         """Move the files of another run away, and note ``run`` as the folder's owner."""
         self._header = replace(self._header, run={} if run is None else run.to_state())
-        found = self._files.run
-        if found is not None and (run is None or run.id != found.id):
+        owner = self._files.run
+        if owner is not None and (run is None or run.id != owner.id):
             this = "a checkpoint that does not say which run wrote it" if run is None else str(run)
             self._console.note(
-                f"--output-dir {self._output_dir}: held the metrics of {found}, and this run continues {this}; the "
+                f"--output-dir {self._output_dir}: held the metrics of {owner}, and this run continues {this}; the "
                 f"files of the other are now in {self._files.set_aside()}; give each run its own --output-dir"
             )
-        elif found is None and not self._files.is_empty:
+        elif owner is None and not self._files.is_empty:
             self._console.note(
                 f"--output-dir {self._output_dir}: does not say which run wrote its metrics (an earlier version of "
                 "miles); this run continues them"

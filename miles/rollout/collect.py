@@ -112,9 +112,9 @@ class Tally:
         if produced.drop_reason is not None:
             self.dropped[produced.drop_reason] += 1
 
-    def metrics(self, kept: Iterable[PromptGroup], log_passrate: bool) -> dict[str, Metric]:
-        """Return ``rollout/…`` of an iteration that trains on ``kept``, with ``rollout/dropped/<reason>``."""
-        metrics = rollout_metrics(list(kept), self.generated, self.reward_errors, log_passrate)
+    def metrics(self, groups: Iterable[PromptGroup], log_passrate: bool) -> dict[str, Metric]:
+        """Return ``rollout/…`` of an iteration that trains on ``groups``, with ``rollout/dropped/<reason>``."""
+        metrics = rollout_metrics(list(groups), self.generated, self.reward_errors, log_passrate)
         return metrics | {
             f"rollout/dropped/{reason}": Metric(count, 1.0) for reason, count in sorted(self.dropped.items())
         }
@@ -160,23 +160,23 @@ class BurstCollector:
             ValueError: The filter keeps almost nothing (``FilterStallGuard``).
             Exception: Whatever generation, the reward function and the filter raise.
         """
-        kept: list[PromptGroup] = []
+        collected: list[PromptGroup] = []
         tally = Tally()
         self._ready = 0
-        while len(kept) < self._batch_size:
+        while len(collected) < self._batch_size:
             drawn = draw_up_to(self._burst_size, self._stream)  # by group_index, like everything that follows
             for produced in await gather_or_cancel(self._counted(group) for group in drawn):
                 tally.add(produced)
                 if produced.drop_reason is None:
-                    kept.append(produced.group)
+                    collected.append(produced.group)
                 if self._guard is not None:
                     self._guard.count(kept=produced.drop_reason is None)
             if self._guard is not None:
-                self._guard.check(iteration, len(kept), tally.dropped)
-        groups = kept[: self._batch_size]
+                self._guard.check(iteration, len(collected), tally.dropped)
+        groups = collected[: self._batch_size]
         metrics = tally.metrics(groups, self._log_passrate)
         if self._guard is not None:
-            metrics["rollout/surplus_groups"] = Metric(len(kept) - len(groups), 1.0)
+            metrics["rollout/surplus_groups"] = Metric(len(collected) - len(groups), 1.0)
         return ScoredGroups(groups, metrics, tuple(tally.generated))
 
     async def _counted(self, group: PromptGroup) -> ProducedGroup:

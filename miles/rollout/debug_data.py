@@ -111,8 +111,8 @@ def load_rollout(path_template: str, iteration: int, vocab_size: int | None = No
     return groups
 
 
-def _check_unique(found: Iterable[int], name: str, line_of: dict[int, int], number: int) -> None:
-    for index in sorted(found):
+def _check_unique(indices: Iterable[int], name: str, line_of: dict[int, int], number: int) -> None:
+    for index in sorted(indices):
         if index in line_of:
             raise ValueError(f"{name} {index} is in line {line_of[index]} too")
         line_of[index] = number
@@ -359,7 +359,7 @@ def _integers(values: Any, name: str, start: int, end: int) -> list[int]:
 
 def _numbers(values: Any, name: str) -> list[float]:
     """Return ``values`` as floats if it is a list of finite numbers."""
-    found = []
+    numbers = []
     for value in _list(values, name):
         number = math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -367,16 +367,16 @@ def _numbers(values: Any, name: str) -> list[float]:
                 number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"{name} has {one_line(json.dumps(value), 40)}, not a finite number")
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def _log_probs(values: Any, name: str) -> list[float]:
     """Return ``values`` as floats if it is a list of log-probs."""
-    found = _numbers(values, name)
-    if (highest := max(found, default=0.0)) > _LARGEST_LOG_PROB:
+    numbers = _numbers(values, name)
+    if (highest := max(numbers, default=0.0)) > _LARGEST_LOG_PROB:
         raise ValueError(f"{name} has {highest:g}, and the logarithm of a probability is not above 0")
-    return found
+    return numbers
 
 
 def _label(value: Any) -> Any:

@@ -117,12 +117,12 @@ class FilterStallGuard:
             self._stalled_bursts += 1
         self._counted = self._kept_in_burst = 0
 
-    def check(self, iteration: int, kept: int, dropped: Counter[str]) -> None:
+    def check(self, iteration: int, num_groups: int, dropped: Counter[str]) -> None:
         """Stop the run if the stall is too long.
 
         Args:
             iteration: The iteration that is being collected.
-            kept: The groups it has so far.
+            num_groups: The groups it has so far.
             dropped: The number of groups dropped for it so far, by reason.
 
         Raises:
@@ -136,7 +136,7 @@ class FilterStallGuard:
             return
         drops = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
         raise ValueError(
-            f"{self._flag}: iteration {iteration} has {kept} of {self._batch_size} groups, and it "
+            f"{self._flag}: iteration {iteration} has {num_groups} of {self._batch_size} groups, and it "
             f"kept none of the last {bursts} bursts of {self._burst_size} prompts (dropped for this iteration: "
             f"{drops}); check the reward, give prompts that the model solves sometimes, raise --n-samples-per-prompt, "
             "or remove the filter"

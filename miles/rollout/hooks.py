@@ -70,21 +70,21 @@ class BufferFilter:
             raise ValueError(f"{at}: returned {answer!r:.80}; return a list of entries of buffer, each once")
         if len(ids) > wanted:
             raise ValueError(f"{at}: returned {len(ids)} groups; return at most num_samples, {wanted}")
-        kept = {id(samples) for samples in buffer} - {*ids}
-        if not kept <= group_of.keys():
+        waiting = {id(samples) for samples in buffer} - {*ids}
+        if not waiting <= group_of.keys():
             raise ValueError(f"{at}: put other groups into buffer; take groups out of it, or leave them there")
-        found = Picked(
+        result = Picked(
             [group for group in groups if id(group.samples) in ids],
-            [group for group in groups if id(group.samples) in kept],
-            [group for group in groups if id(group.samples) not in kept and id(group.samples) not in ids],
+            [group for group in groups if id(group.samples) in waiting],
+            [group for group in groups if id(group.samples) not in waiting and id(group.samples) not in ids],
         )
-        self._dropped_in_a_row = 0 if found.picked else self._dropped_in_a_row + len(found.dropped)
+        self._dropped_in_a_row = 0 if result.picked else self._dropped_in_a_row + len(result.dropped)
         if self._dropped_in_a_row >= MOST_DROPPED:
             raise ValueError(
                 f"{at}: it has dropped {self._dropped_in_a_row} groups in a row and picked none; return some of them, "
                 "or leave them in buffer"
             )
-        return found
+        return result
 
     def stuck(self, iteration: int, waiting: int, missing: int) -> ValueError:
         """Return the error of a run that may generate no further group, and has picked too few."""
@@ -128,10 +128,10 @@ def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) ->
         by_group[owner.group_index].append(_sample(columns, row, owner, path))
     made = []
     for group in groups:
-        kept = by_group[group.group_index]
-        missing = {s.trajectory_id for s in group.samples} - {s.trajectory_id for s in kept}
+        batch = by_group[group.group_index]
+        missing = {s.trajectory_id for s in group.samples} - {s.trajectory_id for s in batch}
         dropped = group.dropped_trajectories + len(missing)
-        made.append(replace(group, samples=kept, dropped_trajectories=dropped, unconverted_trajectories=len(missing)))
+        made.append(replace(group, samples=batch, dropped_trajectories=dropped, unconverted_trajectories=len(missing)))
     return made
 
 
@@ -283,8 +283,8 @@ class IterationHooks:
         groups = scored.groups
         if self._convert is not None:
             assert self._convert_path is not None
-            found = self._convert(self._args, [sample for group in groups for sample in group.samples])
-            groups = converted_groups(found, groups, self._convert_path)
+            columns = self._convert(self._args, [sample for group in groups for sample in group.samples])
+            groups = converted_groups(columns, groups, self._convert_path)
         return replace(scored, groups=groups, metrics=metrics)
 
     def _remove(self, groups: Sequence[PromptGroup]) -> int:
@@ -466,16 +466,16 @@ def load_evaluation_function(path: str) -> EvaluationFunction:
     return function
 
 
-def as_metrics(found: Any, path: str) -> dict[str, Metric]:
+def as_metrics(result: Any, path: str) -> dict[str, Metric]:
     """Return the function's result as metrics.
 
     Raises:
         ValueError: It is not a mapping of names to finite numbers.
     """
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{EVAL} {path}: returned {found!r:.80}; return numbers by name, such as {{'accuracy': 0.5}}")
+    if not isinstance(result, Mapping):
+        raise ValueError(f"{EVAL} {path}: returned {result!r:.80}; return numbers by name, such as {{'accuracy': 0.5}}")
     metrics = {}
-    for name, value in found.items():
+    for name, value in result.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{EVAL} {path}: the metric {name} is {value!r:.80}; return finite numbers")
         metrics[f"eval/{str(name).removeprefix('eval/')}"] = Metric(float(value), 1.0)
@@ -501,11 +501,11 @@ def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTool
         return {name: metric.value for name, metric in metrics.items()}
 
     async def call(version: int) -> dict[str, Metric]:
-        found = await function(
+        result = await function(
             args,
             EvaluationTools(version, eval_sets, evaluate_sets, tools.engine, tools.tokenizer, tools.reward_function),
         )
-        return as_metrics(found, path)
+        return as_metrics(result, path)
 
     return call
 

@@ -15,12 +15,12 @@ from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 
 
 def rollout_metrics(
-    kept: Sequence[PromptGroup], generated: Sequence[PromptGroup], reward_errors: int, log_passrate: bool
+    groups: Sequence[PromptGroup], generated: Sequence[PromptGroup], reward_errors: int, log_passrate: bool
 ) -> dict[str, Metric]:
     """Return the metrics ``rollout/…`` of one iteration.
 
     Args:
-        kept: The groups that are trained on. They give reward, reward_parts/NAME, metrics of each set of a mixture,
+        groups: The groups that are trained on. They give reward, reward_parts/NAME, metrics of each set of a mixture,
             reward_std (unbiased, within a group, averaged over groups), the lengths of prompts and responses in
             tokens, the truncated and aborted fractions, and greedy_reward if greedy responses were generated.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total,
@@ -29,24 +29,24 @@ def rollout_metrics(
             have lost by it (--reward-error drop).
         log_passrate: Whether to report pass@k.
     """
-    samples = [sample for group in kept for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
     scored = [group for group in generated if group.samples]  # others have no rewards
     tokens = sum(len(sample.response_ids) for group in scored for sample in group.samples)
     metrics = {
-        "reward": Metric.mean(reward for group in kept for reward in group.rewards),
+        "reward": Metric.mean(reward for group in groups for reward in group.rewards),
         **reward_part_metrics(samples),
-        **prompt_set_metrics(kept),
-        "reward_std": Metric.mean(_reward_std(group) for group in kept),
+        **prompt_set_metrics(groups),
+        "reward_std": Metric.mean(_reward_std(group) for group in groups),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
         "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in scored),
         "tokens": Metric(tokens + sum(group.baseline_tokens for group in generated), 1.0),
         "reward_errors": Metric(reward_errors, 1.0),
     }
-    baselines = [group.baseline_reward for group in kept if group.baseline_reward is not None]
+    baselines = [group.baseline_reward for group in groups if group.baseline_reward is not None]
     if baselines:
         metrics["greedy_reward"] = Metric.mean(baselines)
-    dropped = sum(group.dropped_trajectories for group in kept)
+    dropped = sum(group.dropped_trajectories for group in groups)
     if dropped:
         metrics["dropped_trajectories"] = Metric(dropped, 1.0)
     if log_passrate:
@@ -99,11 +99,11 @@ def reward_part_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     }
 
 
-def prompt_set_metrics(kept: Sequence[PromptGroup]) -> dict[str, Metric]:
+def prompt_set_metrics(all_groups: Sequence[PromptGroup]) -> dict[str, Metric]:
     """Return ``prompts/NAME``, ``reward/NAME`` and ``response_length/NAME`` of each set of a mixture that was drawn."""
     metrics: dict[str, Metric] = {}
-    for name in dict.fromkeys(group.prompt.prompt_set for group in kept if group.prompt.prompt_set):
-        groups = [group for group in kept if group.prompt.prompt_set == name]
+    for name in dict.fromkeys(group.prompt.prompt_set for group in all_groups if group.prompt.prompt_set):
+        groups = [group for group in all_groups if group.prompt.prompt_set == name]
         metrics[f"prompts/{name}"] = Metric(len(groups))
         metrics[f"reward/{name}"] = Metric.mean(reward for group in groups for reward in group.rewards)
         lengths = (len(sample.response_ids) for group in groups for sample in group.samples)
@@ -176,10 +176,10 @@ def with_own_metrics(
     Raises:
         ValueError: It adds something other than a finite number.
     """
-    given = {metric: found.value for metric, found in metrics.items()}
-    extra: dict[str, Any] = dict(given)
+    values = {metric: entry.value for metric, entry in metrics.items()}
+    extra: dict[str, Any] = dict(values)
     replaces = bool(log(extra))
-    added = {metric: value for metric, value in extra.items() if metric not in given or value is not given[metric]}
+    added = {metric: value for metric, value in extra.items() if metric not in values or value is not values[metric]}
     for metric, value in added.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name}: the metric {metric} is {value!r:.80}; give finite numbers, or leave it out")

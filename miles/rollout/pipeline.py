@@ -280,8 +280,8 @@ def build_collector(
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
-        given = RolloutTools(stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
-        return FunctionCollector(path, load_rollout_function(path), given)
+        inputs = RolloutTools(stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
+        return FunctionCollector(path, load_rollout_function(path), inputs)
     if rule.leftover is LeftoverGroups.AWAIT:
         return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
     engine = tools.engine

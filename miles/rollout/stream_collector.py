@@ -141,13 +141,13 @@ class StreamCollector:
             if self._buffer_filter is None:
                 self._picked, self._ready = self._ready[:missing], self._ready[missing:]
                 return
-            found = self._buffer_filter.pick(self._iteration, self._ready, missing)
-            self._picked += found.picked
-            self._ready = found.waiting
-            if found.dropped:
-                self._tally.dropped["buffer_filter"] += len(found.dropped)
-                self._dropped += [group.group_index for group in found.dropped]
-            if not found.picked and not found.dropped:
+            result = self._buffer_filter.pick(self._iteration, self._ready, missing)
+            self._picked += result.picked
+            self._ready = result.waiting
+            if result.dropped:
+                self._tally.dropped["buffer_filter"] += len(result.dropped)
+                self._dropped += [group.group_index for group in result.dropped]
+            if not result.picked and not result.dropped:
                 return
 
     def _fill(self) -> None:
@@ -279,21 +279,21 @@ def _trained_versions(sample: Sample) -> Iterator[int]:
 
 def _is_older(group: PromptGroup, version: int) -> bool:
     """Return whether a loss token is by weights older than ``version``."""
-    return any(found < version for sample in group.samples for found in _trained_versions(sample))
+    return any(actual < version for sample in group.samples for actual in _trained_versions(sample))
 
 
 def _is_wholly_older(group: PromptGroup, version: int) -> bool:
     """Return whether every loss token is by weights older than ``version``."""
-    found = [found for sample in group.samples for found in _trained_versions(sample)]
-    return bool(found) and max(found) < version
+    actual = [actual for sample in group.samples for actual in _trained_versions(sample)]
+    return bool(actual) and max(actual) < version
 
 
 def _mask_older(group: PromptGroup, version: int) -> int:
     """Set the loss mask of tokens by weights older than ``version`` to 0; return how many there were."""
     masked = 0
     for sample in group.samples:
-        for position, found in enumerate(sample.weight_versions):
-            if sample.loss_mask[position] and NO_WEIGHTS != found < version:
+        for position, actual in enumerate(sample.weight_versions):
+            if sample.loss_mask[position] and NO_WEIGHTS != actual < version:
                 sample.loss_mask[position] = 0
                 masked += 1
     return masked

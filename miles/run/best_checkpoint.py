@@ -72,30 +72,30 @@ def best_in(root: Path) -> BestCheckpoint | None:
     if not (root / FILE_NAME).is_file():
         return None
     try:
-        found = _read(read_json_object(root, FILE_NAME))
+        record = _read(read_json_object(root, FILE_NAME))
     except DamagedFile:
         return None
-    return found if found is not None and (root / found.name).is_dir() else None
+    return record if record is not None and (root / record.name).is_dir() else None
 
 
-def _read(found: dict[str, Any]) -> BestCheckpoint | None:
+def _read(record: dict[str, Any]) -> BestCheckpoint | None:
     kinds: dict[str, Any] = {"metric": str, "mode": str, "value": (int, float), "iterations": int, "due": bool}
-    if found.keys() != kinds.keys() or not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+    if record.keys() != kinds.keys() or not all(isinstance(record[name], kind) for name, kind in kinds.items()):
         return None
-    return BestCheckpoint(**found) if found["mode"] in ("max", "min") else None
+    return BestCheckpoint(**record) if record["mode"] in ("max", "min") else None
 
 
 class BestSoFar:
     """States whether an iteration is the best by the metric of ``--save-best``.
 
     Args:
-        given: The value of the flag.
+        metric: The value of the flag.
         root: The folder of ``--save``.
         done: The iterations that the run has done; a best checkpoint of a later iteration is ignored.
     """
 
-    def __init__(self, given: str, root: Path, done: int) -> None:
-        self.metric, self.mode = read_best(given)
+    def __init__(self, metric: str, root: Path, done: int) -> None:
+        self.metric, self.mode = read_best(metric)
         self.seen = False  # whether an iteration had the metric
         known = best_in(root)
         fits = known is not None and (known.metric, known.mode) == (self.metric, self.mode) and known.iterations <= done
@@ -134,9 +134,9 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
     Raises:
         OSError: The record of the best checkpoint cannot be written.
     """
-    given, model, root = settings.checkpoint, settings.model, saved.parent
-    prunes = given.save_keep_last is not None or given.save_retain_interval is not None
-    before = best_in(root) if given.save_best is not None else None
+    section, model, root = settings.checkpoint, settings.model, saved.parent
+    prunes = section.save_keep_last is not None or section.save_retain_interval is not None
+    before = best_in(root) if section.save_best is not None else None
     if before is not None and best is not None and before.name == best.name:
         before = None  # recorded by an earlier call, after which an upload failed
     if best is not None:
@@ -144,20 +144,20 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
     frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]
     try:
         in_use = [whole_of(folder) for path in frozen if (folder := at(path)) is not None]
-        kept = best_in(root)
-        if kept is not None:
-            in_use.append(root / kept.name)
+        current = best_in(root)
+        if current is not None:
+            in_use.append(root / current.name)
         if best is not None and before is not None and not before.is_by_metric_of(best):
             in_use.append(root / before.name)
             until = " until --save-keep-last and --save-retain-interval remove it" if prunes else ""
             print(
-                f"note: --save-best {given.save_best}: {FILE_NAME} now names {best.name}; {before.name}, the best by "
+                f"note: --save-best {section.save_best}: {FILE_NAME} now names {best.name}; {before.name}, the best by "
                 f"{before.metric}:{before.mode}, stays{until}"
             )
         elif best is not None and before is not None and not before.due and not prunes:
             superseded = root / before.name
             if superseded.resolve() not in (path.resolve() for path in in_use):
                 remove(superseded)
-        prune(saved, given.save_keep_last, given.save_retain_interval, in_use)
+        prune(saved, section.save_keep_last, section.save_retain_interval, in_use)
     except OSError as error:
-        print(f"note: --save {given.save}: an older checkpoint stays, as it cannot be removed ({error})")
+        print(f"note: --save {section.save}: an older checkpoint stays, as it cannot be removed ({error})")

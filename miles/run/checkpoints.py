@@ -146,11 +146,11 @@ class RunCheckpoints:
 
     def _best_with(self, metrics: Mapping[str, Metric], done: int, due: bool) -> BestCheckpoint | None:
         """Return the record of ``done`` iterations, if these metrics are the best so far by ``--save-best``."""
-        given = self.arguments
-        if given.save is None or given.save_best is None or not metrics:
+        arguments = self.arguments
+        if arguments.save is None or arguments.save_best is None or not metrics:
             return None
         if self.best is None:
-            self.best = BestSoFar(given.save_best, given.local(given.save), self.last_saved)
+            self.best = BestSoFar(arguments.save_best, arguments.local(arguments.save), self.last_saved)
         return self.best.improved_by(metrics, done, due)
 
     def _lacks_checkpoint(self, done: int) -> bool:
@@ -162,18 +162,18 @@ class RunCheckpoints:
     def _save(self, done: int, best: BestCheckpoint | None = None, exports: bool = False) -> None:
         """Write a checkpoint; ``best`` is its record if it is the best so far."""
         self.before_writing()
-        sides = self.sides
-        sides.give_gpus_to_trainer()
-        with sides.timer.phase("save"):
-            state = {"rollouts_done": done, "prompts": sides.rollout.state(done), "run": self.run_state}
+        actors = self.sides
+        actors.give_gpus_to_trainer()
+        with actors.timer.phase("save"):
+            state = {"rollouts_done": done, "prompts": actors.rollout.state(done), "run": self.run_state}
             state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
-            sides.trainer.save(done, state, best)
+            actors.trainer.save(done, state, best)
             self.last_saved = done
             if exports:
                 self._export(done)
-        if sides.take_turns:
-            sides.sync_weights(version=done)  # gives the engines their memory back
+        if actors.take_turns:
+            actors.sync_weights(version=done)  # gives the engines their memory back
 
     def _export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""

@@ -11,8 +11,8 @@ _PLENTY = 16 * GIB  # of memory: enough to keep some for speed
 _LARGE_BLOCK = 2 << 20
 
 
-def malloc_environment(device: str, given: Mapping[str, str], memory: int | None = None) -> dict[str, str]:
-    """Return environment variables for worker processes on ``device``, without those that ``given`` already sets.
+def malloc_environment(device: str, environment: Mapping[str, str], memory: int | None = None) -> dict[str, str]:
+    """Return environment variables for worker processes on ``device``, without those that ``environment`` already sets.
 
     By default glibc returns large blocks to the kernel when they are freed, which clears their pages for the next
     allocation: a fifth of the time of a training pass (docs/performance.md has the figures). A host with plenty of
@@ -21,7 +21,7 @@ def malloc_environment(device: str, given: Mapping[str, str], memory: int | None
 
     Args:
         device: Of the workers; nothing is set for CUDA.
-        given: The variables that are set.
+        environment: The variables that are set.
         memory: Bytes that this host may use; by default they are looked up.
     """
     if device != "cpu":
@@ -30,7 +30,7 @@ def malloc_environment(device: str, given: Mapping[str, str], memory: int | None
     wanted = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(_LARGE_BLOCK)}
     if memory >= _PLENTY:
         wanted |= {"MALLOC_MMAP_THRESHOLD_": str(memory), "MALLOC_TRIM_THRESHOLD_": str(memory // 8)}
-    return {name: value for name, value in wanted.items() if name not in given}
+    return {name: value for name, value in wanted.items() if name not in environment}
 
 
 @contextmanager

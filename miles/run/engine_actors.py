@@ -292,8 +292,8 @@ class RayWorker:
 
     async def collect(self) -> bytes:
         """Return its messages; ``WorkerProcess.collect``."""
-        found: bytes = await self._result(self._actor.collect.remote())
-        return found
+        messages: bytes = await self._result(self._actor.collect.remote())
+        return messages
 
     async def close(self) -> None:
         """Have it stop all activity, and end it; ``WorkerProcess.close``."""

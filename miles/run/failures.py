@@ -68,22 +68,22 @@ def hang_report(why: str, workers: Workers | None, run_folder: Path | None, outp
     answers = {} if workers is None else workers.describe(ANSWER_SECONDS)
     silent = [pid for pid in states if pids.get(pid) not in answers]
     stacks = {} if run_folder is None else request_stacks(run_folder, silent, ANSWER_SECONDS)
-    found = [_Process("the launcher", os.getpid(), "which writes this", own_stacks())]
+    entries = [_Process("the launcher", os.getpid(), "which writes this", own_stacks())]
     for pid, state in states.items():
         name = pids.get(pid)
-        found.append(_Process(name or _program(pid), pid, state, answers.get(name or "") or stacks.get(pid, "")))
+        entries.append(_Process(name or _program(pid), pid, state, answers.get(name or "") or stacks.get(pid, "")))
     for pid, name in pids.items():
         if pid not in states:
-            found.append(_Process(name, pid, "on another machine", answers.get(name, "")))
+            entries.append(_Process(name, pid, "on another machine", answers.get(name, "")))
     lines = [
         f"Hang report of {output_dir}, {time.strftime('%Y-%m-%d %H:%M:%S')}",
         f"Why: {why}",
         "",
         "== Who waits for what",
-        *(f"{process}: {_doing(process.stacks)}" for process in found),
+        *(f"{process}: {_doing(process.stacks)}" for process in entries),
     ]
     until = time.monotonic() + PY_SPY_SECONDS
-    for process in found:
+    for process in entries:
         lines += ["", f"== {process}", process.stacks.strip() or _by_py_spy(process, until) or "no Python stack"]
     for path in sorted((output_dir / "engines").glob("*.log")):
         lines += ["", f"== the last lines of {path}", *_last_lines(path)]
@@ -129,8 +129,8 @@ def _doing(stacks: str) -> str:
 
 
 def _short(file: str) -> str:
-    before, found, after = file.rpartition("/miles/")
-    return f"miles/{after}" if found else file
+    before, separator, after = file.rpartition("/miles/")
+    return f"miles/{after}" if separator else file
 
 
 def _state(process: psutil.Process) -> str:
@@ -228,9 +228,9 @@ class FailureFiles:
         """Return the end of a sentence that names the kept files; empty if there are none."""
         if self._folder is None:
             return ""
-        kept = {HANG_REPORT: "the stacks of all processes", RAY_LOGS: "Ray's logs"}
-        found = [f"{words} are in {self._folder / name}" for name, words in kept.items() if self._has(name)]
-        return "".join(f"; {each}" for each in found)
+        files = {HANG_REPORT: "the stacks of all processes", RAY_LOGS: "Ray's logs"}
+        phrases = [f"{words} are in {self._folder / name}" for name, words in files.items() if self._has(name)]
+        return "".join(f"; {each}" for each in phrases)
 
     def _has(self, name: str) -> bool:
         assert self._folder is not None
@@ -238,8 +238,8 @@ class FailureFiles:
         return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
     def _hidden(self) -> set[str]:
-        found = {*self._secrets, *secrets_in("environment", os.environ)}
-        return {secret for secret in found if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
+        secrets = {*self._secrets, *secrets_in("environment", os.environ)}
+        return {secret for secret in secrets if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
 
     def _made(self) -> Path:
         if self._folder is None:
@@ -332,8 +332,8 @@ def exit_with_message(
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
         elif isinstance(cause, RewardError):
-            shown = [f"train.py: error: {cause}", *getattr(cause, "__notes__", ())]
-            print(few_lines("\n".join(shown), limit=_LONGEST_SENTENCE), file=sys.stderr)
+            lines = [f"train.py: error: {cause}", *getattr(cause, "__notes__", ())]
+            print(few_lines("\n".join(lines), limit=_LONGEST_SENTENCE), file=sys.stderr)
             print(stopped("the reward function failed (above)", checkpoint, files), file=sys.stderr)
         elif isinstance(cause, WriteFailed):
             print(stopped(str(cause), checkpoint), file=sys.stderr)
@@ -378,8 +378,8 @@ def is_stopped_soon(stop: StopRequests) -> bool:
 
 def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:
     """Return the last line of a run that has failed: why, how to resume, and which files of the failure were kept."""
-    kept = "" if files is None else files.in_words()
-    return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{kept}"
+    ending = "" if files is None else files.in_words()
+    return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{ending}"
 
 
 def cause_of(error: Exception) -> BaseException:

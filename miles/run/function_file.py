@@ -59,6 +59,6 @@ def _is_found_everywhere(module: str) -> bool:
         return False
     top = module.partition(".")[0]
     installed = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    spec = PathFinder.find_spec(top, [os.getcwd(), *given, *installed])
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    spec = PathFinder.find_spec(top, [os.getcwd(), *paths, *installed])
     return spec is not None or top in sys.builtin_module_names or top == "miles"

@@ -54,10 +54,10 @@ def gpus_of_cluster(address: str, seconds: float) -> float:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module without stubs
 
     with _limited(seconds):
-        found = canonicalize_bootstrap_address(address)
-        if found is None:
+        head = canonicalize_bootstrap_address(address)
+        if head is None:
             raise ConnectionError("no Ray was started on this host")
-        nodes = GcsClient(address=found).get_all_node_info(timeout=seconds).values()
+        nodes = GcsClient(address=head).get_all_node_info(timeout=seconds).values()
     gpus: float = sum(node.resources_total.get("GPU", 0) for node in nodes if node.state == node.ALIVE)
     return gpus
 

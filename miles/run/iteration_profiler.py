@@ -92,8 +92,8 @@ def _nested(events: Iterable[Event]) -> Iterator[Event]:
 
 def _microseconds(nanoseconds: int) -> float:
     """Return the time in the unit of the format; a reader that cuts off fractions gets the same nanoseconds back."""
-    found = nanoseconds / 1000
-    return found if int(found * 1000) == nanoseconds else math.nextafter(found, math.inf)
+    microseconds = nanoseconds / 1000
+    return microseconds if int(microseconds * 1000) == nanoseconds else math.nextafter(microseconds, math.inf)
 
 
 def _slice(name: str, category: str, process: int, row: int, start: int, duration: int) -> dict[str, Any]:
@@ -174,15 +174,15 @@ def table(loop: ProcessTrace, processes: Sequence[ProcessTrace], iteration: int)
 
 def _work(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:
     yield from _kinds([event for event in process.events if event.category not in KERNELS])
-    idle = sum(end - start for start, end in idle_times(process)) / 1e9
-    yield "idle", idle, ""
+    seconds = sum(end - start for start, end in idle_times(process)) / 1e9
+    yield "idle", seconds, ""
 
 
 def _kinds(events: Sequence[Event]) -> Iterator[tuple[str, float, str]]:
-    found = seconds_by_kind(events)
-    for kind in sorted(found, key=lambda kind: (-sum(found[kind].values()), KINDS.index(kind))):
-        names = ", ".join(f"{_short(name)} {seconds:.3f}" for name, seconds in found[kind].most_common(NAMES))
-        yield kind, sum(found[kind].values()), names
+    by_kind = seconds_by_kind(events)
+    for kind in sorted(by_kind, key=lambda kind: (-sum(by_kind[kind].values()), KINDS.index(kind))):
+        names = ", ".join(f"{_short(name)} {seconds:.3f}" for name, seconds in by_kind[kind].most_common(NAMES))
+        yield kind, sum(by_kind[kind].values()), names
 
 
 def _spans(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:

@@ -64,7 +64,7 @@ class RunContext:
         files: Keeps the files that explain a failure.
         notifier: Tells ``--notify-url`` how it goes.
         restarts: How many restarts are left.
-        given: The flags of checkpoints as the user gave them, for run.yaml.
+        of_command: The flags of checkpoints as the user gave them, for run.yaml.
         flags: The fields that the user has set.
         continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
@@ -77,7 +77,7 @@ class RunContext:
     files: FailureFiles
     notifier: Notifier
     restarts: Restarts
-    given: CheckpointArguments
+    of_command: CheckpointArguments
     flags: frozenset[str]
     continuation: Callable[[Settings], Continuation] | None
     uploads: Uploads | None = None
@@ -109,17 +109,17 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         Loading(settings.tracking.log_format) as loading,
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
-        ExitStack() as sides,
+        ExitStack() as stack,
         foreseen_memory(settings, placement.device) as foreseen,
     ):
         trainer = None
         if settings.trains:
             # First, so that the trainer's processes work while the rollout worker starts its engines.
-            trainer = sides.enter_context(TrainDriver(settings, placement, workers, context.uploads))
+            trainer = stack.enter_context(TrainDriver(settings, placement, workers, context.uploads))
             if builds_beside_engines(settings, placement.device):
                 assert settings.rollout.num_rollout is not None
                 trainer.start_building(settings.rollout.num_rollout * settings.steps_per_iteration)
-        rollout = sides.enter_context(RolloutDriver(settings, placement, workers))
+        rollout = stack.enter_context(RolloutDriver(settings, placement, workers))
         loading.show("the trainer's models")
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
@@ -188,11 +188,11 @@ def _run_loop(
             rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
         ).run()
         return
-    sides = Sides(rollout, trainer, offload, timer)
+    actors = Sides(rollout, trainer, offload, timer)
     TrainingLoop(
-        sides,
+        actors,
         RunCheckpoints(
-            sides,
+            actors,
             settings.checkpoint,
             tracker.run,
             steps,
@@ -221,23 +221,23 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     from miles.observe.tracking.provenance import provenance
     from miles.run.checkpoints import saved_wandb_run
 
-    found, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
+    facts, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
     header = RunHeader.from_sections(
         "miles",
         settings,
         objective_in_words(*objective),
         objective_formula(*objective),
         total_steps,
-        found,
+        facts,
     )
     header = replace(header, run=RunIdentity.new().to_state())
-    config = _config(replace(settings, checkpoint=context.given), found, context.flags)
+    config = _config(replace(settings, checkpoint=context.of_command), facts, context.flags)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
     wandb_run = None if context.branch == settings.checkpoint.load else saved_wandb_run(settings.checkpoint)
     return Tracker(settings.tracking, header, sinks, config, wandb_run)
 
 
-def _config(settings: Settings, found: dict[str, Any], given: Collection[str]) -> str:
+def _config(settings: Settings, facts: dict[str, Any], set_fields: Collection[str]) -> str:
     """Return the text of run.yaml."""
     from miles.observe.tracking.provenance import in_words
 
@@ -248,7 +248,7 @@ def _config(settings: Settings, found: dict[str, Any], given: Collection[str]) -
         settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
     more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
     repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
-    return run_config(settings, [*in_words(found), repeat], given)
+    return run_config(settings, [*in_words(facts), repeat], set_fields)
 
 
 # Foresee the memory of a rank that trains on GPUs, so that it is logged alongside the measured memory.
@@ -271,12 +271,12 @@ class ForeseenMemory:
     def __init__(self, settings: Settings) -> None:
         self._gib: float | None = None
         self._is_noted = False
-        with tempfile.TemporaryFile() as given:  # a pipe would make this process wait until the other one reads it
-            given.write(pickle.dumps(settings))
-            given.seek(0)
+        with tempfile.TemporaryFile() as file:  # a pipe would make this process wait until the other one reads it
+            file.write(pickle.dumps(settings))
+            file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", REHEARSAL],
-                stdin=given,
+                stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -288,12 +288,12 @@ class ForeseenMemory:
         if not self._is_noted and self._process.poll() is not None:
             self._is_noted = True
             said, _ = self._process.communicate()
-            found: dict[str, Any] = {"error": "the rehearsal failed"}
+            result: dict[str, Any] = {"error": "the rehearsal failed"}
             if self._process.returncode == 0:
-                found = json.loads(said.splitlines()[-1])  # user code may have printed before
-            self._gib = found.get("gib")
+                result = json.loads(said.splitlines()[-1])  # user code may have printed before
+            self._gib = result.get("gib")
             measured = row[MEASURED].value if MEASURED in row else None
-            print(f"note: {_note(measured, self._gib, found.get('error'))}", file=sys.stderr)
+            print(f"note: {_note(measured, self._gib, result.get('error'))}", file=sys.stderr)
         return {} if self._gib is None else {FORESEEN: Metric(self._gib)}
 
     def wait(self) -> None:
@@ -323,12 +323,12 @@ class LauncherState:
 
     Attributes:
         validated: The run to start: its settings resume from the last checkpoint.
-        given: The flags of checkpoints as the user gave them, for run.yaml.
+        of_command: The flags of checkpoints as the user gave them, for run.yaml.
         restarts_left: How many restarts there are still.
     """
 
     validated: Validated
-    given: CheckpointArguments
+    of_command: CheckpointArguments
     restarts_left: int
 
 
@@ -370,8 +370,8 @@ def launch(
     from miles.run.stop_requests import StopRequests
 
     settings = validated.settings
-    given = settings.checkpoint
-    of_command = given if previous is None else previous.given
+    section = settings.checkpoint
+    of_command = section if previous is None else previous.of_command
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
     kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
@@ -380,7 +380,7 @@ def launch(
     with (
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
-        failure_handling(_as_in_command(given, of_command), stop, files),
+        failure_handling(_as_in_command(section, of_command), stop, files),
         stop.listening(is_alone),
     ):
         _check(validated, previous is None)
@@ -446,14 +446,14 @@ def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
     from miles.run.resume import branch_of, check_frozen_models, check_load_folder, check_settings, resume_point
 
     settings = validated.settings
-    given = settings.checkpoint
+    section = settings.checkpoint
     print(host_line(settings))
-    notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
-    if (fault := fault_of_nothing(given, settings.model.ref_load)) is not None:
-        raise InputError(f"--load {given.load}: {'; '.join(fault)}")
-    point = resume_point(given)
+    notes = [*validated.notes, *index_all(section, Path(settings.tracking.output_dir)), *check_load_folder(section)]
+    if (fault := fault_of_nothing(section, settings.model.ref_load)) is not None:
+        raise InputError(f"--load {section.load}: {'; '.join(fault)}")
+    point = resume_point(section)
     check_same_steps(point.checkpoint, settings.steps_per_iteration)
-    branch, branch_notes = branch_of(given)
+    branch, branch_notes = branch_of(section)
     notes += [*point.notes, *branch_notes, *check_settings(point.checkpoint, settings)]
     for note in (*notes, *check_frozen_models(settings.model)):
         print(f"note: {note}")
@@ -467,14 +467,14 @@ def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None
     """Hold the locks of the folders that a run writes, for the length of the block; yield them."""
     from miles.base.locks import locked_folders, locked_in_remote_storage
 
-    given = settings.checkpoint
-    written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
-    written |= {} if "save" in given.urls else {"--save": given.save}
+    section = settings.checkpoint
+    written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": section.remote_cache}
+    written |= {} if "save" in section.urls else {"--save": section.save}
     written |= {"--update-weight-disk-dir": settings.sglang.update_weight_disk_dir}
     folders = [(flag, Path(folder)) for flag, folder in written.items() if folder is not None]
     with (
-        locked_folders(folders, None if "save_hf" in given.urls else given.save_hf) as local,
-        locked_in_remote_storage(given.urls.get("save"), given.file_system_options) as remote,
+        locked_folders(folders, None if "save_hf" in section.urls else section.save_hf) as local,
+        locked_in_remote_storage(section.urls.get("save"), section.file_system_options) as remote,
     ):
         yield local, remote
 
@@ -491,18 +491,18 @@ def _context(
 
     settings = validated.settings
     environment = dict(os.environ)  # before Ray's variables are in it
-    given = settings.checkpoint if previous is None else previous.given
+    section = settings.checkpoint if previous is None else previous.of_command
     restarts = Restarts(settings.cluster.max_restarts if previous is None else previous.restarts_left)
 
     def continuation(resumed: Settings) -> Continuation:
         again = LauncherState(
-            replace(validated, settings=resumed, readings=(), surprises=(), accepted=()), given, restarts.left
+            replace(validated, settings=resumed, readings=(), surprises=(), accepted=()), section, restarts.left
         )
         return Continuation(f"{__name__}:take_over", again, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
     again = continuation if can_be_replaced else None
-    return RunContext(stop, files, notifier, restarts, given, validated.given, again)
+    return RunContext(stop, files, notifier, restarts, section, validated.set_fields, again)
 
 
 def _indented(accepted: Sequence[Note]) -> list[str]:
@@ -549,7 +549,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
 
     event: Event = "failure"
     status = 1
-    checkpoint = _as_in_command(settings.checkpoint, context.given)
+    checkpoint = _as_in_command(settings.checkpoint, context.of_command)
     has_joined = bool(settings.cluster.ray_address)
     if context.stop.stopped_within(stop_requests.SIGNAL_SECONDS, only_notes=True):
         last_line, event, status = stopped_by(context.stop, checkpoint), "end", context.stop.exit_status

@@ -37,7 +37,7 @@ def leftovers(root: Path, clean: bool) -> tuple[list[Leftover], int]:
         root: The folder of this user's runs (``private_session_root``).
         clean: Whether to remove it.
     """
-    found = []
+    entries = []
     with locked(root / LOCK):  # no launcher makes its folder meanwhile
         total = len(list(root.glob(f"*/{LOCK}")))
         for folder in stale_folders(root):
@@ -46,8 +46,8 @@ def leftovers(root: Path, clean: bool) -> tuple[list[Leftover], int]:
                 with suppress(OSError):  # the answer states that it is still there
                     clean_up(folder)
                 left = Leftover(left.folder, left.size, left.pids, not folder.exists())
-            found.append(left)
-    return found, total - len(found)
+            entries.append(left)
+    return entries, total - len(entries)
 
 
 def _size(folder: Path) -> int:
@@ -62,8 +62,8 @@ def main() -> None:
     """Print the leftovers and the number of live runs as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clean", action="store_true", help="remove them")
-    found, alive = leftovers(private_session_root(), parser.parse_args().clean)
-    print(json.dumps({"leftovers": [asdict(left) for left in found], "alive": alive}))
+    entries, alive = leftovers(private_session_root(), parser.parse_args().clean)
+    print(json.dumps({"leftovers": [asdict(left) for left in entries], "alive": alive}))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ _TOKEN_BYTES = 32
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-def loopback_environment(given: Mapping[str, str]) -> dict[str, str]:
+def loopback_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make workers' collectives listen on the loopback interface only.
 
-    Variables that ``given`` already sets are left out.
+    Variables that ``environment`` already sets are left out.
     """
-    return {name: "lo" for name in _INTERFACES if name not in given}
+    return {name: "lo" for name in _INTERFACES if name not in environment}
 
 
 @contextmanager

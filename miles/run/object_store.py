@@ -99,10 +99,10 @@ def with_images(shards: Sequence[TrainShard], images: Sequence[ImageTensors]) ->
 
 
 def _replaced(shards: Sequence[TrainShard], by: Callable[[Any], Any]) -> list[TrainShard]:
-    found = []
+    result = []
     for shard in shards:
         if shard.batch.images is not None:
             images = [None if one is None else by(one) for one in shard.batch.images]
             shard = replace(shard, batch=replace(shard.batch, images=images))
-        found.append(shard)
-    return found
+        result.append(shard)
+    return result

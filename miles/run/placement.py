@@ -42,7 +42,7 @@ def find_slots(group: PlacementGroup, bundles: int) -> tuple[GpuSlot, ...]:
         ).remote()
         for bundle in range(bundles)
     ]
-    return in_order([GpuSlot(bundle, *found) for bundle, found in enumerate(ray.get(calls))])
+    return in_order([GpuSlot(bundle, *slot) for bundle, slot in enumerate(ray.get(calls))])
 
 
 def _look() -> tuple[str, str]:

@@ -258,8 +258,8 @@ def are_alive(node_ids: Collection[str]) -> bool:
 
 def _node_id(actor_id: str) -> str | None:
     """Return the id of the node on which an actor is or was; None if Ray has not placed it."""
-    found = state.actors(actor_id)
-    return found["Address"]["NodeID"] if found else None
+    actor = state.actors(actor_id)
+    return actor["Address"]["NodeID"] if actor else None
 
 
 def _joined() -> list[Nodes]:
@@ -373,8 +373,8 @@ def how_it_died(death: BaseException, pid: int | None = None) -> str:
         return _NO_TRACE
     for log in _logs_of(process):
         with suppress(OSError):  # removed meanwhile
-            if found := _SIGNAL.search(_end(log)):
-                name = found[1].decode()
+            if match := _SIGNAL.search(_end(log)):
+                name = match[1].decode()
                 return _WHAT_IT_MEANS.get(name, f"{name}: a fault of native code, whose stack is above")
     return _NO_TRACE
 
@@ -517,11 +517,11 @@ class Workers:
         """Return the ``describe()`` of each worker, by name; without those that do not answer in time."""
         calls = {watched.worker.describe.remote(): watched.name for watched in self._watched if watched.lost is None}
         ready = ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[0] if calls else []
-        found = {}
+        answers = {}
         for call in ready:
             with suppress(ray.exceptions.RayError):  # it has died
-                found[calls[call]] = ray.get(call)
-        return found
+                answers[calls[call]] = ray.get(call)
+        return answers
 
     def results(
         self, calls: Sequence[ray.ObjectRef[Any]], beside: Sequence[ray.ObjectRef[Any]] = (), whose: Any = None

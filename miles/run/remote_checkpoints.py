@@ -161,8 +161,8 @@ class RemoteCheckpoints:
             sizes = remote.files()
             for file, record in records.items():
                 if sizes.get(file) != record.bytes:
-                    found = "is missing" if file not in sizes else f"has {sizes[file]} bytes"
-                    raise RemoteError(f"{remote}: {file} {found} after its upload, not {record.bytes}")
+                    fault = "is missing" if file not in sizes else f"has {sizes[file]} bytes"
+                    raise RemoteError(f"{remote}: {file} {fault} after its upload, not {record.bytes}")
             before_publishing()
             remote.write(MANIFEST, manifest)
         remote.remove([INCOMPLETE])
@@ -206,12 +206,12 @@ class RemoteCheckpoints:
 
     def _files_by_checkpoint(self) -> dict[str, dict[str, int]]:
         """Return the bytes of the files of each remote checkpoint, by its name and theirs."""
-        found: dict[str, dict[str, int]] = {}
+        by_name: dict[str, dict[str, int]] = {}
         for path, size in self.remote.files(self._only or "").items():
             name, slash, file = path.partition("/")
             if slash and _is_name(name):
-                found.setdefault(name, {})[file] = size
-        return found
+                by_name.setdefault(name, {})[file] = size
+        return by_name
 
     def _remove_files(self, name: str, files: Collection[str]) -> None:
         remote = self.remote.child(name)
@@ -278,11 +278,11 @@ def index_all(checkpoint: CheckpointArguments, output_dir: Path) -> list[str]:
     save, load = checkpoint.urls.get("save"), checkpoint.urls.get("load")
     if save is not None:
         with named_errors(f"--save {save}"):
-            found = RemoteCheckpoints.of(checkpoint, save)
-            found.remove_unfinished()
-            notes += found.index()
+            checkpoints = RemoteCheckpoints.of(checkpoint, save)
+            checkpoints.remove_unfinished()
+            notes += checkpoints.index()
             if load is not None and _root(load) == _root(save) and not checkpoint.finetune:
-                found.restore_records(output_dir)
+                checkpoints.restore_records(output_dir)
     if load is not None and (save is None or _root(load) != _root(save)):
         with named_errors(f"--load {load}"):
             notes += RemoteCheckpoints.of(checkpoint, load).index()
@@ -389,10 +389,10 @@ class Uploads:
     """
 
     def __init__(self, settings: Settings, lock: RemoteLock | None) -> None:
-        given = settings.checkpoint
+        section = settings.checkpoint
         self._settings = settings
         self._lock = lock
-        self._remote = RemoteCheckpoints.of(given, given.save) if given.save and is_url(given.save) else None
+        self._remote = RemoteCheckpoints.of(section, section.save) if section.save and is_url(section.save) else None
         self._giving_up = threading.Event()
         if self._remote is not None:
             self._remote.remote.giving_up = self._giving_up
@@ -488,8 +488,8 @@ class Uploads:
         """
         later = self._waiting[1:]
         dropped = [each for each in later if each.export is not None and each.export == new.export]
-        given = self._settings.checkpoint
-        last, interval = given.save_keep_last, given.save_retain_interval
+        section = self._settings.checkpoint
+        last, interval = section.save_keep_last, section.save_retain_interval
         if new.export is None and self._failure is not None and (last or interval):
             checkpoints = [each for each in later if each.export is None]
             for each in checkpoints[: len(checkpoints) + 1 - (last or 1)]:
@@ -561,9 +561,9 @@ class Uploads:
         remote.upload(folder, sizes.keys() - {_LAST})
         remote.remove(name for name in before if ".safetensors" in name and name not in sizes)
         remote.upload(folder, sizes.keys() & {_LAST})
-        found = remote.files()
+        remote_sizes = remote.files()
         for name, size in sizes.items():
-            if found.get(name) != size:
+            if remote_sizes.get(name) != size:
                 raise RemoteError(f"{remote}: {name} is not there as it was uploaded ({size} bytes)")
         shutil.rmtree(folder)
 
@@ -583,12 +583,12 @@ class Uploads:
 
     def _words(self) -> str:
         """Warn about folders that were not uploaded: the reason, and their local paths."""
-        first, given = self._waiting[0], self._settings.checkpoint
+        first, section = self._waiting[0], self._settings.checkpoint
         more = f" and {count(len(self._waiting) - 1, 'later folder')}" if len(self._waiting) > 1 else ""
         if first.export is not None:
             what = f"--save-hf {first.export}: the export{more}"
         else:
-            what = f"--save {given.save}: the checkpoint after {iterations_of(first.folder)} iterations{more}"
+            what = f"--save {section.save}: the checkpoint after {iterations_of(first.folder)} iterations{more}"
         return f"{what} is not uploaded, because {self._failure}; it is complete in {first.folder}"
 
 
@@ -601,14 +601,14 @@ def uploading(settings: Settings, lock: RemoteLock | None, damaged: Collection[P
         lock: The lock of that folder, if it is in remote storage.
         damaged: Checkpoints that were passed over.
     """
-    given = settings.checkpoint
-    if not given.urls.keys() & {"save", "save_hf"}:
+    section = settings.checkpoint
+    if not section.urls.keys() & {"save", "save_hf"}:
         yield None
         return
     uploads = Uploads(settings, lock)
     if uploads.has_checkpoints:
-        assert given.save is not None
-        for folder in pending_in(given.local(given.save)):
+        assert section.save is not None
+        for folder in pending_in(section.local(section.save)):
             if folder.resolve() not in (path.resolve() for path in damaged):
                 uploads.add_checkpoint(folder)
     try:

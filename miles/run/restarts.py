@@ -48,9 +48,9 @@ class Restarts:
             print(f"note: {note}")
         start = "its last checkpoint" if resumed.checkpoint.load else "the beginning, as nothing was saved yet"
         self.left -= 1
-        kept = "" if files is None else files.in_words()
+        ending = "" if files is None else files.in_words()
         print(
-            f"train.py: {why}; restarting from {start} ({self.left} restarts left){kept}", file=sys.stderr, flush=True
+            f"train.py: {why}; restarting from {start} ({self.left} restarts left){ending}", file=sys.stderr, flush=True
         )
         if files is not None:
             files.next_attempt()
@@ -108,12 +108,12 @@ def loading_its_own(settings: Settings) -> Settings:
 
     Raises ``ValueError`` if the folder cannot be read.
     """
-    given = settings.checkpoint
-    with reading(f"--save {given.save}"):
-        if given.save is None or newest(given.local(given.save)) is None:
+    section = settings.checkpoint
+    with reading(f"--save {section.save}"):
+        if section.save is None or newest(section.local(section.save)) is None:
             return settings
     whole: dict[str, Any] = dict.fromkeys(NOT_OF_ITS_OWN, False)
-    return replace(settings, checkpoint=replace(given, load=given.save, **whole))
+    return replace(settings, checkpoint=replace(section, load=section.save, **whole))
 
 
 class Continuation:

@@ -54,14 +54,14 @@ _SHOWN = 8  # settings in a note
 
 def settings_to_save(settings: Settings) -> dict[str, dict[str, Any]]:
     """Return the settings as a checkpoint has them: section to field to value, in plain JSON."""
-    found = {}
+    sections = {}
     for name in _SECTIONS:
         section = getattr(settings, name)
         values = dict(section) if isinstance(section, tuple) else dataclasses.asdict(section)
-        found[name] = {
+        sections[name] = {
             field: value for field, value in values.items() if not field.endswith(_LIMITS) and field not in _OUTPUTS
         }
-    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(public("settings", found), default=str))
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(public("settings", sections), default=str))
     return plain
 
 
@@ -299,7 +299,7 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     flag = f"--load {checkpoint.load}"
     remote = RemoteCheckpoints.of(checkpoint, checkpoint.load) if is_url(checkpoint.load) else None
     with reading(flag):
-        is_checkpoint, found = checkpoint_files.is_checkpoint(root), checkpoint_files.all_in(root)
+        is_checkpoint, folders = checkpoint_files.is_checkpoint(root), checkpoint_files.all_in(root)
     if is_checkpoint:
         try:
             note = _fetch_and_check(root, flag, remote)
@@ -307,7 +307,7 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
             raise ValueError(f"{flag}: this checkpoint is damaged: {fault}; give another one") from None
         return ResumePoint(replace(checkpoint, load=str(root)), notes=(note,))
     faults: dict[Path, DamagedFile] = {}
-    for folder in reversed(found):
+    for folder in reversed(folders):
         try:
             note = _fetch_and_check(folder, flag, remote)
         except DamagedFile as fault:
@@ -346,8 +346,8 @@ def _note_of_nothing(checkpoint: CheckpointArguments, root: Path, flag: str) -> 
             "--finetune and --load to start from --hf-checkpoint"
         )
     is_missing = not is_url(str(checkpoint.load)) and not root.is_dir()
-    found = "there is no such folder" if is_missing else "holds no checkpoint"
-    return f"{flag}: {found}, so the run starts from the beginning"
+    reason = "there is no such folder" if is_missing else "holds no checkpoint"
+    return f"{flag}: {reason}, so the run starts from the beginning"
 
 
 def check_frozen_models(model: ModelArguments) -> list[str]:

@@ -219,8 +219,8 @@ class RolloutDriver:
         None if the worker does not know, or does not answer within a second.
         """
         with suppress(ray.exceptions.RayError):
-            found = ray.get(self.worker.progress.remote(), timeout=1.0)
-            return None if found is None else f"{found[0]} of {found[1]} groups"
+            counts = ray.get(self.worker.progress.remote(), timeout=1.0)
+            return None if counts is None else f"{counts[0]} of {counts[1]} groups"
         return None
 
     def release_memory(self) -> None:
@@ -350,8 +350,8 @@ class RolloutActor(ProfiledActor):
 
         The caller asks for as many ``num_returns``. Then it owns the objects, and they outlive this actor.
         """
-        found: tuple[Any, ...] = await self.generate(start)
-        summary, *shards = found
+        outputs: tuple[Any, ...] = await self.generate(start)
+        summary, *shards = outputs
         images, numbered = without_images(shards)
         return summary, images, *numbered
 
@@ -383,8 +383,8 @@ class RolloutActor(ProfiledActor):
         if settings.sends_deltas and not has_servers:
             chunks = copied(sent, settings.sglang.update_weight_copy_dir, settings.weights_folder)
         seconds = await self.pipeline.update_weights(chunks, version, after)
-        found = sent.metrics(seconds)
-        return {"weight_sync/whole": Metric(1.0)} | found if settings.sends_deltas else found
+        metrics = sent.metrics(seconds)
+        return {"weight_sync/whole": Metric(1.0)} | metrics if settings.sends_deltas else metrics
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""

@@ -131,13 +131,13 @@ def clean_up(folder: Path, launcher: psutil.Process | None = None) -> bool:
     killed: set[int] = set()
     segments: set[str] = set()
     until = time.monotonic() + END_SECONDS
-    while (found := [each for each in members(str(folder)) if each != launcher]) and time.monotonic() < until:
-        segments |= open_segments(found)  # one that was opened a moment ago is not noted yet
-        killed |= kill_all(found, 1.0)
+    while (processes := [each for each in members(str(folder)) if each != launcher]) and time.monotonic() < until:
+        segments |= open_segments(processes)  # one that was opened a moment ago is not noted yet
+        killed |= kill_all(processes, 1.0)
     remove_segments(folder, segments)
     _remove_tensors(killed)
     shutil.rmtree(folder, ignore_errors=True)
-    return not found
+    return not processes
 
 
 def _remove_tensors(pids: Iterable[int]) -> None:
@@ -153,13 +153,13 @@ def _remove_tensors(pids: Iterable[int]) -> None:
 
 def members(folder: str) -> list[psutil.Process]:
     """Return the processes of a run, and their descendants."""
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     mark = mark_of(folder)
     for process in psutil.process_iter():
-        if process.pid not in found and _is_marked(process, mark, folder):
+        if process.pid not in by_pid and _is_marked(process, mark, folder):
             with suppress(psutil.Error):
-                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    return [process for process in found.values() if process.pid != os.getpid() and not _has_ended(process)]
+                by_pid |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    return [process for process in by_pid.values() if process.pid != os.getpid() and not _has_ended(process)]
 
 
 def _is_marked(process: psutil.Process, mark: int, folder: str) -> bool:

@@ -467,11 +467,11 @@ def _on_nodes_as_asked(
             there = _reserve(bundles, CHOSEN_SECONDS, [*on_chosen, *({} for _ in bundles[ranks:])])
             group = there or _place(bundles, cluster)  # Ray may put engines on the nodes of the ranks
             nodes = _nodes_of_bundles(group)
-    found = nodes[:ranks]
-    by_node = sorted(found, key=found.index)  # as in_order, which numbers ranks on GPUs
-    where = ranks_by_node(by_node if "GPU" in bundles[0] else found, names)
+    rank_nodes = nodes[:ranks]
+    by_node = sorted(rank_nodes, key=rank_nodes.index)  # as in_order, which numbers ranks on GPUs
+    where = ranks_by_node(by_node if "GPU" in bundles[0] else rank_nodes, names)
     print(f"placement: {where}")
-    if not is_as_asked(found, *asked):
+    if not is_as_asked(rank_nodes, *asked):
         wanted = f"--actor-num-nodes {asked[0]} with {count(asked[1], 'device')} each"
         print(f"note: the cluster has no room for {wanted} and the engines, or Ray found none: it has chosen the nodes")
     return group

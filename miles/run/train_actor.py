@@ -166,14 +166,14 @@ class TrainDriver:
             WriteFailed: This checkpoint, or the one before it, cannot be written; names the disk if that is the cause.
         """
         self.settle_save()
-        given = self.settings.checkpoint
-        assert given.save is not None
-        root = given.local(given.save).absolute()
-        uploads = self._uploads if is_url(given.save) else None
+        section = self.settings.checkpoint
+        assert section.save is not None
+        root = section.local(section.save).absolute()
+        uploads = self._uploads if is_url(section.save) else None
         if uploads is not None:
             uploads.make_room(checkpoint_files.checkpoint_path(root, iterations_done))
         staged = checkpoint_files.staging_path(root, iterations_done)
-        what = f"--save {given.save}: the checkpoint after {iterations_done} iterations"
+        what = f"--save {section.save}: the checkpoint after {iterations_done} iterations"
         naming = partial(naming_disk, staged, staged, what, _INTACT, _FAILURES)
 
         def publish(by_rank: list[dict[str, FileRecord]]) -> None:
@@ -186,7 +186,7 @@ class TrainDriver:
 
         with naming():
             folder = checkpoint_files.staging(root, iterations_done)
-            if not given.async_save:
+            if not section.async_save:
                 publish(self._on_all("save", folder, state))
                 return
             self._on_all("stage", folder, state)
@@ -194,8 +194,8 @@ class TrainDriver:
 
     def save_progress(self) -> str | None:
         """Say how much of a checkpoint is on the disk while it is written, or how many uploads are left; else None."""
-        given = self.settings.checkpoint.save
-        written = None if given is None else checkpoint_files.bytes_being_written(self.settings.checkpoint.local(given))
+        save = self.settings.checkpoint.save
+        written = None if save is None else checkpoint_files.bytes_being_written(self.settings.checkpoint.local(save))
         if written is not None:
             return f"{written / 1e9:.2f} GB"
         left = 0 if self._uploads is None else self._uploads.left
@@ -225,14 +225,14 @@ class TrainDriver:
         None, and the run starts at its first iteration, if there is no checkpoint, or under ``--finetune``, which takes
         the weights only.
         """
-        given = self.settings.checkpoint
-        folder = checkpoint_files.at(given.local(given.load)) if given.load is not None else None
+        section = self.settings.checkpoint
+        folder = checkpoint_files.at(section.local(section.load)) if section.load is not None else None
         if folder is None:
-            if given.load is not None and given.finetune:
-                raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
+            if section.load is not None and section.finetune:
+                raise ValueError(f"--load {section.load}: --finetune wants the weights of a checkpoint; there is none")
             return None
         state = self._on_all("load", folder.absolute())[0]
-        return None if given.finetune else state
+        return None if section.finetune else state
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export into ``folder``. Raises ``WriteFailed`` as ``save`` does."""
@@ -425,11 +425,11 @@ class TrainActor(ProfiledActor):
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read a checkpoint as the flags say; returns the launcher's state."""
-        given = self.settings.checkpoint
-        with_optimizer = not (given.no_load_optim or given.finetune)
-        with_random_state = not (given.no_load_rng or given.finetune)
-        state = self.backend.load(folder, with_optimizer, with_random_state, reference=not given.finetune)
-        if not given.finetune:
+        section = self.settings.checkpoint
+        with_optimizer = not (section.no_load_optim or section.finetune)
+        with_random_state = not (section.no_load_rng or section.finetune)
+        state = self.backend.load(folder, with_optimizer, with_random_state, reference=not section.finetune)
+        if not section.finetune:
             self.trainer.restore_coefficients(state.get("coefficients", {}))  # absent in earlier checkpoints
         return state
 
@@ -440,6 +440,6 @@ class TrainActor(ProfiledActor):
 
 def _environment(cluster: ClusterArguments) -> tuple[dict[str, str], dict[str, str]]:
     """Return ``--train-env-vars`` as variables that Ray sets, and as secrets, which Ray would write to its logs."""
-    given = cluster.trainer_environment
-    secrets = {name: value for name, value in given.items() if is_secret(name)}
-    return {name: value for name, value in given.items() if name not in secrets}, secrets
+    variables = cluster.trainer_environment
+    secrets = {name: value for name, value in variables.items() if is_secret(name)}
+    return {name: value for name, value in variables.items() if name not in secrets}, secrets

@@ -33,7 +33,7 @@ def holds_adapter(folder: Path) -> bool:
     return adapter_folder(folder).is_dir()
 
 
-def peft_config(lora: LoraArguments, targets: str | list[str], **given: Any) -> Any:
+def peft_config(lora: LoraArguments, targets: str | list[str], **options: Any) -> Any:
     """Return peft's configuration of the adapter."""
     from peft import LoraConfig
 
@@ -43,7 +43,7 @@ def peft_config(lora: LoraArguments, targets: str | list[str], **given: Any) -> 
         lora_dropout=lora.lora_dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        **given,
+        **options,
     )
 
 
@@ -106,5 +106,5 @@ def check_adapter(folder: Path, lora: LoraArguments, layers: list[str], flag: st
         ("--target-modules", "target_modules", layers),
     ):
         if saved.get(key) != value:
-            found, own = (",".join(v) if isinstance(v, list) else v for v in (saved.get(key), value))
-            raise ValueError(f"{name} holds an adapter of {words} {found}, not {own}; give {words} {found}")
+            actual, own = (",".join(v) if isinstance(v, list) else v for v in (saved.get(key), value))
+            raise ValueError(f"{name} holds an adapter of {words} {actual}, not {own}; give {words} {actual}")

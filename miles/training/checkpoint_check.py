@@ -109,6 +109,6 @@ def _check_tensors(folder: Path) -> None:
 
     check_files_of_index(folder, read_index(folder))
     for path in sorted(folder.glob("*.pt")):
-        found = read_tensors(folder, path.name)
-        if is_random_state(path.name) and "cpu" not in found:
+        tensors = read_tensors(folder, path.name)
+        if is_random_state(path.name) and "cpu" not in tensors:
             raise DamagedFile(f"{path.name} holds no random state")

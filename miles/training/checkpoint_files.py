@@ -85,8 +85,8 @@ def recover_exports(template: str) -> None:
     parts = PLACEHOLDER.split(str(Path(template).resolve()))
     pattern = re.compile(r"\d+".join(map(re.escape, parts)))
     parent = os.path.dirname("*".join(map(glob.escape, parts)))
-    for found in glob.glob(f"{parent}/.replaced_*"):
-        path = Path(found)
+    for name in glob.glob(f"{parent}/.replaced_*"):
+        path = Path(name)
         exported = path.with_name(path.name.removeprefix(".replaced_"))
         if pattern.fullmatch(str(exported)):
             _recover(exported)
@@ -135,14 +135,14 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in the file ``name`` in ``folder``. Raises ``DamagedFile`` for anything else."""
     data = read_bytes(folder, name)
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except RecursionError:
         raise DamagedFile(f"{name} is not a JSON object (nested too deeply)") from None
     except ValueError as error:
         raise DamagedFile(f"{name} is not valid JSON ({in_one_line(error)})") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DamagedFile(f"{name} is not a JSON object")
-    return found
+    return content
 
 
 def in_one_line(error: BaseException) -> str:
@@ -219,9 +219,9 @@ def check_against_manifest(folder: Path, within: str | None = None) -> CheckCost
     records = read_manifest(folder) if within is None else check_lists(folder, within)
     for name, record in records.items():
         _check_size(folder, name, record.bytes)
-    found = _hash_files(folder, records)
+    hashes = _hash_files(folder, records)
     for name, record in records.items():
-        if found[name] != record:
+        if hashes[name] != record:
             raise DamagedFile(f"{name} was altered (its SHA-256 is not the one in {MANIFEST})")
     return CheckCost(len(records), sum(record.bytes for record in records.values()), time.perf_counter() - start)
 
@@ -251,10 +251,10 @@ def check_sizes(folder: Path) -> int:
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records in the manifest of ``folder``. Raises ``DamagedFile`` if they are malformed."""
-    found = read_json_object(folder, MANIFEST)
-    if found.get("format") != _FORMAT:
-        raise DamagedFile(f"{MANIFEST} has an unknown format ({str(found.get('format'))[:20]!r}, not {_FORMAT})")
-    files = found.get("files")
+    manifest = read_json_object(folder, MANIFEST)
+    if manifest.get("format") != _FORMAT:
+        raise DamagedFile(f"{MANIFEST} has an unknown format ({str(manifest.get('format'))[:20]!r}, not {_FORMAT})")
+    files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise DamagedFile(f"{MANIFEST} lists no files")
     return {name: _record(name, entry) for name, entry in files.items()}
@@ -444,13 +444,13 @@ def staging_path(root: Path, iterations_done: int) -> Path:
 
 def bytes_being_written(root: Path) -> int | None:
     """Return the bytes of the next checkpoint in ``root`` that are written so far; None if none is being written."""
-    found = None
+    size = None
     for folder in root.glob(".writing_iter_*"):
         with suppress(FileNotFoundError):  # the folder was renamed meanwhile: it is complete
             for path in folder.rglob("*"):
                 with suppress(FileNotFoundError):  # only this file was renamed
-                    found = (found or 0) + path.stat().st_size * path.is_file()
-    return found
+                    size = (size or 0) + path.stat().st_size * path.is_file()
+    return size
 
 
 def at(path: Path) -> Path | None:

@@ -64,8 +64,8 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class("pathlib" if module == "pathlib._local" else module, name)
-        if module == torch.__name__ and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == torch.__name__ and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of miles contains")
 
 
@@ -81,8 +81,8 @@ def read_index(folder: Path) -> Metadata:
         _check_index(index)
     except Exception as error:  # pickle documents no list of what damaged data may raise
         raise DamagedFile(f"{INDEX} is not the index of a checkpoint ({in_one_line(error)})") from None
-    found: Metadata = index
-    return found
+    result: Metadata = index
+    return result
 
 
 def check_files_of_index(folder: Path, index: Metadata) -> None:
@@ -104,12 +104,12 @@ def read_tensors(folder: Path, name: str) -> dict[str, Any]:
     """Return the dictionary of tensors and plain values that ``torch.save`` wrote. Raises ``DamagedFile``."""
     data = read_bytes(folder, name)
     try:
-        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        tensors = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as error:  # as above
         raise DamagedFile(f"{name} cannot be read ({in_one_line(error)})") from None
-    if not isinstance(found, dict):
+    if not isinstance(tensors, dict):
         raise DamagedFile(f"{name} holds no dictionary")
-    return found
+    return tensors
 
 
 @contextmanager
@@ -245,8 +245,8 @@ class _InMemory(FileSystem):
 class StagingWriter(FileSystemWriter):
     """torch's writer of a checkpoint, into ``staged`` if given, else to the disk."""
 
-    def __init__(self, folder: str | Path, staged: StagedFiles | None = None, **given: Any) -> None:
-        super().__init__(folder, sync_files=staged is None, **given)
+    def __init__(self, folder: str | Path, staged: StagedFiles | None = None, **options: Any) -> None:
+        super().__init__(folder, sync_files=staged is None, **options)
         if staged is not None:
             self.fs = _InMemory(staged)
 

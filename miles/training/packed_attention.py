@@ -353,8 +353,8 @@ def _visible(place_of_first: np.ndarray, queries: int, keys: int, window: int | 
         needs_mask = are_late or keys > window
     if not needs_mask:
         return None
-    places = place_of_first[:1] if (place_of_first == place_of_first[0]).all() else place_of_first
-    place = places[:, None, None] + np.arange(queries)[:, None]
+    starts = place_of_first[:1] if (place_of_first == place_of_first[0]).all() else place_of_first
+    place = starts[:, None, None] + np.arange(queries)[:, None]
     visible = np.arange(keys) <= place
     if window is not None:
         visible &= np.arange(keys) > place - window

@@ -87,9 +87,9 @@ def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: Tr
     """Return the entropy of the policy at each response token, in nats, float32 [response], on every rank."""
 
     def read(scorer: PolicyScorer) -> torch.Tensor:
-        found = scorer(with_entropy=True).entropy
-        assert found is not None, "it was asked for"
-        return found
+        entropy = scorer(with_entropy=True).entropy
+        assert entropy is not None, "it was asked for"
+        return entropy
 
     return _by_sample(backend, model, shard, read)
 
@@ -105,10 +105,10 @@ def _by_sample(
     """Return one array per sample, in the order of the shard, whichever micro-batch and ranks it is on."""
     plans = (*shard.micro_batches, *shard.score_only)
 
-    def kept(micro: MicroBatch, scorer: Scorer) -> tuple[MicroBatch, torch.Tensor]:
+    def read_pair(micro: MicroBatch, scorer: Scorer) -> tuple[MicroBatch, torch.Tensor]:
         return micro, read(scorer)
 
-    scored = model.forward(shard, plans, kept)
+    scored = model.forward(shard, plans, read_pair)
     of_sample: dict[int, np.ndarray] = {}
     for plan, (micro, column) in zip(plans, scored, strict=bool(scored)):  # empty on all pipeline stages but the last
         of_sample |= zip(plan.samples, split_by_sample(column, micro), strict=True)
@@ -167,10 +167,10 @@ class TokenSelector:
 
     def rank_entropies(self, backend: TrainBackend, shard: TrainShard) -> TrainShard:
         """Return ``shard`` with the column ``top_entropy``: the tokens of ``--top-entropy-quantile``."""
-        found = entropies(backend, backend.policy, shard)
-        samples = self._whole_step(shard, found, _hashes(shard.batch, with_token=False))
-        kept = top_entropy_tokens(_scores_of_step(samples), self.objective.flags.top_entropy_quantile)
-        return replace(shard, batch=replace(shard.batch, top_entropy=_own_part(shard, samples, kept)))
+        columns = entropies(backend, backend.policy, shard)
+        samples = self._whole_step(shard, columns, _hashes(shard.batch, with_token=False))
+        chosen = top_entropy_tokens(_scores_of_step(samples), self.objective.flags.top_entropy_quantile)
+        return replace(shard, batch=replace(shard.batch, top_entropy=_own_part(shard, samples, chosen)))
 
     def mean_weight(self, shard: TrainShard) -> tuple[TrainShard, float]:
         """Return ``shard`` with ``tis_mean``, the mean weight of ``--use-tis`` over the step, and that mean.
@@ -185,7 +185,7 @@ class TokenSelector:
             old, engine, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
             log_ratio = masked_log_ratio(old, engine, mask)[mask != 0]
             own.append((batch.position_in_step[i], sum_of_weights(flags, log_ratio)))
-        mean = mean_weight(found for _, found in gather_step(own, self.group))
+        mean = mean_weight(weight_sum for _, weight_sum in gather_step(own, self.group))
         return replace(shard, batch=replace(batch, tis_mean=mean)), mean
 
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
@@ -196,9 +196,9 @@ class TokenSelector:
         """Yield the samples that this rank sends."""
         batch = shard.batch
         for i in shard.samples_sent_by(dist.get_rank(self.group)):
-            kept = batch.loss_masks[i] != 0
-            found = [column[i][kept].astype(np.float64) for column in columns]
-            yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], found)
+            mask = batch.loss_masks[i] != 0
+            arrays = [column[i][mask].astype(np.float64) for column in columns]
+            yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], arrays)
 
 
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
@@ -208,13 +208,13 @@ def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
 
 def _hashes(batch: TrainBatch, with_token: bool) -> list[np.ndarray]:
     """Return a hash of all that is before each response token, with the token itself if asked; [response]."""
-    found = []
+    columns = []
     for tokens, length in zip(batch.tokens, batch.response_lengths, strict=True):
         powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))  # modulo 2^64
         hashes = np.cumsum((np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * powers)
         end = len(tokens) if with_token else len(tokens) - 1
-        found.append(hashes[end - length : end])
-    return found
+        columns.append(hashes[end - length : end])
+    return columns
 
 
 def _scores_of_step(samples: Sequence[_Sample]) -> np.ndarray:
@@ -232,12 +232,12 @@ def _own_part(shard: TrainShard, samples: Sequence[_Sample], chosen: np.ndarray)
     """Return ``chosen``, bool [loss tokens of the step], as a 0/1 column of the shard's own samples."""
     ends = np.cumsum([len(sample.columns[0]) for sample in samples])[:-1]
     of_sample = dict(zip((sample.position for sample in samples), np.split(chosen, ends), strict=bool(samples)))
-    found = []
+    columns = []
     for position, mask in zip(shard.batch.position_in_step, shard.batch.loss_masks, strict=True):
         column = np.zeros(len(mask), np.float32)
         column[mask != 0] = of_sample[position]
-        found.append(column)
-    return found
+        columns.append(column)
+    return columns
 
 
 # Let the reference follow the policy: ``--ref-update-interval N`` and ``--ref-mixup-alpha``.
@@ -286,10 +286,10 @@ def check_same_positions(reference: PretrainedConfig, policy: PretrainedConfig, 
         ValueError: The model at ``path`` has another rotary embedding, which gives the policy's weights another
             meaning.
     """
-    found, own = (getattr(config.get_text_config(), "rope_parameters", None) for config in (reference, policy))
-    if found != own:
+    actual, own = (getattr(config.get_text_config(), "rope_parameters", None) for config in (reference, policy))
+    if actual != own:
         raise ValueError(
-            f"--ref-load {path}: its rope_parameters are {found}, and the policy's {own}, so the reference cannot "
+            f"--ref-load {path}: its rope_parameters are {actual}, and the policy's {own}, so the reference cannot "
             "follow the policy; give a model with the policy's, or drop --ref-update-interval"
         )
 
@@ -303,9 +303,9 @@ def follow(reference: Mapping[str, torch.Tensor], policy: Mapping[str, torch.Ten
         policy: The policy's weights as it computes with them, with these names and maybe more, in the same parts.
         alpha: The part of the policy, in (0, 1].
     """
-    for name, kept in reference.items():
+    for name, weight in reference.items():
         new = policy[name].detach()
-        if alpha == 1 or not kept.is_floating_point():
-            kept.copy_(new)
+        if alpha == 1 or not weight.is_floating_point():
+            weight.copy_(new)
         else:
-            kept.lerp_(new.to(kept.dtype), alpha)
+            weight.lerp_(new.to(weight.dtype), alpha)

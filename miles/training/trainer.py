@@ -139,12 +139,12 @@ class Trainer:
             ]
             estimated = self._postprocessed([self._with_advantages(shard) for shard in scored], iteration)
             if self.loss.tis_batch_normalize and trains_policy:
-                estimated = [self._with_mean_weight(shard, found) for shard, found in estimated]
+                estimated = [self._with_mean_weight(shard, measured) for shard, measured in estimated]
         scoring = time.perf_counter() - started
         in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
-        for step, (shard, found) in enumerate(estimated * self.passes):
-            metrics = dict(found)
+        for step, (shard, measured) in enumerate(estimated * self.passes):
+            metrics = dict(measured)
             if trains_policy:
                 self.recorder.begin(step, shard if step < len(shards) else None)  # later passes see the same samples
                 with span("select tokens"):
@@ -153,7 +153,7 @@ class Trainer:
                     metrics |= self._policy_step(self.policy, selected) | selection
                 if self.coefficients.adapt:
                     # What was measured before the first step is followed in the first pass only.
-                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in found}
+                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in measured}
                     metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
                 with span(f"critic step {step}"):
@@ -188,11 +188,11 @@ class Trainer:
         shards = postprocessed([shard for shard, _ in estimated], path, self.args, iteration, has_advantages)
         return [(shard, metrics) for shard, (_, metrics) in zip(shards, estimated, strict=True)]
 
-    def _with_mean_weight(self, shard: TrainShard, found: dict[str, Metric]) -> tuple[TrainShard, dict[str, Metric]]:
+    def _with_mean_weight(self, shard: TrainShard, metrics: dict[str, Metric]) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with the mean of the step's importance weights, and the metrics with it."""
         shard, mean = self.selector.mean_weight(shard)
         is_measured = shard.batch.num_loss_tokens > 0
-        return shard, found | ({"train/tis_mean": Metric(mean)} if is_measured else {})
+        return shard, metrics | ({"train/tis_mean": Metric(mean)} if is_measured else {})
 
     def _with_selection(self, shard: TrainShard, step: int) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with the tokens that are chosen from the whole step, if any are, and the time it took."""
@@ -272,12 +272,12 @@ class AdvantageEstimator:
         own = shard.samples_sent_by(dist.get_rank(self.group))
         sent = [(shard.batch.position_in_step[i], self._tokens(shard.batch, i)) for i in own]
         step = gather_step(sent, self.group)
-        found = token_advantages(build_objective(self.loss), [tokens for _, tokens in step])
+        result = token_advantages(build_objective(self.loss), [tokens for _, tokens in step])
         index = {position: i for i, (position, _) in enumerate(step)}
         mine = [index[position] for position in shard.batch.position_in_step]
-        returns = None if found.returns is None else [found.returns[i] for i in mine]
-        batch = replace(shard.batch, advantages=[found.advantages[i] for i in mine], returns=returns)
-        return replace(shard, batch=batch), found.metrics
+        returns = None if result.returns is None else [result.returns[i] for i in mine]
+        batch = replace(shard.batch, advantages=[result.advantages[i] for i in mine], returns=returns)
+        return replace(shard, batch=batch), result.metrics
 
     def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
         reference = _log_ratio(batch, batch.ref_log_probs, i) if self.loss.kl_coef else None

@@ -50,8 +50,8 @@ def _check_sets(state: Mapping[str, Any]) -> None:
     _check(isinstance(sets, dict) and bool(sets) and all(isinstance(one, dict) for one in sets.values()), "sets")
     sizes = [_check_set(one) for one in sets.values()]
     for name in ("weights", "credits", *(["given_weights"] if "given_weights" in state else [])):
-        found = state.get(name)
-        _check(isinstance(found, list) and len(found) == len(sizes) and all(map(_is_number, found)), name)
+        value = state.get(name)
+        _check(isinstance(value, list) and len(value) == len(sizes) and all(map(_is_number, value)), name)
     _check_rows(state, "unfinished", 3, _count(state, "next_group_index"))
     _check_rows(state, "named", 2, len(sizes))
     for name in ("unfinished", "named"):
@@ -68,29 +68,29 @@ def _check_rows(state: Mapping[str, Any], name: str, length: int, below: int) ->
         _check(isinstance(row, list) and len(row) == length and _is_count(row[0], below), name)
 
 
-def _check_counts(found: object, name: str, below: int) -> None:
-    _check(all(_is_count(each, below) for each in _list(found, name)), name)
+def _check_counts(value: object, name: str, below: int) -> None:
+    _check(all(_is_count(each, below) for each in _list(value, name)), name)
 
 
 def _count(state: Mapping[str, Any], name: str) -> int:
-    found = state.get(name)
-    _check(_is_count(found), name)
-    assert isinstance(found, int)
-    return found
+    value = state.get(name)
+    _check(_is_count(value), name)
+    assert isinstance(value, int)
+    return value
 
 
-def _list(found: object, name: str) -> list[Any]:
-    _check(isinstance(found, list), name)
-    assert isinstance(found, list)
-    return found
+def _list(value: object, name: str) -> list[Any]:
+    _check(isinstance(value, list), name)
+    assert isinstance(value, list)
+    return value
 
 
-def _is_count(found: object, below: float = math.inf) -> bool:
-    return type(found) is int and 0 <= found < below
+def _is_count(value: object, below: float = math.inf) -> bool:
+    return type(value) is int and 0 <= value < below
 
 
-def _is_number(found: object) -> bool:
-    return type(found) is int or (type(found) is float and math.isfinite(found))
+def _is_number(value: object) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _check(is_right: bool, name: str) -> None:

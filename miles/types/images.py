@@ -110,14 +110,14 @@ class ImageTensors:
             raise ValueError(
                 f"images take {sum(self.counts)} tokens, and their grids have {self.grids.prod(1).sum()} features"
             )
-        places = _places(self.starts, self.counts)
-        right = (token_ids[places[places < len(token_ids)]] == self.placeholder_id).sum()
-        if right != len(places):
+        indices = _places(self.starts, self.counts)
+        right = (token_ids[indices[indices < len(token_ids)]] == self.placeholder_id).sum()
+        if right != len(indices):
             raise ValueError(
-                f"a sample has {right} placeholders where its images take {len(places)} tokens; functions of your own "
+                f"a sample has {right} placeholders where its images take {len(indices)} tokens; functions of your own "
                 "must keep the prompt's tokens"
             )
-        return places
+        return indices
 
     def positions(self, token_ids: np.ndarray) -> np.ndarray | None:
         """Return the rotary positions of a sample's tokens, int64 [3, tokens]; None for a model with one axis.
@@ -127,13 +127,13 @@ class ImageTensors:
         """
         if self.grids is None:
             return None
-        found = np.tile(np.arange(len(token_ids)), (3, 1))
+        positions = np.tile(np.arange(len(token_ids)), (3, 1))
         for start, count, grid in zip(self.starts, self.counts, self.grids.tolist(), strict=True):
-            first = found[0, start]
-            found[:, start : start + count] = first + np.indices(grid).reshape(3, -1)
+            first = positions[0, start]
+            positions[:, start : start + count] = first + np.indices(grid).reshape(3, -1)
             behind = len(token_ids) - start - count
-            found[:, start + count :] = first + max(grid[1:]) + np.arange(behind)
-        return found
+            positions[:, start + count :] = first + max(grid[1:]) + np.arange(behind)
+        return positions
 
 
 @dataclass(frozen=True)

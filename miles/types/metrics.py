@@ -50,4 +50,4 @@ def held_out_metrics(names: Iterable[str]) -> dict[str, str]:
     >>> held_out_metrics(["eval/a/accuracy", "eval/a/reward", "eval/old/accuracy", "eval/a/reward_parts/x"])
     {'a': 'eval/a/reward', 'old': 'eval/old/accuracy'}
     """
-    return {found[1]: name for name in sorted(names) if (found := _HELD_OUT.fullmatch(name)) is not None}
+    return {match[1]: name for name in sorted(names) if (match := _HELD_OUT.fullmatch(name)) is not None}

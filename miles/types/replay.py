@@ -98,28 +98,28 @@ class TokenSets:
         wanted = np.asarray(tokens, np.int64)
         inside = (wanted >= 0) & (wanted < self.vocab_size)
         wanted = np.where(inside, wanted, 0)
-        found: np.ndarray = self.sizes == WHOLE
+        mask: np.ndarray = self.sizes == WHOLE
         listed, in_bits = np.flatnonzero(self.is_listed), np.flatnonzero(self.is_bits)
         row = np.repeat(listed, self.sizes[listed])
-        found[row[self.ids == wanted[row]]] = True
+        mask[row[self.ids == wanted[row]]] = True
         of_bits = wanted[in_bits]
-        found[in_bits] = self.bits[np.arange(len(in_bits)), of_bits // 8] >> (of_bits % 8) & 1
-        return found & inside
+        mask[in_bits] = self.bits[np.arange(len(in_bits)), of_bits // 8] >> (of_bits % 8) & 1
+        return mask & inside
 
     def sets(self) -> list[np.ndarray | None]:
         """Return the ids of each set, ascending, int64; None for the whole vocabulary."""
-        found: list[np.ndarray | None] = []
+        sets: list[np.ndarray | None] = []
         start, row = 0, 0
         for size, listed in zip(self.sizes.tolist(), self.is_listed.tolist(), strict=True):
             if size == WHOLE:
-                found.append(None)
+                sets.append(None)
             elif listed:
-                found.append(self.ids[start : start + size].astype(np.int64))
+                sets.append(self.ids[start : start + size].astype(np.int64))
                 start += size
             else:
-                found.append(np.flatnonzero(np.unpackbits(self.bits[row], bitorder="little")))
+                sets.append(np.flatnonzero(np.unpackbits(self.bits[row], bitorder="little")))
                 row += 1
-        return found
+        return sets
 
     def check(self) -> None:
         """Raise ``ValueError`` unless the columns belong to each other and every id is in the vocabulary."""
@@ -152,13 +152,13 @@ class TokenSetsBuilder:
         if ids is None or len(ids) == self.vocab_size:
             self._sizes.append(WHOLE)
             return
-        kept = np.sort(np.asarray(ids, np.uint32))
-        self._sizes.append(len(kept))
-        if len(kept) * 32 <= self.vocab_size:
-            self._ids.frombytes(kept.tobytes())
+        sorted_ids = np.sort(np.asarray(ids, np.uint32))
+        self._sizes.append(len(sorted_ids))
+        if len(sorted_ids) * 32 <= self.vocab_size:
+            self._ids.frombytes(sorted_ids.tobytes())
             return
         flags = np.zeros(self.vocab_size, np.uint8)
-        flags[kept] = 1
+        flags[sorted_ids] = 1
         self._bits += np.packbits(flags, bitorder="little").tobytes()
 
     def build(self) -> TokenSets:
@@ -175,11 +175,11 @@ def extended(
 
     Tokens without sets, such as a tool's tokens, have the whole vocabulary. None if neither part has sets.
     """
-    given = before if before is not None else more
-    if given is None:
+    known = before if before is not None else more
+    if known is None:
         return None
-    first = TokenSets.whole(given.vocab_size, tokens_before) if before is None else before
-    second = TokenSets.whole(given.vocab_size, more_tokens) if more is None else more
+    first = TokenSets.whole(known.vocab_size, tokens_before) if before is None else before
+    second = TokenSets.whole(known.vocab_size, more_tokens) if more is None else more
     return TokenSets.joined([first, second])
 
 
@@ -222,8 +222,8 @@ def at_tokens(
         layers: The decoder layers of the model.
         topk: k.
     """
-    found = np.full((len(sample), layers, topk), UNKNOWN, np.int16)
+    result = np.full((len(sample), layers, topk), UNKNOWN, np.int16)
     for number, of_sample in enumerate(choices):
         held = np.flatnonzero((sample == number) & (position < len(of_sample)))
-        found[held] = of_sample[position[held]]
-    return found
+        result[held] = of_sample[position[held]]
+    return result

@@ -70,19 +70,19 @@ class Support:
         """
         rows, width = logits.shape
         # One more column takes the ids of other ranks' vocabulary: selecting this rank's ids would wait for a GPU.
-        kept = self.is_whole[part, None].repeat(1, width + 1)
+        mask = self.is_whole[part, None].repeat(1, width + 1)
         of_ids = slice(int(self.id_ends[part.start]), int(self.id_ends[part.start + rows]))
         column = self.ids[of_ids] - first_token
         column = torch.where((column >= 0) & (column < width), column, width)
-        kept.index_put_((self.id_rows[of_ids] - part.start, column), torch.ones_like(column, dtype=torch.bool))
+        mask.index_put_((self.id_rows[of_ids] - part.start, column), torch.ones_like(column, dtype=torch.bool))
         of_bits = slice(int(self.bit_ends[part.start]), int(self.bit_ends[part.start + rows]))
         if of_bits.stop > of_bits.start:
             token = first_token + torch.arange(width, device=logits.device)
             inside = token < 8 * self.bits.shape[1]
             byte = torch.where(inside, token // 8, 0)
             flags = (self.bits[of_bits][:, byte] >> (token % 8).to(torch.uint8)) & inside.to(torch.uint8)
-            kept[self.bit_rows[of_bits] - part.start, :width] = flags.bool()
-        return logits.masked_fill_(~kept[:, :width], EXCLUDED)
+            mask[self.bit_rows[of_bits] - part.start, :width] = flags.bool()
+        return logits.masked_fill_(~mask[:, :width], EXCLUDED)
 
 
 def _ends(counts: np.ndarray) -> np.ndarray:

@@ -99,11 +99,11 @@ class TrainBatch:
         is_all = len(samples) == len(self) and bool((samples == np.arange(len(samples))).all())
         columns: list[dict[str, Any]] = [{} for _ in parts]
         for name, column in self._columns():
-            found: list[list[Any]] = [[None] * size for size in sizes]
+            lists: list[list[Any]] = [[None] * size for size in sizes]
             values = column if is_all else map(column.__getitem__, samples.tolist())
             # One call per sample, none of them in Python: a loop takes twice as long.
-            deque(map(list.__setitem__, map(found.__getitem__, part_of), place, values), maxlen=0)
-            for part, own in zip(columns, found, strict=True):
+            deque(map(list.__setitem__, map(lists.__getitem__, part_of), place, values), maxlen=0)
+            for part, own in zip(columns, lists, strict=True):
                 part[name] = own
         return [replace(self, **part) for part in columns]
 

@@ -43,11 +43,11 @@ def test_settings_by_name_are_those_of_the_flags(tmp_path):
     words = minimal("--lr 1e-5 --use-kl-loss --eval-prompt-data a hf:b --eval-interval 2 --num-experts 8")
     expected = judge(read_command(words)).settings
     more = {"lr": 1e-5, "use_kl_loss": True, "eval_prompt_data": {"a": "hf:b"}, "eval_interval": 2, "num_experts": 8}
-    found = miles.Settings.from_flags(**KEYWORDS, **more, rm_type="last_number", colocate=False, save=None)
-    assert vars(found) == vars(expected)
+    settings = miles.Settings.from_flags(**KEYWORDS, **more, rm_type="last_number", colocate=False, save=None)
+    assert vars(settings) == vars(expected)
     assert vars(miles.Settings.from_flags(" ".join(words), lr=1e-5)) == vars(expected)
-    (tmp_path / "run.yaml").write_text(found.to_yaml())
-    assert miles.Settings.from_yaml(tmp_path / "run.yaml") == found
+    (tmp_path / "run.yaml").write_text(settings.to_yaml())
+    assert miles.Settings.from_yaml(tmp_path / "run.yaml") == settings
     assert miles.Settings.from_yaml(tmp_path / "run.yaml", use_kl_loss=False, lr=0.3).optimizer.lr == 0.3
 
 

@@ -20,9 +20,9 @@ def miles(*words):
 
 def test_help_lists_every_command_with_its_summary(capsys):
     assert cli.main(["--help"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in command_names():
-        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
+        (line,) = [line for line in output.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 3, "a summary follows the name"
 
 

@@ -143,8 +143,8 @@ def test_layer_does_not_import(found: dict[str, set[str]], who: str, forbidden: 
 
 
 def test_rooms_import_what_the_table_allows() -> None:
-    places = {path.name if path.is_dir() else path.stem for path in (ROOT / "miles").iterdir()}
-    assert places - {"__pycache__", "py"} == {*ROOMS, *LOOSE}, "a file or folder of miles is in no room"
+    entries = {path.name if path.is_dir() else path.stem for path in (ROOT / "miles").iterdir()}
+    assert entries - {"__pycache__", "py"} == {*ROOMS, *LOOSE}, "a file or folder of miles is in no room"
     broken = {
         (module, room)
         for path in SOURCES
@@ -234,5 +234,5 @@ def test_no_module_is_called_utils() -> None:
 
 def test_no_machine_paths() -> None:
     machine = re.compile(r"(?<![\w.])/(?:home|work|root|opt|Users|mnt)/\w")
-    found = {str(p.relative_to(ROOT)) for p in TEXTS if machine.search(p.read_text(errors="replace"))}
-    assert not found
+    paths = {str(p.relative_to(ROOT)) for p in TEXTS if machine.search(p.read_text(errors="replace"))}
+    assert not paths

@@ -41,8 +41,8 @@ def log_probs(model: Any) -> torch.Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, TOKENS[1:, None])[:, 0]
 
 
-def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return (found.double() - expected).abs().max().item()
+def largest_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return (actual.double() - expected).abs().max().item()
 
 
 @pytest.mark.parametrize("spread", [0.15, 0.3, 0.5, 1.0])
@@ -96,9 +96,9 @@ def _policy_loss(p: torch.Tensor, old: torch.Tensor, a: torch.Tensor, epsilon: f
     return (-a * ratio - a * sequence**1.5 * (1 - sequence).exp()).mean(1)
 
 
-def _excess(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _excess(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest error, relative for numbers above 1."""
-    return ((found.double() - expected).abs() / expected.abs().clamp_min(1.0)).max().item()
+    return ((actual.double() - expected).abs() / expected.abs().clamp_min(1.0)).max().item()
 
 
 def test_few_roundings_are_those_of_a_formula_and_no_fault() -> None:
@@ -161,13 +161,13 @@ def test_attention_shows_a_key_too_few() -> None:
     assert largest_error(attend(exact[0], exact[1][:, :-1], exact[2][:, :-1]), expected) > 2 * tolerance
 
 
-def _trained(noise: float, dtype: torch.dtype, forgets: bool = False, **given: Any) -> torch.Tensor:
+def _trained(noise: float, dtype: torch.dtype, forgets: bool = False, **options: Any) -> torch.Tensor:
     """Return 10^4 weights after four steps of AdamW; the last two gradients have a relative error of ``noise``."""
     draw = torch.Generator().manual_seed(0)
     weight = (0.15 * torch.randn(10_000, generator=draw)).to(dtype).requires_grad_()
     gradients = 1e-3 * torch.randn(4, 10_000, generator=draw)
     errors = noise * 1e-3 * torch.randn(4, 10_000, generator=draw)
-    adam = torch.optim.AdamW([weight], **(dict(lr=1e-2, weight_decay=0.1) | given))
+    adam = torch.optim.AdamW([weight], **(dict(lr=1e-2, weight_decay=0.1) | options))
     for step in range(4):
         weight.grad = (gradients[step] + (errors[step] if step >= 2 else 0)).to(dtype)
         if forgets and step == 2:
@@ -180,12 +180,12 @@ def test_steps_of_adam_show_other_settings_and_lost_moments() -> None:
     expected = _trained(0.0, torch.float64)
     close = adam_error(1e-2, steps=2) + FEW_ROUNDINGS * expected.abs()
 
-    def excess(found: torch.Tensor) -> float:
-        return ((found.double() - expected).abs() / close).max().item()
+    def excess(actual: torch.Tensor) -> float:
+        return ((actual.double() - expected).abs() / close).max().item()
 
     assert excess(_trained(RELATIVE_ERROR / 3, torch.float32)) < 1
-    for given in (dict(betas=(0.9, 0.99)), dict(weight_decay=0.09), dict(lr=1.01e-2), dict(forgets=True)):
-        assert excess(_trained(0.0, torch.float64, **given)) > 2, given
+    for options in (dict(betas=(0.9, 0.99)), dict(weight_decay=0.09), dict(lr=1.01e-2), dict(forgets=True)):
+        assert excess(_trained(0.0, torch.float64, **options)) > 2, options
 
 
 def test_a_run_shows_another_learning_rate() -> None:

@@ -49,8 +49,8 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    (found,) = folder.glob("miles-*.whl")
-    return found
+    (path,) = folder.glob("miles-*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +115,14 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 
 
 def test_the_commands_work_elsewhere(miles, environment, tmp_path):
-    shown = miles("--help")
-    assert shown.returncode == 0 and "quickstart" in shown.stdout and "doctor" in shown.stdout, shown.stderr
+    result = miles("--help")
+    assert result.returncode == 0 and "quickstart" in result.stdout and "doctor" in result.stdout, result.stderr
     assert miles("quickstart", "--help").stdout.startswith("usage: miles quickstart [MODEL_FOLDER]")
     explained = miles("explain", *FLAGS.split())
     assert explained.returncode == 0 and explained.stdout.startswith("Objective\n"), explained.stderr
     checked = miles("doctor", "--quick", "--json")
-    found = {finding["name"]: finding for finding in json.loads(checked.stdout)["findings"]}
-    assert Path(found["miles"]["facts"]["folder"]).is_relative_to(environment)
+    by_name = {finding["name"]: finding for finding in json.loads(checked.stdout)["findings"]}
+    assert Path(by_name["miles"]["facts"]["folder"]).is_relative_to(environment)
     missing = miles("report", "nowhere")
     assert missing.returncode == 2 and "no run.json there" in missing.stderr
     code = "import miles, sys; print(miles.Settings.from_flags(sys.argv[1]).optimizer.lr)"
@@ -159,8 +159,8 @@ def lines_of(process, pattern):
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if found := re.search(pattern, line):
-            return lines, found
+        if match := re.search(pattern, line):
+            return lines, match
     raise AssertionError(f"no line has {pattern}:\n{''.join(lines)}")
 
 

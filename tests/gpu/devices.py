@@ -41,4 +41,4 @@ def figures_of(name: str) -> Figures | None:
     >>> figures_of("NVIDIA H100 80GB HBM3").memory
     3350
     """
-    return next((found for known, found in DEVICES.items() if known in name.replace("-", " ").split()), None)
+    return next((figures for known, figures in DEVICES.items() if known in name.replace("-", " ").split()), None)

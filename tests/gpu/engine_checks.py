@@ -42,14 +42,14 @@ async def generate(engine: Engine, vocab_size: int, lengths: Sequence[int]) -> l
     sampling, seeds = SamplingParams(NEW_TOKENS), tuple(range(SAMPLES))
     asked = [GenerationRequest(prompt, seeds, sampling) for prompt in prompts(vocab_size, lengths)]
     groups = await asyncio.gather(*(engine.generate(request) for request in asked))
-    return [(request.prompt_ids, found) for request, group in zip(asked, groups, strict=True) for found in group]
+    return [(request.prompt_ids, answer) for request, group in zip(asked, groups, strict=True) for answer in group]
 
 
 def oracle(folder: Path) -> PreTrainedModel:
     """Return the model of ``folder`` in fp32, by transformers on CPU."""
     config = read_config(str(folder))
-    given: dict[str, Any] = dict(config=config, dtype=torch.float32, attn_implementation="eager")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **given)
+    options: dict[str, Any] = dict(config=config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
     return model.eval().requires_grad_(False)
 
 
@@ -101,12 +101,12 @@ def write_two(kind: str, folder: Path) -> tuple[Path, Path]:
     return first, other
 
 
-def assert_follows(found: dict[str, float]) -> None:
+def assert_follows(errors: dict[str, float]) -> None:
     """Fail if the engine computes other log-probs than the weights that it should have."""
     for name in ("before", "after"):
-        assert found[name] < BOUND, f"{name} the update: {found}"
+        assert errors[name] < BOUND, f"{name} the update: {errors}"
     for name in ("before, other weights", "after, first weights"):
-        assert found[name] > APART, f"{name}: too near to tell apart: {found}"
+        assert errors[name] > APART, f"{name}: too near to tell apart: {errors}"
 
 
 async def stop_at_a_text(engine: Engine, decode: Callable[[list[int]], str]) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def _greedy(prompt: tuple[int, ...], *stop_texts: str) -> GenerationRequest:
     return GenerationRequest(prompt, (1,), SamplingParams(24, temperature=0.0, stop_texts=stop_texts))
 
 
-def assert_stops(found: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
+def assert_stops(result: dict[str, Any], decode: Callable[[list[int]], str]) -> None:
     """Fail if the response did not end with the token that completes the text, or lost a log-prob."""
-    ended, text = found["ended"], found["text"]
-    assert text and ended["reason"] == "stop", found
-    assert text in decode(ended["tokens"]), found
-    assert text not in decode(ended["tokens"][:-1]), found
-    assert len(ended["log_probs"]) == len(ended["tokens"]), found
-    assert found["free"]["tokens"][: len(ended["tokens"])] == ended["tokens"], found
+    ended, text = result["ended"], result["text"]
+    assert text and ended["reason"] == "stop", result
+    assert text in decode(ended["tokens"]), result
+    assert text not in decode(ended["tokens"][:-1]), result
+    assert len(ended["log_probs"]) == len(ended["tokens"]), result
+    assert result["free"]["tokens"][: len(ended["tokens"])] == ended["tokens"], result

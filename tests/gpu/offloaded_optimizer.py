@@ -43,18 +43,18 @@ def trained(path: Path, sizes: MegatronArguments) -> tuple[dict[str, torch.Tenso
     torch.cuda.synchronize()
     named = dict(backend.policy.stage.named_parameters())
     held = (torch.cuda.memory_allocated() - before) / sum(p.numel() for p in named.values())
-    adam, found = AdamState(backend.policy.optimizer.adam), {}
+    adam, tensors = AdamState(backend.policy.optimizer.adam), {}
     for name, parameter in named.items():
-        found[name] = parameter.detach().double().cpu()
+        tensors[name] = parameter.detach().double().cpu()
         pieces = adam.piece(parameter).tensors
-        found |= {f"{name} {kind}": tensor.double().cpu() for kind, tensor in pieces.items()}
-    return found, held
+        tensors |= {f"{name} {kind}": tensor.double().cpu() for kind, tensor in pieces.items()}
+    return tensors, held
 
 
 def main(folder: Path) -> None:
     path = start(folder)
     wanted, ordinary = trained(path, DIVIDED)
-    found: dict[str, Any] = {"ordinary": {"bytes": ordinary}}
+    report: dict[str, Any] = {"ordinary": {"bytes": ordinary}}
     for way, sizes in WAYS.items():
         state, held = trained(path, sizes)
         assert state.keys() == wanted.keys()
@@ -63,8 +63,8 @@ def main(folder: Path) -> None:
             kind = "state" if " " in name else "weights"
             difference = (state[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-30)
             differences[kind] = max(differences[kind], difference.item())
-        found[way] = differences | {"bytes": held}
-    print(json.dumps(found), flush=True)
+        report[way] = differences | {"bytes": held}
+    print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 

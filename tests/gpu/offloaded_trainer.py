@@ -49,8 +49,8 @@ def main(name: str, folder: Path) -> None:
     be_deterministic()  # else equal steps may differ in the last bits
     path = start(folder)
     wanted, _ = trained(name, path, moves=False)
-    found, held = trained(name, path, moves=True)
-    is_equal = wanted.keys() == found.keys() and all(torch.equal(found[n], weight) for n, weight in wanted.items())
+    tensors, held = trained(name, path, moves=True)
+    is_equal = wanted.keys() == tensors.keys() and all(torch.equal(tensors[n], weight) for n, weight in wanted.items())
     print(json.dumps({"is_equal": is_equal} | held), flush=True)
     dist.destroy_process_group()
 

@@ -113,11 +113,11 @@ class RecordedOptimizer:
     def step(self) -> Any:
         policy = self.backend.policy
         if hasattr(self.backend, "converter"):
-            found = self.backend.converter.export(policy.stage, lambda p: p.main_grad, torch.float32)
+            pairs = self.backend.converter.export(policy.stage, lambda p: p.main_grad, torch.float32)
         else:
             named = policy.module.language_model.named_parameters()
-            found = ((n, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in named)
-        self.gradients = {name: gradient.detach().double().cpu() for name, gradient in found}
+            pairs = ((n, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in named)
+        self.gradients = {name: gradient.detach().double().cpu() for name, gradient in pairs}
         return policy.optimizer.step()
 
 
@@ -129,9 +129,9 @@ def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) ->
     made = make_backend(settings_of(backend, path, case.loss, parallel))
     recorded = RecordedOptimizer(made)
     train(made, batch_of(case), recorded)
-    found = by_expert(recorded.gradients)
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    error = torch.stack([(found[n] - g.double()).norm() for n, g in expected.items()]).norm()
+    gradients = by_expert(recorded.gradients)
+    assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
+    error = torch.stack([(gradients[n] - g.double()).norm() for n, g in expected.items()]).norm()
     return (error / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
 
 
@@ -146,17 +146,17 @@ def train(backend: Any, batch: TrainBatch, optimizer: Any = None) -> dict[str, f
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the gradients with one entry per expert; some models store all experts in one tensor."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = gradient
+            by_name[name] = gradient
             continue
         prefix, _, kind = name.rpartition(".")
         kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
         for number, whole in enumerate(gradient):
             parts = whole.chunk(len(kinds))
-            found |= {f"{prefix}.{number}.{k}.weight": part for k, part in zip(kinds, parts, strict=True)}
-    return found
+            by_name |= {f"{prefix}.{number}.{k}.weight": part for k, part in zip(kinds, parts, strict=True)}
+    return by_name
 
 
 def speed(backend: str, path: Path) -> dict[str, float]:
@@ -186,8 +186,8 @@ def speed(backend: str, path: Path) -> dict[str, float]:
 
 def main(backend: str, model: str, folder: Path) -> None:
     path = start(folder, model)
-    found: dict[str, Any] = {name: conform(backend, path, *given) for name, given in TRAINED.items()}
-    print(json.dumps(found | speed(backend, path)), flush=True)
+    report: dict[str, Any] = {name: conform(backend, path, *arguments) for name, arguments in TRAINED.items()}
+    print(json.dumps(report | speed(backend, path)), flush=True)
     dist.destroy_process_group()
 
 

@@ -26,22 +26,22 @@ WARM = 2  # iterations at the start of a run that its medians leave out
 def environment() -> dict[str, str]:
     import torch  # not at the top: the page is written without it
 
-    found = {"Python": platform.python_version()}
+    facts = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            facts[name] = "not installed"
     if not torch.cuda.is_available():
-        return found | {"GPU": "none"}
+        return facts | {"GPU": "none"}
     properties = torch.cuda.get_device_properties(0)
-    found["GPU"] = f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 1024**3:.0f} GiB"
-    found["CUDA of PyTorch"] = str(torch.version.cuda)
-    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["bf16 product of 8192 x 8192"] = f"{product_rate() / 1e12:.0f} TFLOP/s"
+    facts["GPU"] = f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 1024**3:.0f} GiB"
+    facts["CUDA of PyTorch"] = str(torch.version.cuda)
+    facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["bf16 product of 8192 x 8192"] = f"{product_rate() / 1e12:.0f} TFLOP/s"
     for kind, pinned in (("page-locked", True), ("ordinary", False)):
-        found[f"copy from {kind} host memory"] = f"{copy_rate(pinned) / 1e9:.1f} GB/s"
-    return found
+        facts[f"copy from {kind} host memory"] = f"{copy_rate(pinned) / 1e9:.1f} GB/s"
+    return facts
 
 
 def product_rate(size: int = 8192, repeats: int = 20) -> float:
@@ -98,18 +98,18 @@ def tests(folder: Path) -> Iterator[str]:
 
 def figures(recorded: str) -> str:
     """Return the figures that a test recorded, as a few words."""
-    found: dict[str, Any] = json.loads(recorded) if recorded else {}
+    values: dict[str, Any] = json.loads(recorded) if recorded else {}
     return ", ".join(
-        f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+        f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )
 
 
 def gradients(folder: Path) -> Iterator[str]:
     yield "\n## Gradients in bf16: distance from an fp32 oracle, relative to its norm (bound 0.05)\n"
     path = folder / "gradients.xml"
-    found = [one for one in results(path) if one.figures] if path.exists() else []
-    yield from (f"- {one.name}: {figures(one.figures)}, {one.result}" for one in found)
-    if not found:
+    rows = [one for one in results(path) if one.figures] if path.exists() else []
+    yield from (f"- {one.name}: {figures(one.figures)}, {one.result}" for one in rows)
+    if not rows:
         yield "- not measured"
 
 
@@ -200,15 +200,15 @@ def ratios(folder: Path) -> Iterator[str]:
     for title, part, base in RATIOS:
         one, other = measured(folder, part), measured(folder, base)
         if one is None or other is None:
-            lacking = " and ".join(n for n, found in ((part, one), (base, other)) if found is None)
+            lacking = " and ".join(n for n, report in ((part, one), (base, other)) if report is None)
             rows.append([title, f"not measured: no result of {lacking}"])
         else:
             rows.append([title, f"{one['tokens_per_second'] / other['tokens_per_second']:.2f}"])
-    found = measured(folder, "server-speed") or {}
-    fast, slow = found.get("tokens_per_second", {}), found.get("without_graphs", {})
+    report = measured(folder, "server-speed") or {}
+    fast, slow = report.get("tokens_per_second", {}), report.get("without_graphs", {})
     title = "engine with CUDA graphs against without, responses at once: ratio"
-    shown = [f"{n}: {fast[n] / slow[n]:.2f} ({fast[n]:.0f} tokens/s)" for n in fast if n in slow]
-    rows.append([title, ", ".join(shown) or "not measured: no result of server-speed"])
+    texts = [f"{n}: {fast[n] / slow[n]:.2f} ({fast[n]:.0f} tokens/s)" for n in fast if n in slow]
+    rows.append([title, ", ".join(texts) or "not measured: no result of server-speed"])
     yield from table(["what", "ratio"], rows)
 
 
@@ -230,10 +230,10 @@ def weights(folder: Path) -> Iterator[str]:
     """Return the share of their link that weight updates reach: one server's by each way, and the updates of runs."""
     yield "\n## Weight updates: share of the link's bandwidth by the data sheet"
     gpu = figures_of((measured(folder, "environment") or {}).get("GPU", "").replace(",", " "))
-    found = measured(folder, "server-speed") or {}
+    report = measured(folder, "server-speed") or {}
     rows = [
         sync_row("server", one["mode"], one["over"], one["bytes"], one["seconds"], gpu)
-        for one in found.get("updates", [])
+        for one in report.get("updates", [])
     ]
     for path in sorted(folder.glob("*/metrics.jsonl")):
         logged = [row for row in rows_of(path) if row.get("weight_sync/load_seconds")]
@@ -243,20 +243,20 @@ def weights(folder: Path) -> Iterator[str]:
             rows.append(sync_row(path.parent.name, "the run's", "the host", size, seconds, gpu))
     head = ["engine of", "mode", "over", "MB", "seconds", "GB/s", "narrowest link", "its GB/s", "share"]
     yield from table(head, rows) if rows else ["\nnot measured"]
-    if "no NCCL" in found:
-        yield f"\nOver NCCL: not measured, {found['no NCCL']}."
+    if "no NCCL" in report:
+        yield f"\nOver NCCL: not measured, {report['no NCCL']}."
 
 
 def memory(folder: Path) -> Iterator[str]:
     yield "\n## Memory that a colocated server releases\n"
-    found = (measured(folder, "server-speed") or {}).get("memory", {"not measured": "no result of server-speed"})
-    if "not measured" in found:
-        yield f"- not measured: {found['not measured']}"
+    report = (measured(folder, "server-speed") or {}).get("memory", {"not measured": "no result of server-speed"})
+    if "not measured" in report:
+        yield f"- not measured: {report['not measured']}"
         return
-    freed = found["serving"] - found["released"]
+    freed = report["serving"] - report["released"]
     yield (
-        f"- {freed / 1024**3:.1f} GiB of {found['serving'] / 1024**3:.1f} that all processes hold while it serves; "
-        f"{found['taken back'] / 1024**3:.1f} after it has taken them back"
+        f"- {freed / 1024**3:.1f} GiB of {report['serving'] / 1024**3:.1f} that all processes hold while it serves; "
+        f"{report['taken back'] / 1024**3:.1f} after it has taken them back"
     )
 
 
@@ -322,8 +322,8 @@ def run_row(path: Path) -> list[str]:
 
 def page(folder: Path) -> Iterator[str]:
     yield "# Figures of one GPU\n"
-    found = measured(folder, "environment") or {}
-    yield from (f"- {name}: {value}" for name, value in found.items())
+    report = measured(folder, "environment") or {}
+    yield from (f"- {name}: {value}" for name, value in report.items())
     for section in (parts, tests, gradients, steps, logits, ratios, weights, memory, runs):
         yield from section(folder)
 

@@ -27,11 +27,11 @@ def metrics(folder: Path) -> dict[int, dict[str, Any]]:
 
 def assert_equal_runs(first: Path, second: Path) -> None:
     """Fail unless metrics and exported weights (``hf/`` in each folder) are equal bit for bit."""
-    found, wanted = metrics(second), metrics(first)
-    assert found.keys() == wanted.keys() and wanted
+    rows, wanted = metrics(second), metrics(first)
+    assert rows.keys() == wanted.keys() and wanted
     for step, row in wanted.items():
         differing = {
-            n: (row.get(n), found[step].get(n)) for n in row.keys() | found[step] if row.get(n) != found[step].get(n)
+            n: (row.get(n), rows[step].get(n)) for n in row.keys() | rows[step] if row.get(n) != rows[step].get(n)
         }
         assert not differing, f"step {step}: {differing}"
     weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (first, second))
@@ -74,14 +74,14 @@ def assert_adapter(base: Path, adapter: Path, export: Path, dtype: torch.dtype) 
         export: The exported model.
         dtype: The run's; the sum is made in fp32 and rounded to it.
     """
-    given = _weights(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    original = _weights(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     parts = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
     assert parts and all(p.abs().max() > 0 for p in parts.values()), "the adapter has not learned"
     wanted = _weights(adapted.merge_and_unload())
     exported = _weights(AutoModelForCausalLM.from_pretrained(export, dtype="auto"))
-    assert exported.keys() == wanted.keys() == given.keys()
-    touched = {name for name in given if not torch.equal(given[name].to(dtype), exported[name])}
+    assert exported.keys() == wanted.keys() == original.keys()
+    touched = {name for name in original if not torch.equal(original[name].to(dtype), exported[name])}
     assert touched and all("_proj" in name for name in touched), f"also changed: {sorted(touched)}"
     for name, weight in wanted.items():
         one_place = torch.finfo(dtype).eps * weight.abs().max().clamp_min(1e-30)

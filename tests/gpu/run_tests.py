@@ -30,8 +30,8 @@ def results(path: Path) -> Iterator[Result]:
     for case in ElementTree.parse(path).iter("testcase"):
         result, reason = "ok", ""
         for kind, named in (("skipped", "skipped"), ("failure", "FAILED"), ("error", "FAILED")):
-            for found in case.iter(kind):
-                result, reason = named, (found.get("message") or "").partition("\n")[0]
+            for element in case.iter(kind):
+                result, reason = named, (element.get("message") or "").partition("\n")[0]
         recorded = [p.get("value", "") for p in case.iter("property") if p.get("name") == "figures"]
         yield Result(case.get("name", ""), result, float(case.get("time", 0)), reason, "".join(recorded))
 
@@ -42,10 +42,10 @@ def main(path: Path, arguments: Sequence[str]) -> int:
     status = int(pytest.main([*arguments, f"--junitxml={path}", "-rs", "-p", "no:cacheprovider"]))
     if status != 0:
         return status
-    found = list(results(path))
-    if any(one.result == "ok" for one in found):
+    tests = list(results(path))
+    if any(one.result == "ok" for one in tests):
         return 0
-    print("skipped:", "; ".join(dict.fromkeys(one.reason for one in found)))
+    print("skipped:", "; ".join(dict.fromkeys(one.reason for one in tests)))
     return SKIPPED
 
 

@@ -111,45 +111,45 @@ async def released(engine: Any, chunks: Sequence[WeightChunk], version: int, dev
         return {"not measured": "there is no GPU"}
     if find_spec(SAVER) is None:
         return {"not measured": f"{SAVER} is not installed"}
-    found = {"serving": taken()}
+    memory = {"serving": taken()}
     await engine.release_memory()
-    found["released"] = taken()
+    memory["released"] = taken()
     await engine.update_weights(chunks, version)
-    return found | {"taken back": taken()}
+    return memory | {"taken back": taken()}
 
 
-async def measure(model: Path, output: Path, device: str, new_tokens: int, found: dict[str, Any]) -> None:
-    """Start a server and add its measurements to ``found``, then another one without graphs."""
+async def measure(model: Path, output: Path, device: str, new_tokens: int, report: dict[str, Any]) -> None:
+    """Start a server and add its measurements to ``report``, then another one without graphs."""
     vocab_size = read_config(str(model)).get_text_config().vocab_size
     settings = settings_of(model, output / "graphs", device)
     engine: Any = await start_engine(settings, LocalHost(device))
     try:
-        found["tokens_per_second"] = await rates(engine, vocab_size, new_tokens)
+        report["tokens_per_second"] = await rates(engine, vocab_size, new_tokens)
         chunks = chunks_of(model)
         for mode in MODES:
-            found["updates"].append(await updates_by(mode, engine.servers, settings, chunks))
+            report["updates"].append(await updates_by(mode, engine.servers, settings, chunks))
         if torch.cuda.device_count() > 1:
             own = [WeightChunk({n: t.to("cuda:1") for n, t in chunk.tensors.items()}) for chunk in chunks]
             over_nccl = await updates_by("broadcast", engine.servers, settings, own, torch.device("cuda:1"))
-            found["updates"].append(over_nccl)
+            report["updates"].append(over_nccl)
         else:
-            found["no NCCL"] = f"needs 2 GPUs; this machine has {torch.cuda.device_count()}"
-        found["memory"] = await released(engine, chunks, engine.servers.version + 1, device)
+            report["no NCCL"] = f"needs 2 GPUs; this machine has {torch.cuda.device_count()}"
+        report["memory"] = await released(engine, chunks, engine.servers.version + 1, device)
     finally:
         await engine.close()
     engine = await start_engine(settings_of(model, output / "eager", device, WITHOUT_GRAPHS), LocalHost(device))
     try:
-        found["without_graphs"] = await rates(engine, vocab_size, new_tokens)
+        report["without_graphs"] = await rates(engine, vocab_size, new_tokens)
     finally:
         await engine.close()
 
 
 def main(model: Path, result: Path, device: str) -> None:
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "updates": []}
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "updates": []}
     try:
-        asyncio.run(measure(model, result.with_suffix(""), device, 128 if device == "cuda" else 8, found))
+        asyncio.run(measure(model, result.with_suffix(""), device, 128 if device == "cuda" else 8, report))
     finally:
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -61,20 +61,20 @@ async def check_stop(folder: Path, device: str) -> dict[str, Any]:
     decode = write_readable(folder / "model")
     engine = await start_engine(settings_of("stop", folder / "model", folder / "run", device), LocalHost(device))
     try:
-        found = await stop_at_a_text(engine, decode)
+        result = await stop_at_a_text(engine, decode)
     finally:
         await engine.close()
-    assert_stops(found, decode)
-    return found
+    assert_stops(result, decode)
+    return result
 
 
 def main(kind: str, folder: Path, device: str) -> None:
-    found: dict[str, Any] = asyncio.run(
+    result: dict[str, Any] = asyncio.run(
         check_stop(folder, device) if kind == "stop" else check_family(kind, folder, device)
     )
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
     if kind != "stop":
-        assert_follows(found)
+        assert_follows(result)
 
 
 if __name__ == "__main__":

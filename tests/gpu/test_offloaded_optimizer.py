@@ -15,10 +15,10 @@ WEIGHTS = 2.0**-7  # a state that differs so little rounds to the same bf16 weig
 
 @pytest.mark.timeout(600)
 def test_megatron_updates_in_host_memory_as_on_the_gpu(run_program: Any, record_property: Any) -> None:
-    found = run_program("offloaded_optimizer.py")
-    record_property("figures", json.dumps(found))
-    ordinary = found.pop("ordinary")["bytes"]
-    for way, measured in found.items():
+    report = run_program("offloaded_optimizer.py")
+    record_property("figures", json.dumps(report))
+    ordinary = report.pop("ordinary")["bytes"]
+    for way, measured in report.items():
         assert measured["state"] <= RELATIVE_ERROR and measured["weights"] <= WEIGHTS, way
         # fp32 weights and two moments take 12 bytes per parameter.
         assert ordinary - measured["bytes"] >= (5 if way == "half" else 10), way

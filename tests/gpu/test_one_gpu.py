@@ -18,8 +18,8 @@ BOUND = 0.05
 def test_bf16_gradients_equal_those_of_the_fp32_oracle(
     backend: str, model: str, run_program: Any, record_property: Any
 ) -> None:
-    found = run_program("one_gpu.py", backend, model)
-    distances = {name: found[name] for name in ("averages", "counts tokens", "padded")}
+    report = run_program("one_gpu.py", backend, model)
+    distances = {name: report[name] for name in ("averages", "counts tokens", "padded")}
     # Without the speed: several of these tests share the GPU.
-    record_property("figures", json.dumps(distances | {"peak GiB": found["peak_memory_gib"]}))
+    record_property("figures", json.dumps(distances | {"peak GiB": report["peak_memory_gib"]}))
     assert all(distance < BOUND for distance in distances.values())

@@ -28,9 +28,9 @@ def class_of(kind: str) -> str:
 
 @pytest.mark.timeout(SECONDS)
 def test_a_response_ends_at_a_text(run_program: Any, record_property: Any) -> None:
-    found = run_program("sglang_engine.py", "stop")
+    report = run_program("sglang_engine.py", "stop")
     record_property(
-        "figures", json.dumps({"tokens": len(found["ended"]["tokens"]), "reason": found["ended"]["reason"]})
+        "figures", json.dumps({"tokens": len(report["ended"]["tokens"]), "reason": report["ended"]["reason"]})
     )
 
 
@@ -44,6 +44,6 @@ def test_log_probs_in_deterministic_mode(run_program: Any, record_property: Any)
 def test_log_probs_are_those_of_the_weights(kind: str, run_program: Any, record_property: Any) -> None:
     if class_of(kind) not in served_architectures():
         pytest.skip(f"the installed SGLang has no {class_of(kind)}")
-    found = run_program("sglang_engine.py", kind)
-    record_property("figures", json.dumps(found))
-    print(f"\n{kind}: {found} (bound {BOUND})")
+    report = run_program("sglang_engine.py", kind)
+    record_property("figures", json.dumps(report))
+    print(f"\n{kind}: {report} (bound {BOUND})")

@@ -109,8 +109,8 @@ def family_model(kind: str, seed: int) -> PreTrainedModel:
 
     Otherwise an engine that loses these in an update would not show.
     """
-    given = family_config(kind) | {"model_type": READ_AS.get(kind, kind)}
-    config = AutoConfig.for_model(**given)
+    fields = family_config(kind) | {"model_type": READ_AS.get(kind, kind)}
+    config = AutoConfig.for_model(**fields)
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -126,11 +126,11 @@ def write_family(kind: str, folder: Path, seed: int) -> PreTrainedModel:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
-    given = family_config(kind)
-    kept = saved | {name: given[name] for name in ("model_type", *_CHANGES.get(kind, {}))}
-    if "hybrid_override_pattern" in kept:
-        kept = {name: value for name, value in kept.items() if name not in ("layers_block_type", "layer_types")}
-    (folder / "config.json").write_text(json.dumps(kept, indent=1))
+    fields = family_config(kind)
+    config = saved | {name: fields[name] for name in ("model_type", *_CHANGES.get(kind, {}))}
+    if "hybrid_override_pattern" in config:
+        config = {name: value for name, value in config.items() if name not in ("layers_block_type", "layer_types")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return model
 
 
@@ -159,10 +159,10 @@ def served_architectures() -> frozenset[str]:
 
     The files are read, not imported: a class that cannot be imported here is a failure, not a reason to skip.
     """
-    found = find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
         return frozenset()
-    models = Path(found.submodule_search_locations[0]) / "srt" / "models"
+    models = Path(spec.submodule_search_locations[0]) / "srt" / "models"
     entries = [
         entry
         for file in models.rglob("*.py")

@@ -133,8 +133,8 @@ class Device:
     @property
     def peak(self) -> float | None:
         """Operations per second; None for a device that the table does not have."""
-        found = figures_of(self.name)
-        return None if found is None else found.bf16
+        figures = figures_of(self.name)
+        return None if figures is None else figures.bf16
 
     @property
     def peak_memory_gib(self) -> float:
@@ -178,8 +178,8 @@ def foreseen_gib(settings: Settings) -> float | None:
     """Return the peak that ``--rehearse`` foresees, or None with a note of its reason on stderr."""
     with ForeseenMemory(settings) as foreseen:
         foreseen.wait()
-        found = foreseen.beside({})
-    return found[FORESEEN].value if found else None
+        metrics = foreseen.beside({})
+    return metrics[FORESEEN].value if metrics else None
 
 
 def skip_if_too_large(foreseen: float | None, device: Device) -> None:
@@ -229,7 +229,7 @@ def measure(options: argparse.Namespace, device: Device) -> dict[str, Any]:
     times = [device.timed(step) for _ in range(options.steps)]
     seconds = statistics.median(times)
     done = operations(config, batch) / seconds
-    found = {
+    report = {
         "backend": options.backend,
         "flags": options.flags,
         "device": device.name,
@@ -246,8 +246,8 @@ def measure(options: argparse.Namespace, device: Device) -> dict[str, Any]:
         "foreseen_gib": foreseen,
         "logits_gib": 4 * config.vocab_size * options.micro_tokens / 1024**3,
     }
-    found["largest_gib"] = largest_allocation(step) / 1024**3
-    return found | {"idle_share": device.idle_share(step, options.result.with_suffix(".txt"))}
+    report["largest_gib"] = largest_allocation(step) / 1024**3
+    return report | {"idle_share": device.idle_share(step, options.result.with_suffix(".txt"))}
 
 
 def main() -> None:

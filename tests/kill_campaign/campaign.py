@@ -332,8 +332,8 @@ def row_problems(setup: str, output: Path, whole: Launch) -> list[str]:
     repeats = "torch" in setup and "async" not in setup
     expected = whole.rows()
     for row in (row for row in rows if row["step"] and repeats):
-        found, right = trained(row), trained(expected[row["step"]])
-        differing = [name for name in right if found.get(name) != right[name]]
+        metrics, right = trained(row), trained(expected[row["step"]])
+        differing = [name for name in right if metrics.get(name) != right[name]]
         if differing:
             problems.append(f"step {row['step']} differs: {differing[:5]}")
     if prompts_of(output) != prompts_of(whole.output):
@@ -442,21 +442,21 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="copy the files of a series with a problem into this folder")
     parser.add_argument("--setups", default="", metavar="PART", help="only set-ups with this in their name, like torch")
     parser.add_argument("--table", action="store_true", help="print tables of the results and end")
-    given = parser.parse_args()
-    known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
-    if given.table:
+    options = parser.parse_args()
+    known = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    if options.table:
         print(tables(known))
         return 0
-    setups = [setup for setup in SETUPS if given.setups in setup]
+    setups = [setup for setup in SETUPS if options.setups in setup]
     if not setups:
-        parser.error(f"--setups {given.setups}: no set-up has this in its name; there are: {'; '.join(SETUPS)}")
+        parser.error(f"--setups {options.setups}: no set-up has this in its name; there are: {'; '.join(SETUPS)}")
     plan = Plan((Trial(**each["trial"]).kind for each in known), setups)
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder), plan, time.monotonic() + 60 * given.minutes)
+        campaign = Campaign(Path(folder), plan, time.monotonic() + 60 * options.minutes)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: campaign.stop())
         try:
-            campaign.run_lanes(given.lanes, given.seed, given.trials, given.results, given.keep)
+            campaign.run_lanes(options.lanes, options.seed, options.trials, options.results, options.keep)
         except CampaignStopped:
             print("the campaign was stopped; series that were running are not in the results", file=sys.stderr)
             return 1

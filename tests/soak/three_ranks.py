@@ -32,15 +32,15 @@ WORLD = 3
 
 def cases(oracle: Any, rng: random.Random) -> list[Case]:
     """Return the cases of one pass, with random data."""
-    found = []
+    all_cases = []
     for layout in (layout for layout in LAYOUTS.values() if layout.ranks == WORLD):
         for mode in MODES:
             for spec in BATCHES.values():
                 seed = rng.randrange(10**6)
-                found.append(Case(spec, loss_of(mode), layout, seed, shuffled=True, watch=True))
-                found.append(off_policy(Case(spec, loss_of(mode, **FULL), layout, seed), oracle))
-    rng.shuffle(found)
-    return found
+                all_cases.append(Case(spec, loss_of(mode), layout, seed, shuffled=True, watch=True))
+                all_cases.append(off_policy(Case(spec, loss_of(mode, **FULL), layout, seed), oracle))
+    rng.shuffle(all_cases)
+    return all_cases
 
 
 def run_pass(ranks: Ranks, oracle: Any, seed: int) -> tuple[int, str]:
@@ -62,16 +62,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per pass; appended to")
     parser.add_argument("--minutes", type=float, default=120.0, help="start no pass after this time")
-    given = parser.parse_args()
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    until, problems = time.monotonic() + 60 * given.minutes, 0
-    known = len(given.results.read_text().splitlines()) if given.results.exists() else 0
+    options = parser.parse_args()
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    until, problems = time.monotonic() + 60 * options.minutes, 0
+    known = len(options.results.read_text().splitlines()) if options.results.exists() else 0
     while time.monotonic() < until:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, started_ranks(Path(folder), [WORLD]) as ranks:
             done, problem = run_pass(ranks, load_oracle(str(Path(folder) / "untied")), known)
         line = {"pass": known, "cases": done, "seconds": round(time.monotonic() - start, 1), "problem": problem}
-        with given.results.open("a") as file:
+        with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"pass {known}: {done} cases in {line['seconds']} s: {problem or 'ok'}", flush=True)
         problems += bool(problem)

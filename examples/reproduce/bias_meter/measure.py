@@ -93,14 +93,14 @@ class Row:
     objective: str
 
 
-def loss_of(given: dict[str, Any], aggregation: Aggregation = "constant", **more: Any) -> LossArguments:
+def loss_of(flags: dict[str, Any], aggregation: Aggregation = "constant", **more: Any) -> LossArguments:
     """Return the flags. ``token_mean`` goes through the denominators T / N of its per-token path."""
     mode = MODES[aggregation]
     return LossArguments(
         loss_aggregation=aggregation,
         loss_aggregation_divisor=float(PLACES) if mode.divides else None,
         loss_aggregation_alpha=mode.default_alpha,
-        **given,
+        **flags,
         **more,
     )
 
@@ -115,20 +115,20 @@ def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray, old: np
 
     ``logits`` are those that responses are drawn from, ``old`` the trainer's; by default the same.
     """
-    objective, found = build_objective(loss), []
+    objective, advantages = build_objective(loss), []
     trainers = task.log_probs(logits if old is None else old)
     table, critic = rewards_of(loss), task.values(logits, rewards_of(loss))
     for draw in steps.draws:
-        places = [(x, k) for x, group in enumerate(draw) for k in group]
+        pairs = [(x, k) for x, group in enumerate(draw) for k in group]
         of_step = objective.sample_advantages(
             SampleRewards(
-                [float(table[x, k]) for x, k in places],
-                [x for x, _ in places],
+                [float(table[x, k]) for x, k in pairs],
+                [x for x, _ in pairs],
                 range(N),
-                [len(RESPONSES[k]) for _, k in places],
-                parts=[{"right": RIGHT[x, k], "short": SHORT[x, k]} for x, k in places],
+                [len(RESPONSES[k]) for _, k in pairs],
+                parts=[{"right": RIGHT[x, k], "short": SHORT[x, k]} for x, k in pairs],
                 part_weights={"right": 1.0, "short": 0.5},
-                baselines=[float(table[x, task.greedy(logits, x)]) for x, _ in places],
+                baselines=[float(table[x, task.greedy(logits, x)]) for x, _ in pairs],
             )
         )
         if build_objective(loss).estimates_by_token:
@@ -142,12 +142,12 @@ def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray, old: np
                     # 1 - 2 p + p^2 + (1 - p)^2 of two tokens
                     score_norm=2 * (1 - np.exp(trainers[x][k])) ** 2,
                 )
-                for i, (reward, (x, k)) in enumerate(zip(of_step, places, strict=True))
+                for i, (reward, (x, k)) in enumerate(zip(of_step, pairs, strict=True))
             ]
-            found += token_advantages(objective, samples).advantages
+            advantages += token_advantages(objective, samples).advantages
         else:
-            found += [np.full(len(RESPONSES[k]), a) for a, (_, k) in zip(of_step, places, strict=True)]
-    return np.concatenate(found)
+            advantages += [np.full(len(RESPONSES[k]), a) for a, (_, k) in zip(of_step, pairs, strict=True)]
+    return np.concatenate(advantages)
 
 
 def denominators_of(steps: Steps, loss: LossArguments) -> list[float]:
@@ -363,11 +363,11 @@ def rows() -> Iterator[Row]:
     engine = Meter(steps, POLICY, POLICY, SAMPLER)
     later = Meter(steps, POLICY, SAMPLER, SAMPLER)
     modes: tuple[Aggregation, ...] = get_args(Aggregation)
-    for estimator, given in ESTIMATOR_ROWS.items():
+    for estimator, flags in ESTIMATOR_ROWS.items():
         for mode in modes:
-            yield on_policy.measure("on-policy", (estimator, mode, "none"), loss_of(given, mode), with_curl=True)
+            yield on_policy.measure("on-policy", (estimator, mode, "none"), loss_of(flags, mode), with_curl=True)
             for correction, more in CORRECTIONS.items():
-                yield engine.measure("another sampler", (estimator, mode, correction), loss_of(given, mode, **more))
+                yield engine.measure("another sampler", (estimator, mode, correction), loss_of(flags, mode, **more))
     rloo = dict(advantage_estimator="rloo")
     for name in POLICY_LOSSES:
         for mode in modes:
@@ -386,26 +386,26 @@ def check_by_sampling(count: int, seed: int = 0) -> list[str]:
         ("opo", "delta_l", "icepop, 0.8 to 1.2"),
     ):
         loss = loss_of(ESTIMATOR_ROWS[estimator], mode, **CORRECTIONS[correction])  # type: ignore[arg-type]
-        found = []
+        gradients = []
         for steps in (Steps.all(), Steps.drawn(rng, SAMPLER, count)):
             meter = Meter(steps, POLICY, POLICY, SAMPLER)
             advantages, denominators = meter._advantages(replace_mode(loss)), meter._denominators(loss)
             weights = token_weights(steps, loss, advantages, denominators, POLICY, POLICY, SAMPLER)
-            found.append(steps.gradients(weights, POLICY))
-        exact = np.tensordot(Steps.all().probabilities(SAMPLER), found[0], 1)
-        error = found[1].std(0, ddof=1) / np.sqrt(count)
-        z = float(np.abs((found[1].mean(0) - exact) / error).max())
+            gradients.append(steps.gradients(weights, POLICY))
+        exact = np.tensordot(Steps.all().probabilities(SAMPLER), gradients[0], 1)
+        error = gradients[1].std(0, ddof=1) / np.sqrt(count)
+        z = float(np.abs((gradients[1].mean(0) - exact) / error).max())
         lines.append(f"{estimator}, {mode}, {correction}: largest of 6 z-scores {z:.2f}")
         assert z < 4.5, lines[-1]
     return lines
 
 
-def write(found: list[Row], path: Path) -> None:
+def write(table: list[Row], path: Path) -> None:
     """Write the rows as CSV, with six digits."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row.__dataclass_fields__)
-        for row in found:
+        for row in table:
             writer.writerow([_shown(value) for value in vars(row).values()])
 
 
@@ -420,13 +420,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", type=int, default=0, metavar="STEPS", help="compare with this many random steps")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    found = list(rows())
-    write(found, given.folder / "results.csv")
-    print(f"{len(found)} rows in {given.folder / 'results.csv'}")
-    if given.check:
-        print("\n".join(check_by_sampling(given.check)))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    table = list(rows())
+    write(table, options.folder / "results.csv")
+    print(f"{len(table)} rows in {options.folder / 'results.csv'}")
+    if options.check:
+        print("\n".join(check_by_sampling(options.check)))
 
 
 if __name__ == "__main__":

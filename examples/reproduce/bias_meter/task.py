@@ -50,10 +50,10 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 def gradient_of_mean(logits: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Return the exact gradient of each prompt's mean reward by its own log-odds, [prompts, places]."""
-    found = np.zeros((PROMPTS, PLACES))
+    gradient = np.zeros((PROMPTS, PLACES))
     for x, k in product(range(PROMPTS), range(len(RESPONSES))):
-        found[x, : len(RESPONSES[k])] += probabilities(logits)[x, k] * rewards[x, k] * scores(logits)[x][k]
-    return found
+        gradient[x, : len(RESPONSES[k])] += probabilities(logits)[x, k] * rewards[x, k] * scores(logits)[x][k]
+    return gradient
 
 
 def greedy(logits: np.ndarray, prompt: int) -> int:
@@ -66,12 +66,12 @@ def greedy(logits: np.ndarray, prompt: int) -> int:
 
 def values(logits: np.ndarray, rewards: np.ndarray) -> list[list[np.ndarray]]:
     """Return the prediction of an exact critic before each token, by prompt and response."""
-    found = []
+    predictions = []
     for x in range(PROMPTS):
         p = probabilities(logits)[x]
         of_place = [float((p * rewards[x])[t:].sum() / p[t:].sum()) for t in range(PLACES)]  # responses that reach t
-        found.append([np.array(of_place[: len(r)]) for r in RESPONSES])
-    return found
+        predictions.append([np.array(of_place[: len(r)]) for r in RESPONSES])
+    return predictions
 
 
 Draw = tuple[tuple[int, ...], ...]  # the responses of each prompt's group

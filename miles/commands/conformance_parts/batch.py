@@ -67,8 +67,8 @@ def our_gradient(loss: LossArguments, case: dict[str, Any]) -> tuple[float, torc
     total = 0.0
     for micro in (place for rank in case["ranks"] for place in rank):
         lengths = [LENGTHS[place] for place in micro]
-        kept = torch.arange(max(LENGTHS)) < torch.tensor(lengths)[:, None]
-        flat = {name: value[list(micro)][kept] for name, value in columns.items()}
+        is_token = torch.arange(max(LENGTHS)) < torch.tensor(lengths)[:, None]
+        flat = {name: value[list(micro)][is_token] for name, value in columns.items()}
         size, total_lengths = sum(lengths), tuple(n + 1 for n in lengths)
         batch = MicroBatch(
             input_ids=torch.zeros(sum(total_lengths), dtype=torch.int64),
@@ -92,7 +92,7 @@ def our_gradient(loss: LossArguments, case: dict[str, Any]) -> tuple[float, torc
             num_loss_tokens=sum(counts),
             context=ALONE,
         )
-        output = policy_loss_function(build_objective(loss), batch, leaf[list(micro)][kept], None)
+        output = policy_loss_function(build_objective(loss), batch, leaf[list(micro)][is_token], None)
         output.loss.backward()
         total += output.loss.item()
     assert leaf.grad is not None
@@ -162,8 +162,8 @@ def _paper_token_losses(loss: Any, c: dict[str, torch.Tensor], x: torch.Tensor) 
         token = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * a
     elif kind == "geo_mean":
         sign, bound = a.sign(), loss.geo_mean_log_clip
-        kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-bound, bound))
-        token = -a * ((kept * m).sum(-1, keepdim=True) / lengths.clamp(min=1)).exp().expand_as(x)
+        clamped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-bound, bound))
+        token = -a * ((clamped * m).sum(-1, keepdim=True) / lengths.clamp(min=1)).exp().expand_as(x)
     elif kind == "dppo_tv":
         moved = (x.exp() - c["old"].exp()).detach()
         drops = ((a > 0) & (moved > loss.dppo_tv_delta)) | ((a < 0) & (-moved > loss.dppo_tv_delta))

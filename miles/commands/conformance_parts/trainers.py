@@ -157,8 +157,8 @@ def openrlhf(case: dict[str, Any], log_probs: torch.Tensor) -> float:
     def loss_of(columns: Columns, micro_batches: int) -> torch.Tensor:
         counts: dict[str, Any] = {"batch_num_tokens": mask.sum() / micro_batches, "dp_size": len(case["ranks"])}
         counts["global_batch_size"] = (mask.sum(-1) > 0).sum() / micro_batches
-        given = (columns["log_probs"], columns["old"], columns["advantages"], columns["mask"], columns["engine"])
-        loss: torch.Tensor = policy_loss(*given, **counts)[0]
+        inputs = (columns["log_probs"], columns["old"], columns["advantages"], columns["mask"], columns["engine"])
+        loss: torch.Tensor = policy_loss(*inputs, **counts)[0]
         if args.algo.kl.use_loss:
             options = {"kl_estimator": args.algo.kl.estimator, "unbiased_gradient": args.algo.kl.unbiased_gradient}
             kl = utils.compute_approx_kl(columns["log_probs"], columns["ref"], log_probs_old=columns["old"], **options)

@@ -9,7 +9,7 @@ from miles.types.sample import Prompt, Sample
 def score(samples: Sequence[Sample]) -> list[float]:
     """Return 1 for an answer whose last number is the label of its prompt, else 0."""
     numbers = [re.findall(r"-?\d+", sample.response) for sample in samples]
-    return [float(found[-1:] == [str(sample.label)]) for found, sample in zip(numbers, samples, strict=True)]
+    return [float(matches[-1:] == [str(sample.label)]) for matches, sample in zip(numbers, samples, strict=True)]
 
 
 def test_score() -> None:

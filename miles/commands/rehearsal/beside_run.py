@@ -17,12 +17,12 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     from miles.commands.rehearsal.rehearsal import foresee_trainer
 
-    found: dict[str, float | str]
+    result: dict[str, float | str]
     try:
-        found = {"gib": foresee_trainer(settings) / GIB}
+        result = {"gib": foresee_trainer(settings) / GIB}
     except Exception as error:  # the launcher notes it, and the run continues
-        found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+        result = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

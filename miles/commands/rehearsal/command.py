@@ -32,12 +32,12 @@ def rehearse(validated: Validated) -> int:
         return 2
     elapsed = time.perf_counter() - began
     print(as_text(rehearsal, advice, elapsed))
-    given = settings.rehearsal
-    if given.rehearse_json is not None:
+    flags = settings.rehearsal
+    if flags.rehearse_json is not None:
         figures = as_json(rehearsal, advice, elapsed)
-        if not _is_written(given.rehearse_json, json.dumps(figures, indent=2) + "\n"):
+        if not _is_written(flags.rehearse_json, json.dumps(figures, indent=2) + "\n"):
             return 1
-    if given.rehearse_page is not None and not _is_written(given.rehearse_page, as_page(rehearsal, advice, elapsed)):
+    if flags.rehearse_page is not None and not _is_written(flags.rehearse_page, as_page(rehearsal, advice, elapsed)):
         return 1
     return 0
 

@@ -178,8 +178,8 @@ class Record:
 
     def since(self, moment: Moment) -> Stretch:
         """Return what was recorded since ``moment``."""
-        found = {p: tally.beyond(moment.tallies.get(p, OperationCounts())) for p, tally in self.tallies.items()}
-        tallies = {phase: tally for phase, tally in found.items() if tally.work or tally.messages}
+        counts = {p: tally.beyond(moment.tallies.get(p, OperationCounts())) for p, tally in self.tallies.items()}
+        tallies = {phase: tally for phase, tally in counts.items() if tally.work or tally.messages}
         return Stretch(moment.position, len(self._events), tallies)
 
     def is_equal(self, one: Stretch, other: Stretch) -> bool:
@@ -218,7 +218,7 @@ class Record:
         held: Counter[MemoryKind] = Counter()
         total = position = 0
         best: dict[Phase, int] = {}
-        found: dict[Phase, Usage] = {}
+        usages: dict[Phase, Usage] = {}
 
         def walk(start: int, end: int) -> None:
             nonlocal total
@@ -227,7 +227,7 @@ class Record:
                 total += event.change
                 if number >= since and total > best.get(event.phase, -1):
                     best[event.phase] = total
-                    found[event.phase] = {kind: size for kind, size in held.items() if size}
+                    usages[event.phase] = {kind: size for kind, size in held.items() if size}
 
         def add(change: Mapping[MemoryKind, int], times: int) -> None:
             nonlocal total
@@ -246,13 +246,13 @@ class Record:
             else:  # no copy holds more than the original
                 add(change, times)
         walk(position, len(self._events))
-        return found
+        return usages
 
     def held(self, until: int) -> Usage:
         """Return what memory held at position ``until``."""
-        found = self._change(0, until)
-        found.update(self._held_by([copies for copies in self._copies if copies.end <= until]))
-        return {kind: size for kind, size in found.items() if size}
+        usage = self._change(0, until)
+        usage.update(self._held_by([copies for copies in self._copies if copies.end <= until]))
+        return {kind: size for kind, size in usage.items() if size}
 
     def _held_by(self, copies: Sequence[_Copies]) -> Counter[MemoryKind]:
         """Return what ``copies`` have allocated and not released."""
@@ -264,10 +264,10 @@ class Record:
         return held
 
     def _change(self, start: int, end: int) -> Counter[MemoryKind]:
-        found: Counter[MemoryKind] = Counter()
+        change: Counter[MemoryKind] = Counter()
         for event in self._events[start:end]:
-            found[self._kind(event)] += event.change
-        return found
+            change[self._kind(event)] += event.change
+        return change
 
     def _kind(self, event: _Event) -> MemoryKind:
         return self.kinds.get(event.storage, MemoryKind.ACTIVATIONS)
@@ -288,7 +288,7 @@ _NOTED_APART = ("c10d", "_c10d_functional", "fsdp")
 class _Made(NamedTuple):
     """A tensor that an operation returns: a tensor that it is given, a view of one, or a new one."""
 
-    given: int | None  # index of that tensor
+    source: int | None  # index of that tensor
     is_view: bool
     shape: torch.Size
     stride: tuple[int, ...]
@@ -319,23 +319,23 @@ class KnownOperations:
     def key(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[Key | None, list[torch.Tensor]]:
         """Return what decides the result of a call, or None if more than that does, and the tensors it is given."""
         parts: list[Any] = [func, torch.get_default_dtype()]
-        given: list[torch.Tensor] = []
-        places: dict[int, int] = {}
-        is_decided = _describe(args, parts, given, places)
+        tensors: list[torch.Tensor] = []
+        indices: dict[int, int] = {}
+        is_decided = _describe(args, parts, tensors, indices)
         if kwargs:
             parts.append(tuple(kwargs))
-            is_decided = _describe(kwargs.values(), parts, given, places) and is_decided
+            is_decided = _describe(kwargs.values(), parts, tensors, indices) and is_decided
         if not is_decided or not self._is_repeatable(func):
-            return None, given
-        return tuple(parts), given
+            return None, tensors
+        return tuple(parts), tensors
 
     def _is_repeatable(self, func: Any) -> bool:
         """Return whether only dtypes and shapes of tensors decides what ``func`` does."""
-        found = self._repeatable.get(func)
-        if found is None:
+        is_repeatable = self._repeatable.get(func)
+        if is_repeatable is None:
             is_free = func is torch.ops.aten.index.Tensor or _VALUES_DECIDE.isdisjoint(func.tags)  # without masks
-            found = self._repeatable[func] = is_free and func.namespace not in _NOTED_APART
-        return found
+            is_repeatable = self._repeatable[func] = is_free and func.namespace not in _NOTED_APART
+        return is_repeatable
 
     def find(self, key: Key) -> Known | None:
         """Return the effects of the operation, if they are known."""
@@ -344,7 +344,7 @@ class KnownOperations:
     def learn(
         self,
         key: Key,
-        given: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         result: Any,
         made: list[torch.Tensor],
         work: Work | None,
@@ -353,31 +353,31 @@ class KnownOperations:
         """Note the result of a call, unless it is not clear how to repeat it."""
         if key in self._known:
             return
-        places = {id(tensor): place for place, tensor in enumerate(given)}
-        storages = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(given)])}
-        found = [_made(tensor, places, storages) for tensor in made]
+        indices = {id(tensor): place for place, tensor in enumerate(tensors)}
+        storages = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(tensors)])}
+        recipes = [_made(tensor, indices, storages) for tensor in made]
         is_simple = isinstance(result, torch.Tensor) or (
             type(result) in (tuple, list) and len(result) == len(made)  # nothing else is in it
         )
-        new = [t.untyped_storage()._cdata for t, how in zip(made, found, strict=True) if how and how.given is None]
-        if not is_simple or None in found or len(set(new)) < len(new):
+        new = [t.untyped_storage()._cdata for t, how in zip(made, recipes, strict=True) if how and how.source is None]
+        if not is_simple or None in recipes or len(set(new)) < len(new):
             self._known[key] = None
             return
         container = None if isinstance(result, torch.Tensor) else type(result)
-        self._known[key] = Known(tuple(how for how in found if how), container, work, converted)
+        self._known[key] = Known(tuple(how for how in recipes if how), container, work, converted)
 
-    def repeat(self, known: Known, given: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    def repeat(self, known: Known, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Return the result of a known operation on other tensors, and the tensors in it."""
-        made = [self._repeated(how, given) for how in known.made]
+        made = [self._repeated(how, tensors) for how in known.made]
         return (made[0] if known.container is None else known.container(made)), made
 
-    def _repeated(self, how: _Made, given: list[torch.Tensor]) -> torch.Tensor:
-        if how.given is not None and not how.is_view:
-            return given[how.given]
+    def _repeated(self, how: _Made, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if how.source is not None and not how.is_view:
+            return tensors[how.source]
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             like = torch.empty_strided(how.shape, how.stride, dtype=how.dtype, device="meta")
-            if how.given is not None:
-                like.set_(given[how.given].untyped_storage(), how.offset, how.shape, how.stride)
+            if how.source is not None:
+                like.set_(tensors[how.source].untyped_storage(), how.offset, how.shape, how.stride)
             return self._as_fake(like, how.device)
 
     def _as_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -393,10 +393,10 @@ class KnownOperations:
         return made
 
 
-def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor], places: dict[int, int]) -> bool:
-    """Append what decides a result to ``parts``, and tensors to ``given``. Return whether nothing else decides.
+def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tensor], indices: dict[int, int]) -> bool:
+    """Append what decides a result to ``parts``, and tensors to ``tensors``. Return whether nothing else decides.
 
-    ``places`` are the indices of tensors in ``given``: an operation reads a tensor once, however often it is given.
+    ``indices`` are the indices of tensors in ``tensors``: an operation reads a tensor once, however often it is given.
     """
     is_decided = True
     for value in values:
@@ -407,21 +407,21 @@ def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor]
                 is_decided = is_decided and value.constant is None
             elif isinstance(value, FakeTensor) or value.dtype is torch.bool:  # a mask: its values decide
                 is_decided = False
-            place = places.setdefault(id(value), len(given))
-            given.append(value)
+            place = indices.setdefault(id(value), len(tensors))
+            tensors.append(value)
             parts += (place, is_fake, value.dtype, value.shape, value.stride(), value.storage_offset())
             parts.append(value.requires_grad)
         elif isinstance(value, list | tuple):
             parts += (type(value), len(value))
-            is_decided = _describe(value, parts, given, places) and is_decided
+            is_decided = _describe(value, parts, tensors, indices) and is_decided
         else:
             parts += (type(value), value)  # 1 and 1.0 are equal, and give other results
     return is_decided
 
 
-def _made(tensor: torch.Tensor, places: dict[int, int], storages: dict[int, int]) -> _Made | None:
+def _made(tensor: torch.Tensor, indices: dict[int, int], storages: dict[int, int]) -> _Made | None:
     """Return how to make such a tensor, or None if there is more to it."""
-    place = places.get(id(tensor))
+    place = indices.get(id(tensor))
     if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
         return None
     if tensor.constant is not None or tensor.is_conj() or tensor.is_neg() or (place is None and tensor.requires_grad):
@@ -517,13 +517,13 @@ class Meter(TorchDispatchMode):
         meter = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            found = original(storage, size)
+            result = original(storage, size)
             meter._resized(storage)
-            return found
+            return result
 
-        def infer_unseen(*given: Any, **named: Any) -> Any:
+        def infer_unseen(*args: Any, **named: Any) -> Any:
             with meter.unseen():
-                return infer(*given, **named)
+                return infer(*args, **named)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         ShardingPropagator._propagate_tensor_meta_non_cached = infer_unseen  # type: ignore[method-assign]
@@ -574,13 +574,13 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        key, given = self._operations.key(func, args, kwargs)
-        if func is aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
-            return _assumed(given[0])
-        is_real = not any(isinstance(t, FakeTensor) for t in given) if given else _creates_integers(func, args, kwargs)
+        key, reads = self._operations.key(func, args, kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(reads[0], FakeTensor):
+            return _assumed(reads[0])
+        is_real = not any(isinstance(t, FakeTensor) for t in reads) if reads else _creates_integers(func, args, kwargs)
         known = None if is_real or key is None else self._operations.find(key)
         if known is not None:
-            result, made = self._operations.repeat(known, given)
+            result, made = self._operations.repeat(known, reads)
             for tensor in made:
                 self._track(tensor)
             self._note_work(known.work, known.converted)
@@ -590,14 +590,14 @@ class Meter(TorchDispatchMode):
         for tensor in made:
             self._track(tensor)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_message(func, args, kwargs, [*given, *made])
+            self._note_message(func, args, kwargs, [*reads, *made])
             return result
         if func.name() == "fsdp::chunk_cat":
-            self.label(given, MemoryKind.GRADIENTS)  # whole ones, on their way to the reduction
-        work, converted = _work_of(func, args, kwargs, given, made, result)
+            self.label(reads, MemoryKind.GRADIENTS)  # whole ones, on their way to the reduction
+        work, converted = _work_of(func, args, kwargs, reads, made, result)
         self._note_work(work, converted)
         if key is not None and not is_real:
-            self._operations.learn(key, given, result, made, work, converted)
+            self._operations.learn(key, reads, result, made, work, converted)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> Any:
@@ -679,15 +679,15 @@ class Meter(TorchDispatchMode):
 
 
 def _work_of(
-    func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any
+    func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], made: list[torch.Tensor], result: Any
 ) -> tuple[Work | None, int]:
     """Return the work of an operation, if it has any, and the bytes that it copies on a host to another dtype."""
-    if func.is_view or not (given or made):
+    if func.is_view or not (tensors or made):
         return None, 0
-    floating = [tensor for tensor in (*given, *made) if tensor.is_floating_point()]
+    floating = [tensor for tensor in (*tensors, *made) if tensor.is_floating_point()]
     if not floating:
         return None, 0
-    converted = _converted_bytes(func, given, made) if torch.Tag.pointwise in func.tags else 0
+    converted = _converted_bytes(func, tensors, made) if torch.Tag.pointwise in func.tags else 0
     packet = func._overloadpacket
     flops = 0
     if packet in EXTRA_FLOPS:
@@ -696,7 +696,7 @@ def _work_of(
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
         return None, converted
-    read = {id(tensor): tensor.numel() * tensor.element_size() for tensor in given}
+    read = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
     written = sum(tensor.numel() * tensor.element_size() for tensor in made)
     itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
     return Work(flops, sum(read.values()) + written, itemsize), converted
@@ -731,14 +731,14 @@ def _creates_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _without_masks(indices: Any) -> Any:
     """Replace masks, whose number of set entries is known, by the positions of these."""
-    found: list[Any] = []
+    positions: list[Any] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():
-                found += index.nonzero(as_tuple=True)
+                positions += index.nonzero(as_tuple=True)
         else:
-            found.append(index)
-    return found
+            positions.append(index)
+    return positions
 
 
 def _grouped_in_fp32(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
@@ -751,13 +751,13 @@ def _grouped_in_fp32(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None
     )
 
 
-def _converted_bytes(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+def _converted_bytes(func: Any, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> int:
     """Return the bytes of the copies that an elementwise operation makes on a CPU if its tensors differ in dtype.
 
     PyTorch's ``TensorIterator`` converts operands, and a result that is given, to a common dtype. On a GPU the kernel
     does that number by number.
     """
-    operands = given[1:] if func._opname == "where" else given
+    operands = tensors[1:] if func._opname == "where" else tensors
     if len({tensor.dtype for tensor in operands}) < 2:
         return 0
     _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)

@@ -113,20 +113,20 @@ class Rehearsal:
 
     def phase_seconds(self, phase: Phase) -> Seconds:
         """Return the time of a phase of one optimizer step, on the slowest rank, with the wait of the pipeline."""
-        found = [seconds(r.trace.tallies[phase], self.device, phase) for r in self.ranks if phase in r.trace.tallies]
-        if not found:
+        times = [seconds(r.trace.tallies[phase], self.device, phase) for r in self.ranks if phase in r.trace.tallies]
+        if not times:
             return NOTHING
-        slowest = Seconds(max(s.low for s in found), max(s.high for s in found))
+        slowest = Seconds(max(s.low for s in times), max(s.high for s in times))
         waits = phase in (Phase.SCORE, Phase.TRAIN)
         return slowest * (1 / (1 - self.bubble)) if waits else slowest
 
     @property
     def step(self) -> Seconds:
         """The time of an optimizer step."""
-        found = NOTHING
+        result = NOTHING
         for phase in (Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
-            found = found + self.phase_seconds(phase)
-        return found
+            result = result + self.phase_seconds(phase)
+        return result
 
     @property
     def scoring(self) -> Seconds:
@@ -226,14 +226,14 @@ def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:
 
     Its micro-batches may have one sample already, and only the last stage of a pipeline has logits.
     """
-    given = rehearsal.settings
-    if changed == replace(given, loss=changed.loss):
-        same_but_chunks = replace(given.loss, log_probs_chunk_size=changed.loss.log_probs_chunk_size)
+    current = rehearsal.settings
+    if changed == replace(current, loss=changed.loss):
+        same_but_chunks = replace(current.loss, log_probs_chunk_size=changed.loss.log_probs_chunk_size)
         return changed.loss == same_but_chunks and rehearsal.worst.stage < rehearsal.stages - 1
-    if changed == replace(given, training=changed.training):
+    if changed == replace(current, training=changed.training):
         sizes = ("max_tokens_per_gpu", "micro_batch_size")
-        same_but_sizes = replace(given.training, **{name: getattr(changed.training, name) for name in sizes})
-        plans = [step_of_one_rank(settings).micro_batches for settings in (given, changed)]
+        same_but_sizes = replace(current.training, **{name: getattr(changed.training, name) for name in sizes})
+        plans = [step_of_one_rank(settings).micro_batches for settings in (current, changed)]
         return changed.training == same_but_sizes and plans[0] == plans[1]
     return False
 

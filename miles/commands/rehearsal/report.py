@@ -55,8 +55,8 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
 
 def _prompt(settings: Settings) -> str:
     image = assumed_image(settings)
-    shown = "" if image is None else f", {image.counts[0]} of them of an image"
-    return f"{prompt_length(settings)} tokens of prompt{shown}"
+    note = "" if image is None else f", {image.counts[0]} of them of an image"
+    return f"{prompt_length(settings)} tokens of prompt{note}"
 
 
 def _images(settings: Settings) -> Iterator[str]:
@@ -120,11 +120,11 @@ def _rank(rehearsal: Rehearsal, rank: RankForecast, note: str) -> str:
 
 def _advice(rehearsal: Rehearsal, advice: Sequence[Alternative]) -> list[str]:
     lines = []
-    for found in advice:
-        saved = (rehearsal.worst.peak - found.peak) / GIB
-        fits = "fits" if found.peak <= rehearsal.memory else "does not fit"
+    for option in advice:
+        saved = (rehearsal.worst.peak - option.peak) / GIB
+        fits = "fits" if option.peak <= rehearsal.memory else "does not fit"
         lines.append(
-            f"{found.change.words:<52}{found.peak / GIB:>7.1f} GiB ({saved:.1f} less, {fits}); step {found.step}"
+            f"{option.change.words:<52}{option.peak / GIB:>7.1f} GiB ({saved:.1f} less, {fits}); step {option.step}"
         )
     return lines
 
@@ -243,8 +243,8 @@ def as_json(rehearsal: Rehearsal, advice: Iterable[Alternative], elapsed: float)
         "ranks": [_rank_json(rank, rehearsal) for rank in rehearsal.ranks],
         "imbalanced": None if rehearsal.imbalanced is None else _rank_json(rehearsal.imbalanced, rehearsal),
         "advice": [
-            {"flags": found.change.words, "peak_bytes": found.peak, "step_seconds": _range(found.step)}
-            for found in advice
+            {"flags": option.change.words, "peak_bytes": option.peak, "step_seconds": _range(option.step)}
+            for option in advice
         ],
         "step_seconds": _range(rehearsal.step),
         "training_seconds": _range(rehearsal.training),

@@ -71,26 +71,26 @@ def device_of(name: str) -> Device:
         return KNOWN[name.lower()]
     what_to_do = f"write a JSON object with {', '.join(f.name for f in fields(Device))}, or base and some of them"
     try:
-        given = strict_json.loads(Path(name).read_text(encoding="utf-8"))
+        figures = strict_json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, strict_json.StrictJsonError) as error:
         refuse("rehearse_device", name, f"cannot be read ({error})", what_to_do)
-    if not isinstance(given, dict):
+    if not isinstance(figures, dict):
         refuse("rehearse_device", name, "is not a JSON object", what_to_do)
-    base = given.pop("base", None)
-    unknown = given.keys() - {f.name for f in fields(Device)}
+    base = figures.pop("base", None)
+    unknown = figures.keys() - {f.name for f in fields(Device)}
     if unknown:
         refuse("rehearse_device", name, f"has unknown fields: {', '.join(sorted(unknown))}", what_to_do)
-    wrong = [key for key, value in given.items() if key != "name" and not _is_positive(value)]
+    wrong = [key for key, value in figures.items() if key != "name" and not _is_positive(value)]
     if wrong:
         refuse("rehearse_device", name, f"{', '.join(wrong)} must be numbers above 0", what_to_do)
     if base is not None:
         if not isinstance(base, str) or base not in KNOWN:
             refuse("rehearse_device", name, f"base {base!r} is not known", f"give one of {', '.join(KNOWN)}")
-        return replace(KNOWN[base], **{"name": f"{KNOWN[base].name}, measured", **given})
-    missing = {f.name for f in fields(Device)} - {"gpus_per_node"} - given.keys()
+        return replace(KNOWN[base], **{"name": f"{KNOWN[base].name}, measured", **figures})
+    missing = {f.name for f in fields(Device)} - {"gpus_per_node"} - figures.keys()
     if missing:
         refuse("rehearse_device", name, f"lacks {', '.join(sorted(missing))}", what_to_do)
-    return Device(**given)
+    return Device(**figures)
 
 
 def _is_positive(value: object) -> bool:
@@ -265,9 +265,9 @@ def foresee_generation(
 
 def memory_for_tensors(settings: Settings, memory: float) -> float:
     """Return the bytes of a device that an engine has for its weights and its KV cache."""
-    given = value_of(settings.server_flags.server, MEM_FRACTION)
-    if given is not None:
-        return memory * float(given)
+    share = value_of(settings.server_flags.server, MEM_FRACTION)
+    if share is not None:
+        return memory * float(share)
     return memory * (SHARED_SHARE if settings.cluster.colocate else MEMORY_SHARE) - WORKSPACE
 
 

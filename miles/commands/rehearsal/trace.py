@@ -93,8 +93,8 @@ def prompt_length(settings: Settings) -> int:
     image, length = assumed_image(settings), _prompt_length(settings)
     if image is None or length > image.counts[0]:
         return length
-    given, longest = settings.rehearsal.rehearse_prompt_len, settings.data.rollout_max_prompt_len
-    if given is None and longest is None and settings.rollout.rollout_max_context_len is None:
+    prompt_len, longest = settings.rehearsal.rehearse_prompt_len, settings.data.rollout_max_prompt_len
+    if prompt_len is None and longest is None and settings.rollout.rollout_max_context_len is None:
         return image.counts[0] + PROMPT
     raise ValueError(
         f"--rehearse: an image of {image.sizes[0][0]} x {image.sizes[0][1]} pixels takes {image.counts[0]} tokens, and "
@@ -104,12 +104,12 @@ def prompt_length(settings: Settings) -> int:
 
 def _prompt_length(settings: Settings) -> int:
     """Without a flag, a short context is mostly left to the response."""
-    given, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
-    if given.rehearse_prompt_len is not None:
-        return given.rehearse_prompt_len
+    rehearsal, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
+    if rehearsal.rehearse_prompt_len is not None:
+        return rehearsal.rehearse_prompt_len
     context = settings.rollout.rollout_max_context_len
-    if context is not None and given.rehearse_response_len is not None:
-        return min(PROMPT, longest or PROMPT, context - given.rehearse_response_len)
+    if context is not None and rehearsal.rehearse_response_len is not None:
+        return min(PROMPT, longest or PROMPT, context - rehearsal.rehearse_response_len)
     return min(PROMPT, longest or (PROMPT if context is None else max(1, context // 4)))
 
 
@@ -159,7 +159,7 @@ def _batch(
     per_prompt: int,
     prompt_tokens: int,
     response_tokens: int,
-    given: LossArguments,
+    loss_flags: LossArguments,
     image: PromptImages | None = None,
 ) -> TrainBatch:
     """Convert samples to the batch that a replica trains on.
@@ -168,7 +168,7 @@ def _batch(
     need no lists.
     """
     default = AggregationFlags()  # the sample mean: the groups of a replica need not be whole
-    loss = replace(given, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
+    loss = replace(loss_flags, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
     (batch,) = convert(_groups(samples, per_prompt), loss=loss, global_batch_size=samples)
     ones, zeros = np.ones(response_tokens, np.float32), np.zeros(response_tokens, np.float32)
     tokens = np.zeros((samples, prompt_tokens + response_tokens), np.int64)
@@ -264,14 +264,14 @@ class _Row:
     def _watch(self, layer: nn.Module, place: int) -> None:
         row, kind = self, type(layer)
 
-        def called(self: nn.Module, *given: Any, **named: Any) -> Any:
+        def called(self: nn.Module, *args: Any, **named: Any) -> Any:
             is_recomputed = torch._C._current_graph_task_id() != -1  # a backward pass is running
             if not is_recomputed:
                 row._pass(place, is_backward=False)
-                hidden = given[0] if given else named["hidden_states"]
+                hidden = args[0] if args else named["hidden_states"]
                 if hidden.requires_grad:
                     hidden.register_hook(lambda _: row._pass(place, is_backward=True))
-            return kind.__call__(self, *given, **named)
+            return kind.__call__(self, *args, **named)
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": called})
 
@@ -310,7 +310,7 @@ def rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
 
 def _structure(layer: nn.Module) -> list[Any]:
     """Return the parts of a layer, apart from its index: modules, their settings, parameters and buffers."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = {
             key: value
@@ -323,8 +323,8 @@ def _structure(layer: nn.Module) -> list[Any]:
             for key, tensor in held.items()
             if tensor is not None
         ]
-        found.append((name, type(module), settings, tensors))
-    return found
+        parts.append((name, type(module), settings, tensors))
+    return parts
 
 
 STEPS = 1_000_000  # of the run; only the learning rate depends on them
@@ -368,9 +368,9 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _equal_objects(found: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+def _equal_objects(objects: list[Any], mine: Any, *_: Any, **__: Any) -> None:
     """Gather as if every rank had the same: the bytes of an object are values, which fake tensors do not have."""
-    found[:] = [mine] * len(found)
+    objects[:] = [mine] * len(objects)
 
 
 @contextmanager
@@ -531,8 +531,8 @@ class _Run:
                 self.backend.hold_gradients(role.model)
             self.meter.held_by_copies(self.backend.gradients())
         if len(started) > 1:
-            kept = self.record.held(started[1]).get(MemoryKind.ACTIVATIONS, 0)
-            self.kept = max(self.kept, kept - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0))
+            activations = self.record.held(started[1]).get(MemoryKind.ACTIVATIONS, 0)
+            self.kept = max(self.kept, activations - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0))
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
         self._release_copies()

@@ -71,13 +71,13 @@ def settings_for(settings: Settings, model: Path, logs: Path, engine: str | None
 
 def _without_secrets(words: Sequence[str]) -> tuple[str, ...]:
     """Leave out the flags that run.json holds without their secret values: keys, which are drawn again."""
-    kept = ((flag, *values) for flag, values in group_words(words) if HIDDEN not in values)
-    return tuple(word for group in kept for word in group)
+    groups = ((flag, *values) for flag, values in group_words(words) if HIDDEN not in values)
+    return tuple(word for group in groups for word in group)
 
 
-def _device(given: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    if given != "auto":
-        return given
+def _device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    if device != "auto":
+        return device
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,13 +193,13 @@ def estimates(
         raise InputError("the reward function failed on every answer (--reward-error drop); correct it")
     is_accuracy = {reward for rewards in answered for reward in rewards} <= {0.0, 1.0}
     means = mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])
-    found = {"accuracy" if is_accuracy else "reward": means}
+    by_name = {"accuracy" if is_accuracy else "reward": means}
     most = max(map(len, passes_by_prompt))
     for k in powers_of_two(most) if most > 1 else ():
-        found[f"pass@{k}"] = mean_over_prompts(
+        by_name[f"pass@{k}"] = mean_over_prompts(
             [pass_at_k(len(passed), sum(passed), k) for passed in passes_by_prompt if len(passed) >= k]
         )
-    return found
+    return by_name
 
 
 async def answer(

@@ -190,17 +190,17 @@ class SavedRun:
     @property
     def _saved_in(self) -> Path | None:
         """The folder of the checkpoints, or the local copy of it if it is in remote storage."""
-        given = self.settings.checkpoint
-        return None if given.save is None else self.inside(str(given.local(given.save)))
+        section = self.settings.checkpoint
+        return None if section.save is None else self.inside(str(section.local(section.save)))
 
     def inside(self, path: str) -> Path:
         """Return a path of the run's flags; one below --output-dir is found there after the folder was moved."""
-        given = Path(path)
+        original = Path(path)
         try:
-            moved = self.folder / given.relative_to(self.settings.tracking.output_dir)
+            moved = self.folder / original.relative_to(self.settings.tracking.output_dir)
         except ValueError:
-            return given
-        return moved if moved.exists() else given
+            return original
+        return moved if moved.exists() else original
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -225,23 +225,23 @@ def settings_from_json(sections: Mapping[str, Mapping[str, Any]], where: str) ->
     """
     hints = get_type_hints(Settings)
     unknown = sections.keys() - hints.keys()
-    found: dict[str, Any] = {}
+    by_section: dict[str, Any] = {}
     for name, values in sections.items():
         if name in unknown:
             continue
         section = hints[name]
         if not dataclasses.is_dataclass(section):  # megatron_overrides: pairs of a name and a value
-            found[name] = tuple(values.items())
+            by_section[name] = tuple(values.items())
             continue
         known = {field.name for field in dataclasses.fields(section)}
         unknown |= {f"{name}.{field}" for field in values.keys() - known}
-        given = {field: _frozen(value) for field, value in values.items() if field in known}
+        fields = {field: _frozen(value) for field, value in values.items() if field in known}
         assert isinstance(section, type)
-        found[name] = section(**given)
+        by_section[name] = section(**fields)
     if unknown:
         names = ", ".join(sorted(unknown))
         raise InputError(f"{where}: unknown settings ({names}), of another version of miles; use that version")
-    return Settings(**found)
+    return Settings(**by_section)
 
 
 def _frozen(value: Any) -> Any:
@@ -285,8 +285,8 @@ def run_folder(run: str) -> Path:
             records.pop(LOCK, None)
         for name, data in records.items():
             (folder / name).write_bytes(data)
-        given = CheckpointArguments(save=remote.url, remote_cache=str(folder / "remote"))
-        RemoteCheckpoints(remote, given.local(remote.url)).index()
+        section = CheckpointArguments(save=remote.url, remote_cache=str(folder / "remote"))
+        RemoteCheckpoints(remote, section.local(remote.url)).index()
     except RemoteError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return folder
@@ -315,11 +315,11 @@ def runs_at(place: str) -> list[tuple[str, Path]]:
 def _found_at(url: str, header: bytes, folder: Path) -> bytes:
     """Return run.json with the URL at which the run was found, and where its checkpoints are listed here."""
     try:
-        found = json.loads(header)
-        found["settings"]["checkpoint"] |= {"save": url, "remote_cache": str(folder / "remote")}
+        record = json.loads(header)
+        record["settings"]["checkpoint"] |= {"save": url, "remote_cache": str(folder / "remote")}
     except (ValueError, KeyError, TypeError):
         return header  # reading the run states its fault
-    return json.dumps(found).encode()
+    return json.dumps(record).encode()
 
 
 @contextmanager

@@ -112,8 +112,8 @@ def read_definition(path: Path) -> Definition:
 class _Values:
     """The values of a file, and their faults."""
 
-    def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.entries = values
         self.faults: list[str] = []
         self._path = path
 
@@ -121,32 +121,32 @@ class _Values:
         self.faults.append(f"{self._path}: {message}")
 
     def check_keys(self) -> None:
-        for key in self.given.keys() - {*KEYS}:
+        for key in self.entries.keys() - {*KEYS}:
             self.refuse(f"{one_line(str(key), LONGEST_VALUE)}: no such key; give one of {', '.join(KEYS)}")
 
     def words(self) -> tuple[str, ...]:
-        config, flags = self.given.get("config"), self.given.get("flags")
+        config, flags = self.entries.get("config"), self.entries.get("flags")
         words = []
         if config is not None:
             for name in config if isinstance(config, list) else [config]:
                 words += [f"{FLAG}={name}"]
         if isinstance(flags, str):
             try:
-                given = shlex.split(flags, comments=True)
+                tokens = shlex.split(flags, comments=True)
             except ValueError as error:
                 self.refuse(f"flags: cannot be read as a command line ({error}); check its quotes")
                 return tuple(words)
-            for flag, _ in group_words(given):
+            for flag, _ in group_words(tokens):
                 self._check_field("flags", flag.removeprefix("--").replace("-", "_"))
-            words += given
+            words += tokens
         return tuple(words)
 
     def common(self) -> dict[str, Any]:
-        flags = self.given.get("flags")
+        flags = self.entries.get("flags")
         return {} if flags is None or isinstance(flags, str) else self._fields("flags", flags)
 
     def variants(self) -> tuple[SweepVariant, ...]:
-        grid, listed = self.given.get("grid"), self.given.get("variants")
+        grid, listed = self.entries.get("grid"), self.entries.get("variants")
         if grid is not None and listed is not None:
             self.refuse("grid and variants: a sweep has one of the two; write the combinations as variants")
         elif grid is not None:
@@ -159,7 +159,7 @@ class _Values:
         if not isinstance(listed, Mapping) or not listed:
             self.refuse("variants: must map names to flags; write NAME: {flag: value}, or NAME: {} without changes")
             return ()
-        found = []
+        variants = []
         for name, flags in listed.items():
             where = f"variants: {one_line(str(name), LONGEST_VALUE)}"
             if not _NAME.fullmatch(str(name)) or len(str(name)) > LONGEST_NAME:
@@ -169,9 +169,9 @@ class _Values:
                 self.refuse(f"{where}: is the name of a file that the sweep writes; give another name")
             fields = self._fields(where, {} if flags is None else flags)
             offset = self._whole(f"{where}: {SEED_OFFSET}", fields.pop(SEED_OFFSET, "0"), 0)
-            found.append(SweepVariant(str(name), fields, offset or 0))
-        self._refuse_equal(found)
-        return tuple(found)
+            variants.append(SweepVariant(str(name), fields, offset or 0))
+        self._refuse_equal(variants)
+        return tuple(variants)
 
     def _combined(self, grid: Any) -> tuple[SweepVariant, ...]:
         fields = self._fields("grid", grid)
@@ -179,7 +179,7 @@ class _Values:
             if not isinstance(values, list) or not values:
                 self.refuse(f"grid: {name}: must be a list of values; write {name}: [VALUE, VALUE]")
                 return ()
-        found = []
+        variants = []
         for values in itertools.product(*fields.values()):
             flags = dict(zip(fields, values, strict=True))
             name = ",".join(f"{field}={_in_a_name(value)}" for field, value in flags.items()) or "run"
@@ -187,9 +187,9 @@ class _Values:
                 rule = f"the name has more than {LONGEST_NAME} characters"
                 self.refuse(f"grid: {one_line(name, LONGEST_VALUE)}: {rule}; name the combinations under variants")
                 return ()
-            found.append(SweepVariant(name, flags))
-        self._refuse_equal(found)
-        return tuple(found)
+            variants.append(SweepVariant(name, flags))
+        self._refuse_equal(variants)
+        return tuple(variants)
 
     def _refuse_equal(self, variants: list[SweepVariant]) -> None:
         names: dict[str, int] = {}
@@ -200,15 +200,15 @@ class _Values:
                 self.refuse(f"grid: {number} combinations have the name {name}; name them under variants")
 
     def seeds(self) -> tuple[int, ...]:
-        given = self.given.get("seeds", "1")
-        if isinstance(given, list):
-            seeds = [self._whole("seeds", value, 0) for value in given]
+        entry = self.entries.get("seeds", "1")
+        if isinstance(entry, list):
+            seeds = [self._whole("seeds", value, 0) for value in entry]
             if len({*seeds}) < len(seeds):
-                self.refuse(f"seeds: {given}: one is given twice; give different ones")
+                self.refuse(f"seeds: {entry}: one is given twice; give different ones")
             if not seeds:
                 self.refuse("seeds: the list is empty; give one seed or more, or their number")
             return tuple(seed for seed in seeds if seed is not None)
-        number = self._whole("seeds", given, 1)
+        number = self._whole("seeds", entry, 1)
         if number is not None and number > MOST_RUNS:
             self.refuse(f"seeds: {number}: is more than {MOST_RUNS}; a list gives the seeds themselves: [{number}]")
             return ()
@@ -216,40 +216,40 @@ class _Values:
 
     def baseline(self, variants: tuple[SweepVariant, ...]) -> str:
         names = [variant.name for variant in variants]
-        given = self.given.get("baseline")
-        if given is None:
+        entry = self.entries.get("baseline")
+        if entry is None:
             return names[0] if names else ""
-        if str(given) not in names and names:
-            shown = one_line(str(given), LONGEST_VALUE)
-            self.refuse(f"baseline: {shown}: no such variant; give one of {one_line(', '.join(names), 1000)}")
-        return str(given)
+        if str(entry) not in names and names:
+            excerpt = one_line(str(entry), LONGEST_VALUE)
+            self.refuse(f"baseline: {excerpt}: no such variant; give one of {one_line(', '.join(names), 1000)}")
+        return str(entry)
 
     def metrics(self) -> tuple[str, ...] | None:
-        given = self.given.get("metrics")
-        if given is None:
+        entry = self.entries.get("metrics")
+        if entry is None:
             return None
-        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+        if not isinstance(entry, list) or not entry or not all(isinstance(name, str) for name in entry):
             self.refuse("metrics: must be a list of names of metrics; write metrics: [rollout/reward]")
             return None
-        return tuple(dict.fromkeys(given))
+        return tuple(dict.fromkeys(entry))
 
     def output(self) -> Path:
-        given = self.given.get("output")
-        if given is not None and (not isinstance(given, str) or not given.strip()):
-            self.refuse(f"output: {one_line(str(given), LONGEST_VALUE)}: must be a folder; write output: DIR")
-        return Path("outputs", self._path.stem) if given is None else Path(str(given))
+        entry = self.entries.get("output")
+        if entry is not None and (not isinstance(entry, str) or not entry.strip()):
+            self.refuse(f"output: {one_line(str(entry), LONGEST_VALUE)}: must be a folder; write output: DIR")
+        return Path("outputs", self._path.stem) if entry is None else Path(str(entry))
 
     def number(self, key: str, default: int) -> int:
-        value = self._whole(key, self.given.get(key, str(default)), 1)
+        value = self._whole(key, self.entries.get(key, str(default)), 1)
         return default if value is None else value
 
-    def _fields(self, where: str, given: Any) -> dict[str, Any]:
+    def _fields(self, where: str, flags: Any) -> dict[str, Any]:
         """Return flags by field name."""
-        if not isinstance(given, Mapping):
+        if not isinstance(flags, Mapping):
             self.refuse(f"{where}: must map flags to values; write flag: value")
             return {}
         fields: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in flags.items():
             name = str(key).removeprefix("--").replace("-", "_")
             if name in fields:
                 self.refuse(f"{where}: {name}: is set twice; keep one of the two")
@@ -265,14 +265,14 @@ class _Values:
             self.refuse(
                 f"{where}: config: is no flag of a variant; write the key config alongside {where.split(':')[0]}"
             )
-        elif name == "config" and not isinstance(self.given["flags"], str):
+        elif name == "config" and not isinstance(self.entries["flags"], str):
             self.refuse("flags: config: is not a setting of a run; write the key config alongside flags")
 
     def _whole(self, where: str, value: Any, least: int) -> int | None:
         text = str(value)
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,19}", text) or not least <= int(text) <= LARGEST:
-            shown = one_line(text, LONGEST_VALUE)
-            self.refuse(f"{where}: {shown}: must be a whole number of at least {least}; give {least} or more")
+            excerpt = one_line(text, LONGEST_VALUE)
+            self.refuse(f"{where}: {excerpt}: must be a whole number of at least {least}; give {least} or more")
             return None
         return int(text)
 
@@ -387,13 +387,13 @@ def plan(definition: Definition, out: Path, check: Check | None = None) -> list[
     Raises:
         FlagError: With every error in the flags of every variant, each with the variants that have it.
     """
-    runs, found = _planned_runs(definition, out, check)
-    if not found:
-        is_any, found = _fetch_models(definition)
-        if is_any and not found:
-            runs, found = _planned_runs(definition, out, check)
-    if found:
-        raise FlagError(*_located(found, [variant.name for variant in definition.variants]))
+    runs, errors = _planned_runs(definition, out, check)
+    if not errors:
+        is_any, errors = _fetch_models(definition)
+        if is_any and not errors:
+            runs, errors = _planned_runs(definition, out, check)
+    if errors:
+        raise FlagError(*_located(errors, [variant.name for variant in definition.variants]))
     return runs
 
 
@@ -402,7 +402,7 @@ def _planned_runs(
 ) -> tuple[list[PlannedRun], dict[str, list[str]]]:
     """Return the runs, and the variants by error."""
     runs: list[PlannedRun] = []
-    found: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     for seed in definition.seeds:
         for variant in definition.variants:
             try:
@@ -411,10 +411,10 @@ def _planned_runs(
                     check(runs[-1].settings)
             except FlagError as error:
                 for message in error.messages:
-                    found.setdefault(message, []).append(variant.name)
+                    errors.setdefault(message, []).append(variant.name)
             except ValueError as error:
-                found.setdefault(str(error), []).append(variant.name)
-    return runs, found
+                errors.setdefault(str(error), []).append(variant.name)
+    return runs, errors
 
 
 def _fetch_models(definition: Definition) -> tuple[bool, dict[str, list[str]]]:
@@ -423,17 +423,17 @@ def _fetch_models(definition: Definition) -> tuple[bool, dict[str, list[str]]]:
     for variant in definition.variants:
         model = read_command(definition.words, {**definition.flags, **variant.flags}).settings.model
         variants.setdefault(model, []).append(variant.name)
-    is_any, found = False, dict[str, list[str]]()
+    is_any, errors = False, dict[str, list[str]]()
     for model, names in variants.items():
         try:
             is_any |= fetch_configs(model).is_any
         except FlagError as error:
-            found |= dict.fromkeys(error.messages, names)
-    return is_any, found
+            errors |= dict.fromkeys(error.messages, names)
+    return is_any, errors
 
 
-def _located(found: Mapping[str, Iterable[str]], variants: list[str]) -> Iterator[str]:
-    for message, names in found.items():
+def _located(errors: Mapping[str, Iterable[str]], variants: list[str]) -> Iterator[str]:
+    for message, names in errors.items():
         where = list(dict.fromkeys(names))
         if len(variants) == 1:
             yield message
@@ -446,16 +446,16 @@ def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path
     own = seed + variant.seed_offset
     keywords = {**definition.flags, **variant.flags}
     keywords |= {"seed": own, "rollout_seed": own, "output_dir": str(folder)}
-    given = read_command(definition.words, keywords).settings.checkpoint
-    if given.save is not None:
-        keywords["save"] = _own_place(given.save, folder / CHECKPOINTS, variant.name, seed)
-    if given.save_hf is not None:
-        exports = folder / EXPORT / "{iteration}" if names_iteration(given.save_hf) else folder / EXPORT
-        keywords["save_hf"] = _own_place(given.save_hf, exports, variant.name, seed)
+    section = read_command(definition.words, keywords).settings.checkpoint
+    if section.save is not None:
+        keywords["save"] = _own_place(section.save, folder / CHECKPOINTS, variant.name, seed)
+    if section.save_hf is not None:
+        exports = folder / EXPORT / "{iteration}" if names_iteration(section.save_hf) else folder / EXPORT
+        keywords["save_hf"] = _own_place(section.save_hf, exports, variant.name, seed)
     command = _on_one_rank(read_command(definition.words, keywords))
     settings = _judged(command, folder, own)
     resuming = None
-    if given.save is not None:
+    if section.save is not None:
         from_checkpoint = {"load": keywords["save"], **dict.fromkeys(_STARTING_POINT)}
         resumed = _on_one_rank(read_command(definition.words, keywords | from_checkpoint))
         judge(resumed)
@@ -463,11 +463,11 @@ def _planned(definition: Definition, variant: SweepVariant, seed: int, out: Path
     return PlannedRun(variant.name, seed, folder, command.words, resuming, settings)
 
 
-def _own_place(given: str, local: Path, variant: str, seed: int) -> str:
+def _own_place(path: str, local: Path, variant: str, seed: int) -> str:
     """Return the path that a run of the sweep saves to: its own folder, or one inside the URL of all runs."""
-    if not is_url(given):
+    if not is_url(path):
         return str(local)
-    return f"{given.rstrip('/')}/{variant}/seed-{seed}"
+    return f"{path.rstrip('/')}/{variant}/seed-{seed}"
 
 
 def _on_one_rank(command: Command) -> Command:

@@ -233,9 +233,9 @@ class Results:
         """Return the settings that differ between variants: ``section.name`` and the value of each variant."""
         first = {run.planned.variant: run.planned.settings for run in reversed(self.runs)}
         headers = [RunHeader.from_sections("", first[variant], "", "", 0) for variant in self.variants]
-        found = differing_settings([header.public_settings() for header in headers], _OF_THE_RUN)
+        differences = differing_settings([header.public_settings() for header in headers], _OF_THE_RUN)
         offsets = [str(variant.seed_offset) for variant in self.definition.variants]
-        return [*found, ("seed_offset", offsets)] if len({*offsets}) > 1 else found
+        return [*differences, ("seed_offset", offsets)] if len({*offsets}) > 1 else differences
 
 
 def write_tables(results: Results, out: Path) -> None:
@@ -358,7 +358,7 @@ def _title(results: Results) -> str:
 def _sentence(results: Results) -> str:
     """Return the last values of the first metric of the table, of each variant."""
     rows = [row for row in results.rows() if row.summary == FINAL]
-    means = ", ".join(f"{row.variant} {shown(row.mean)}" for row in rows if row.metric == rows[0].metric)
+    means = ", ".join(f"{row.variant} {interval_text(row.mean)}" for row in rows if row.metric == rows[0].metric)
     return f"Last {rows[0].metric}: {means}." if rows else "No run is finished."
 
 
@@ -404,9 +404,9 @@ def _in_parts(file: MetricsFile, name: str, ends: Sequence[int]) -> NDArray[np.f
     """Return the mean of a metric in each stretch of steps up to ``ends``; NaN without a finite value."""
     values = np.array(file.column(name), dtype=np.float64)
     finite = np.isfinite(values)
-    places = np.searchsorted(ends, np.array(file.steps))[finite]
-    counts = np.bincount(places, minlength=len(ends))
-    sums = np.bincount(places, weights=values[finite], minlength=len(ends))
+    bins = np.searchsorted(ends, np.array(file.steps))[finite]
+    counts = np.bincount(bins, minlength=len(ends))
+    sums = np.bincount(bins, weights=values[finite], minlength=len(ends))
     means = np.full(len(ends), math.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return means
@@ -425,14 +425,14 @@ def _tables(results: Results) -> list[dict[str, Any]]:
     differences = [row for row in rows if row.difference is not None]
     baseline = results.definition.baseline
     means = [
-        [metric, variant, *(shown(group[name].mean) for name in (FINAL, MEAN_OF_LAST, AREA)), _seeds(group)]
+        [metric, variant, *(interval_text(group[name].mean) for name in (FINAL, MEAN_OF_LAST, AREA)), _seeds(group)]
         for (metric, variant), group in _grouped(rows)
     ]
     changes = [
         [
             metric,
             variant,
-            *(shown(_difference(group[name])) for name in (FINAL, MEAN_OF_LAST, AREA)),
+            *(interval_text(_difference(group[name])) for name in (FINAL, MEAN_OF_LAST, AREA)),
             _seeds(group, True),
         ]
         for (metric, variant), group in _grouped(differences)
@@ -474,7 +474,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]], empty: str) ->
     return {"title": title, "columns": columns, "rows": rows, "note": "" if rows else empty}
 
 
-def shown(interval: Interval) -> str:
+def interval_text(interval: Interval) -> str:
     """Return a mean with its interval as people read it: ``0.84 [0.81, 0.87]``; an en dash without a value."""
     if not math.isfinite(interval.mean):
         return "–"
@@ -492,8 +492,8 @@ def text_table(results: Results) -> str:
     compares = len(results.variants) > 1
     cells = [head + [f"difference from {results.definition.baseline}"] * compares]
     for row in rows:
-        difference = "" if row.difference is None else shown(row.difference)
-        cells.append([row.metric, row.variant, shown(row.mean), str(row.mean.count)] + [difference] * compares)
+        difference = "" if row.difference is None else interval_text(row.difference)
+        cells.append([row.metric, row.variant, interval_text(row.mean), str(row.mean.count)] + [difference] * compares)
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

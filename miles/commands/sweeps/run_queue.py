@@ -86,8 +86,8 @@ class Machine:
     def here(cls, environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Machine:
         """Look at this machine."""
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        found = tuple(name for path in devices.glob("nvidia*") if re.fullmatch(r"\d+", name := path.name[6:]))
-        gpus = tuple(str(number) for number in range(len(found)))
+        nodes = tuple(name for path in devices.glob("nvidia*") if re.fullmatch(r"\d+", name := path.name[6:]))
+        gpus = tuple(str(number) for number in range(len(nodes)))
         if VISIBLE in environment:
             gpus = tuple(filter(None, (part.strip() for part in environment[VISIBLE].split(","))))
         return cls(cores, min(len(cores), cpu_quota() or len(cores)), gpus)
@@ -127,13 +127,13 @@ def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[
     if jobs is None:
         there = len(machine.gpus) if uses_gpus else int(machine.busy)
         jobs = 1 if joined or share_engines else max(1, there // needed)
-    found = []
+    result = []
     for number in range(min(jobs, len(runs))):
         gpus = (
             tuple(machine.gpus[(number * needed + k) % len(machine.gpus)] for k in range(needed)) if uses_gpus else None
         )
-        found.append(Slot(_share(machine.cores, number, min(jobs, len(runs))), gpus))
-    return found
+        result.append(Slot(_share(machine.cores, number, min(jobs, len(runs))), gpus))
+    return result
 
 
 def _share(cores: Sequence[int], number: int, among: int) -> frozenset[int]:
@@ -343,11 +343,11 @@ class RunQueue:
         ended = Ended()
         signals = 0
         with ThreadPoolExecutor(len(self._slots), "sweep") as threads, self._listening():
-            places = [threads.submit(self._work, slot) for slot in self._slots]
-            for place in places:
+            futures = [threads.submit(self._work, slot) for slot in self._slots]
+            for place in futures:
                 place.add_done_callback(lambda place: self._events.put(("place", (place,))))
             try:
-                left = len(places)
+                left = len(futures)
                 while left:
                     try:
                         event, values = self._events.get(timeout=TICK_SECONDS)
@@ -458,12 +458,12 @@ class QueueTimeLeft:
     """Foresees when a queue ends, from the speed of its runs.
 
     Args:
-        places: Runs at once.
+        num_slots: Runs at once.
         runs: The share of each run that is left to do (1: all of it).
     """
 
-    def __init__(self, places: int, runs: Sequence[float]) -> None:
-        self._places = places
+    def __init__(self, num_slots: int, runs: Sequence[float]) -> None:
+        self._places = num_slots
         self._left = sum(runs)  # in whole runs, without the running ones
         self._done = 0.0
         self._seconds = 0.0
@@ -507,7 +507,7 @@ class SweepProgress:
         self,
         runs: Sequence[SweptRun],
         finished: int,
-        places: int,
+        num_slots: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -516,7 +516,7 @@ class SweepProgress:
         self._total = len(runs) + finished
         self._done = finished
         self._begun_with = {id(run): run.fraction() for run in runs}
-        self._left = QueueTimeLeft(min(places, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
+        self._left = QueueTimeLeft(min(num_slots, len(runs)) or 1, [1 - share for share in self._begun_with.values()])
         self._running: dict[int, tuple[SweptRun, float]] = {}
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -553,8 +553,8 @@ class SweepProgress:
     def repeats(self, run: SweptRun, attempt: Attempt) -> None:
         """Print that a run failed and is tried once more."""
         self._running.pop(id(run), None)
-        shown = f"{_how(attempt.status)}: {attempt.last_line} ({run.log}); trying once more: it {run.in_words()}"
-        self._print(f"[{self._done}/{self._total}] {run.name}: {shown}")
+        text = f"{_how(attempt.status)}: {attempt.last_line} ({run.log}); trying once more: it {run.in_words()}"
+        self._print(f"[{self._done}/{self._total}] {run.name}: {text}")
 
     def stopping(self, number: int, times: int, running: int) -> None:
         """Print the effect of a signal."""

@@ -88,9 +88,9 @@ class SweptRun:
             return f"{self.folder}: holds files that no sweep has written; remove them, or give another --out"
         changed = _differences(record["words"], public_words(self.planned.words))
         if changed:
-            shown = one_line("; ".join(changed), 1000)
+            text = one_line("; ".join(changed), 1000)
             what_to_do = "give the variant another name, remove the folder, or give another --out"
-            return f"{self.folder}: was run with other flags ({shown}); {what_to_do}"
+            return f"{self.folder}: was run with other flags ({text}); {what_to_do}"
         files = self._files()
         for flag, digest in record.get("files", {}).items():  # absent in records of earlier versions
             if files.get(flag, digest) != digest:
@@ -103,13 +103,13 @@ class SweptRun:
         if self.start is not RunStart.RESTARTS or self.planned.settings.checkpoint.start_over:
             return None
         root = self.folder / CHECKPOINTS
-        found = all_in(root) if self.planned.resuming is not None else []
-        if not found:
+        checkpoints = all_in(root) if self.planned.resuming is not None else []
+        if not checkpoints:
             return None
         if self._run_on_disk() is None:
-            why = f"{self.folder / RUN_HEADER} cannot be read, so the run cannot resume from {found[-1].name}"
+            why = f"{self.folder / RUN_HEADER} cannot be read, so the run cannot resume from {checkpoints[-1].name}"
             return f"{root}: {why}; remove {self.folder} to start it again"
-        names = one_line(", ".join(path.name for path in found), LONGEST_VALUE)
+        names = one_line(", ".join(path.name for path in checkpoints), LONGEST_VALUE)
         return f"{root}: no checkpoint is complete ({names}), so the run cannot resume; remove {root} to start it again"
 
     @property
@@ -152,13 +152,13 @@ class SweptRun:
     def _files(self) -> dict[str, str]:
         """Return a hash of each file of further settings, by the flag that names it: its words are not flags."""
         settings = self.planned.settings
-        given = {
+        paths = {
             flag_name("custom_config_path"): settings.rollout.custom_config_path,
             flag_name("eval_config"): settings.evaluation.eval_config,
         }
         return {
             flag: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            for flag, path in given.items()
+            for flag, path in paths.items()
             if path is not None and Path(path).is_file()
         }
 

@@ -102,10 +102,10 @@ def get_log_probs_and_entropy(
     is_own = ([int(n) for n in total_lengths], [int(n) for n in response_lengths]) == own
     if not (is_own and all(torch.equal(a, b) for a, b in zip(unconcat_tokens, logits.tokens, strict=True))):
         raise InputError(f"the loss asks for log-probs of other tokens than the samples': {NO_LOGITS}")
-    found = {"log_probs": list(logits.log_probs.split(own[1]))}
+    outputs = {"log_probs": list(logits.log_probs.split(own[1]))}
     if with_entropy:
-        found["entropy"] = list(logits.entropy.split(own[1]))
-    return logits.log_probs.new_empty((0,)), found
+        outputs["entropy"] = list(logits.entropy.split(own[1]))
+    return logits.log_probs.new_empty((0,)), outputs
 
 
 def compute_approx_kl(
@@ -192,10 +192,10 @@ def _call(
 
     logits = ResponseLogits(log_probs, entropy, tuple(tokens), whole.response_lengths)
     try:
-        found = function(args, _batch(whole, tokens, log_probs), logits, sum_of_sample_mean)
+        output = function(args, _batch(whole, tokens, log_probs), logits, sum_of_sample_mean)
     except InputError as error:
         raise InputError(f"{WHOLE_LOSS.flag} {path}: {error}") from error
-    total, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    total, metrics = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
     WHOLE_LOSS.check_tensor(path, total, ())
     if not isinstance(metrics, Mapping):
         raise ValueError(f"{WHOLE_LOSS.flag} {path}: returned metrics of type {type(metrics).__name__}; return a dict")
@@ -211,7 +211,7 @@ def _call(
 def _batch(whole: MicroBatch, tokens: Sequence[torch.Tensor], log_probs: torch.Tensor) -> Batch:
     lengths, columns = list(whole.response_lengths), token_columns(whole, log_probs)
     mask_sums = whole.trajectory_token_counts.detach()
-    found = Batch(
+    batch = Batch(
         unconcat_tokens=list(tokens),
         tokens=list(tokens),
         total_lengths=list(whole.total_lengths),
@@ -222,11 +222,11 @@ def _batch(whole: MicroBatch, tokens: Sequence[torch.Tensor], log_probs: torch.T
     for name in _COLUMNS:
         column = columns[_NAMES.get(name, name)]
         if column is not None:
-            found[name] = list(column.split(lengths))
+            batch[name] = list(column.split(lengths))
     for name, column in (("values", whole.values), ("returns", whole.returns)):
         if column is not None:
-            found[name] = list(column.split(lengths))
-    return found
+            batch[name] = list(column.split(lengths))
+    return batch
 
 
 def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
@@ -316,5 +316,5 @@ def try_four_arguments(
         returns=ones if has_critic else None,
     )
     log_probs = (-ones).requires_grad_()
-    found = _call(path, args, loss, whole, [tokens], log_probs, ones.clone().requires_grad_())
-    return tuple(found[1])
+    result = _call(path, args, loss, whole, [tokens], log_probs, ones.clone().requires_grad_())
+    return tuple(result[1])

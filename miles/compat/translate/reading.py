@@ -83,8 +83,8 @@ def read_toml(path: str, text: str) -> Document:
         fail(path, int(line[1]) if line else text.rstrip().count("\n") + 1, f"not TOML ({error}); correct it")
     lines, table = dict[str, int](), ""
     for number, row in enumerate(text.splitlines(), 1):
-        if found := _TABLE.match(row):
-            table = found[1].replace(" ", "") + "."
+        if match := _TABLE.match(row):
+            table = match[1].replace(" ", "") + "."
         elif _TABLE_OF_LIST.match(row):
             table = "[]."
         elif key := _TOML_KEY.match(row):
@@ -225,8 +225,8 @@ def read_python(path: str, text: str) -> Document:
             name = keyword.arg or f"**{ast.unparse(keyword.value)}"
             settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
     for call in trainers:
-        given = [*zip(OF_THE_TRAINER, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
-        for argument, value in given:
+        arguments = [*zip(OF_THE_TRAINER, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+        for argument, value in arguments:
             if argument == "peft_config":
                 settings += _adapter(value, constants)
             elif argument != "args" or not calls:  # those are the configuration
@@ -241,12 +241,12 @@ def _adapter(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[Setting
     if not isinstance(config, ast.Call) or _name(config.func) != "LoraConfig" or config.args:
         yield Setting("peft_config", _value(node, constants), node.lineno)
         return
-    given = {each.arg: each.value for each in config.keywords}
+    arguments = {each.arg: each.value for each in config.keywords}
     yield Setting("use_peft", True, node.lineno)
     for argument, (name, default) in ADAPTER.items():
-        value = _value(given.pop(argument), constants) if argument in given else default
+        value = _value(arguments.pop(argument), constants) if argument in arguments else default
         yield Setting(name, value, node.lineno)
-    for key, left in given.items():
+    for key, left in arguments.items():
         yield Setting(f"peft_config.{key}", _value(left, constants), left.lineno)
 
 
@@ -275,8 +275,8 @@ def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
     if isinstance(node, ast.Name) and node.id in constants:
         node = constants[node.id]
     if isinstance(node, ast.Call) and _name(node.func) == "load_dataset" and len(node.args) == 1:
-        given = {each.arg: ast.unparse(each.value) for each in node.keywords}
-        if given in ({}, {"split": "'train'"}):
+        keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if keywords in ({}, {"split": "'train'"}):
             node = node.args[0]
     try:
         return ast.literal_eval(node)
@@ -356,8 +356,8 @@ class _Sources:
         file = next((base / relative for base in (self.folder, Path()) if os.path.isfile(base / relative)), None)
         if relative.is_absolute() or file is None:
             self.not_read.append(str(relative))
-        elif (found := file.resolve()) not in self.seen:
-            self.seen.add(found)
+        elif (target := file.resolve()) not in self.seen:
+            self.seen.add(target)
             try:
                 return read_text(str(file))
             except InputError:
@@ -373,8 +373,8 @@ def read_shell(path: str, text: str) -> Document:
     documents = [_script(path, body, sources) for body in (*script.documents, *inner)]
     for pattern, style in COMMANDS:
         for commands in (script.commands, *(each.commands for each in documents)):
-            places = [(command, _begin(command, pattern, style)) for command in commands]
-            if fitting := [(command, place) for command, place in places if place is not None]:
+            starts = [(command, _begin(command, pattern, style)) for command in commands]
+            if fitting := [(command, place) for command, place in starts if place is not None]:
                 return _training(path, script, sources, fitting, style)
     if script.fault_line is not None:
         fail(path, script.fault_line, "not a shell script (a quote or a bracket is not closed); check its quotes")
@@ -390,9 +390,9 @@ def _script(path: str, text: str, sources: _Sources) -> Script:
 
 def _begin(command: list[Word], pattern: re.Pattern[str], style: str) -> int | None:
     """Return where the settings of a training command begin, or ``None`` if it is none."""
-    places = [n for n, word in enumerate(command) if pattern.search(word.text) and not _is_command(word)]
-    if not places or style != "settings":
-        return places[0] + 1 if places else None
+    starts = [n for n, word in enumerate(command) if pattern.search(word.text) and not _is_command(word)]
+    if not starts or style != "settings":
+        return starts[0] + 1 if starts else None
     return next(n for n, word in enumerate(command) if _OVERRIDE.match(word.text) or (n and not word.is_known))
 
 
@@ -405,7 +405,7 @@ def _training(
 ) -> Document:
     command, place = fitting[-1]
     rest, words = command[place:], tuple(word.text for word in command)
-    found, elsewhere = _overrides(rest) if style in ("overrides", "settings") else _flags(rest)
+    settings, elsewhere = _overrides(rest) if style in ("overrides", "settings") else _flags(rest)
     others = [_set_elsewhere(word, script, sources) for word in elsewhere]
     if len(fitting) > 1:
         lines = ", ".join(str(each[0].line) for each, _ in fitting)
@@ -413,9 +413,9 @@ def _training(
             Setting(f"{len(fitting)} commands", f"train here (lines {lines}): the last one is translated", None)
         )
     if style == "trl":  # TRL's flags are the names of its settings
-        found = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in found]
-        found = [replace(each, key="--config") if each.key == "config" else each for each in found]
-    return Document(path, "shell", by_key(found), words, by_key(others))
+        settings = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in settings]
+        settings = [replace(each, key="--config") if each.key == "config" else each for each in settings]
+    return Document(path, "shell", by_key(settings), words, by_key(others))
 
 
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
@@ -437,21 +437,21 @@ def _overrides(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
 
     The second result are the words that expand to settings which are not known.
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     elsewhere: list[Word] = []
     for word, before in zip(words, [None, *words], strict=False):
         flag, equals, value = word.text.partition("=")
         if match := _OVERRIDE.match(word.text):
-            found.append(Setting(match[2], _text(match[3], word.is_known, as_yaml=True), word.line))
+            settings.append(Setting(match[2], _text(match[3], word.is_known, as_yaml=True), word.line))
         elif flag in HYDRA_FLAGS and equals:
-            found.append(Setting(HYDRA_FLAGS[flag], value, word.line))
+            settings.append(Setting(HYDRA_FLAGS[flag], value, word.line))
         elif before is not None and before.text in HYDRA_FLAGS:
-            found.append(Setting(HYDRA_FLAGS[before.text], word.text, before.line))
+            settings.append(Setting(HYDRA_FLAGS[before.text], word.text, before.line))
         elif not word.is_known and _EXPANSION.fullmatch(word.text):
             elsewhere.append(word)
         elif word.text and word.text not in HYDRA_FLAGS:
-            found.append(Setting(word.text, True, word.line))
-    return found, elsewhere
+            settings.append(Setting(word.text, True, word.line))
+    return settings, elsewhere
 
 
 def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
@@ -459,29 +459,29 @@ def _flags(words: Sequence[Word]) -> tuple[list[Setting], list[Word]]:
 
     The second result are the words that expand to flags which are not known.
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     elsewhere: list[Word] = []
     for word in words:
         if word.text.startswith("-") and not _NUMBER.match(word.text) and word.text != "--":
             flag, equals, value = word.text.partition("=")
-            found.append(Setting(flag, _text(value, word.is_known) if equals else True, word.line))
-        elif _EXPANSION.fullmatch(word.text) and not (found and _takes(found[-1], word.text)):
+            settings.append(Setting(flag, _text(value, word.is_known) if equals else True, word.line))
+        elif _EXPANSION.fullmatch(word.text) and not (settings and _takes(settings[-1], word.text)):
             elsewhere.append(word)
-        elif not word.text and not (found and _takes(found[-1], word.text)):
+        elif not word.text and not (settings and _takes(settings[-1], word.text)):
             continue  # a variable that is set to nothing
-        elif not found:
-            found.append(Setting(word.text, True, word.line))
+        elif not settings:
+            settings.append(Setting(word.text, True, word.line))
         else:
-            found[-1] = Setting(found[-1].key, _added(found[-1].value, word), found[-1].line)
-    return found, elsewhere
+            settings[-1] = Setting(settings[-1].key, _added(settings[-1].value, word), settings[-1].line)
+    return settings, elsewhere
 
 
 def _takes(last: Setting, text: str) -> bool:
     """Return whether an expansion is a value of the flag before it, and not separate flags."""
     most, is_all_words = most_values(last.key), _ALL_WORDS.fullmatch(text) is not None
     if last.value is not True:
-        given = len(last.value) if isinstance(last.value, list) else 1
-        return most is not None and given < most and not is_all_words and not _HOLDS_FLAGS.match(text)
+        count = len(last.value) if isinstance(last.value, list) else 1
+        return most is not None and count < most and not is_all_words and not _HOLDS_FLAGS.match(text)
     if most is None:
         return not is_all_words and not _HOLDS_FLAGS.match(text)
     return most > 0
@@ -620,5 +620,5 @@ def _referred(match: re.Match[str], key: str, settings: dict[str, Setting]) -> s
     ):
         return match[0]
     one, other = values
-    found = {"mul": one * other, "add": one + other, "sub": one - other}
-    return str(found[match[1]] if match[1] in found else one / other)
+    results = {"mul": one * other, "add": one + other, "sub": one - other}
+    return str(results[match[1]] if match[1] in results else one / other)

@@ -94,15 +94,15 @@ UNEVEN = Step(
 
 def our_value(mode: Aggregation, step: Step, divisor: float | None) -> float:
     """Compute our objective of ``step`` from the denominators that training uses."""
-    found = step_denominators(
+    denominators = step_denominators(
         mode,
         token_counts=[response.tokens for response in step.responses],
         trajectory_ids=range(len(step.responses)),
         group_indices=[response.prompt for response in step.responses],
         divisor=divisor,
     )
-    parts = (r.total / denominator for r, denominator in zip(step.responses, found.sample_denoms, strict=True))
-    return sum(parts) / found.num_trajectories
+    parts = (r.total / denominator for r, denominator in zip(step.responses, denominators.sample_denoms, strict=True))
+    return sum(parts) / denominators.num_trajectories
 
 
 # Reduce token losses to the loss of a step as other trainers do, in plain floats. Each is linear in the losses.
@@ -310,14 +310,14 @@ def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
 
 def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]:
     """Return the leaves of nested objects, with dots between the levels. Lists are leaves."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name, part in value.items():
         key = f"{prefix}{name}"
         if isinstance(part, dict) and part:
-            found += flatten(part, line, f"{key}.")
+            settings += flatten(part, line, f"{key}.")
         else:
-            found.append(Setting(key, part, line.get(key)))
-    return found
+            settings.append(Setting(key, part, line.get(key)))
+    return settings
 
 
 @dataclass(frozen=True)
@@ -561,9 +561,9 @@ class Translation:
         self._taken.add(key)
         setting = self.document.settings.get(key)
         learning = self.table.row(key).learning if learning is None else learning and self.table.row(key).learning
-        shown = setting.shown if setting is not None else self._default_shown(key)
+        text = setting.shown if setting is not None else self._default_shown(key)
         line = None if setting is None else setting.line
-        return Entry(shown, line, tuple(map(_word, words)), why, learning, worst)
+        return Entry(text, line, tuple(map(_word, words)), why, learning, worst)
 
     def _default_shown(self, key: str) -> str:
         default = self.table.row(key).default
@@ -578,7 +578,7 @@ class Translation:
     @property
     def unread(self) -> list[Setting]:
         """The settings that were not read, that differ from the default, and that may change learning."""
-        found = []
+        settings = []
         for key, setting in self.document.settings.items():
             row = self.table.row(key)
             plain = (row.default, *row.neutral, None)
@@ -587,8 +587,8 @@ class Translation:
                 and row.learning
                 and not any(_same(setting.value, value) for value in plain)
             ):
-                found.append(setting)
-        return found
+                settings.append(setting)
+        return settings
 
     @property
     def left_out(self) -> list[Entry]:
@@ -724,11 +724,11 @@ def _write(translation: Translation, key: str, row: KnownSetting, value: Any) ->
 
 def write_template(translation: Translation, key: str) -> None:
     """Record the arguments of the chat template, which are the settings within ``key``."""
-    given = [name for name in translation.document.settings if name.startswith(f"{key}.")]
-    if given:
-        values = {name[len(key) + 1 :]: translation.raw(name) for name in given}
-        translation.carry(given[0], "--apply-chat-template-kwargs", json.dumps(values))
-        translation.take([key, *given])
+    names = [name for name in translation.document.settings if name.startswith(f"{key}.")]
+    if names:
+        values = {name[len(key) + 1 :]: translation.raw(name) for name in names}
+        translation.carry(names[0], "--apply-chat-template-kwargs", json.dumps(values))
+        translation.take([key, *names])
 
 
 def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:

@@ -81,11 +81,11 @@ def megatron_fields() -> dict[str, MegatronField]:
         ValueError: megatron-core is not installed.
     """
     root = _package()
-    found: dict[str, MegatronField] = {}
+    by_name: dict[str, MegatronField] = {}
     for class_name, file in DATACLASSES.items():
         for field in _fields_of(root / file, class_name):
-            found.setdefault(field.name, field)
-    return found
+            by_name.setdefault(field.name, field)
+    return by_name
 
 
 def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:

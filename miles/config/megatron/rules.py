@@ -64,20 +64,20 @@ def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: d
     """
     for name, value in overrides:
         flag = flags[name]
-        shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+        text = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
         if shape is not None and name in shape:
             if not repeats(_by_layer(value, shape[name]) if name == "moe_layer_freq" else value, shape[name]):
                 errors.add(contradiction(name, value, flag, shape))
         elif name in FIXED:
             fixed, why = FIXED[name]
             if not repeats(value, fixed):
-                errors.add(f"{shown}: contradicts --train-backend megatron: {why}; drop it")
+                errors.add(f"{text}: contradicts --train-backend megatron: {why}; drop it")
         elif name in TRIED or asks_for_nothing(name, value) or (shape is None and name in SHAPE_FIELDS):
             continue
         elif shape is not None and name in SHAPE_FIELDS:
             errors.add(contradiction(name, value, flag, shape))
         else:
-            errors.add(f"{shown}: {refusal_of(name)}; drop it")
+            errors.add(f"{text}: {refusal_of(name)}; drop it")
 
 
 def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> str:
@@ -91,13 +91,13 @@ def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> st
     """
     neutral = NEUTRAL_VALUES.get(name, (None,))[0]
     if isinstance(value, bool):
-        found = f"states the opposite of {flag}" if name in shape else f"describes a model without {flag}"
+        claim = f"states the opposite of {flag}" if name in shape else f"describes a model without {flag}"
     elif shape.get(name, neutral) is None:
-        found = f"describes a model without {flag}"
+        claim = f"describes a model without {flag}"
     else:
-        found = f"gives {flag} {_words(shape.get(name, neutral))}"
-    shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
-    return f"{shown}: contradicts --hf-checkpoint, whose config.json {found}; drop it"
+        claim = f"gives {flag} {_words(shape.get(name, neutral))}"
+    text = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+    return f"{text}: contradicts --hf-checkpoint, whose config.json {claim}; drop it"
 
 
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
@@ -121,12 +121,12 @@ def repeats(value: Any, wanted: Any) -> bool:
 
     A float that a config has rounded to fp32, such as 9.999999747378752e-06, is the number that was rounded.
     """
-    found = value[0] if isinstance(value, list) and not isinstance(wanted, list) and len(value) == 1 else value
-    if isinstance(wanted, list) and len(set(map(str, wanted))) == 1 and found in (wanted[0], [wanted[0]]):
+    entry = value[0] if isinstance(value, list) and not isinstance(wanted, list) and len(value) == 1 else value
+    if isinstance(wanted, list) and len(set(map(str, wanted))) == 1 and entry in (wanted[0], [wanted[0]]):
         return True
-    if isinstance(found, float) and isinstance(wanted, float):
-        return math.isclose(found, wanted, rel_tol=FP32_EPSILON)
-    return bool(found == wanted)
+    if isinstance(entry, float) and isinstance(wanted, float):
+        return math.isclose(entry, wanted, rel_tol=FP32_EPSILON)
+    return bool(entry == wanted)
 
 
 def _by_layer(value: Any, wanted: Any) -> Any:
@@ -292,8 +292,8 @@ def check_same_shape(flag: str, path: str | None, other: ConfigAndShape, policy:
 def _check_with_model(
     sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any], errors: Errors
 ) -> None:
-    given = [size for name in SIZES if (size := getattr(sizes, name)) is not None]
-    if min(given) >= 1:  # a smaller one is refused for itself
+    numbers = [size for name in SIZES if (size := getattr(sizes, name)) is not None]
+    if min(numbers) >= 1:  # a smaller one is refused for itself
         _check_sizes(sizes, shape, errors)
     _check_heads(sizes, config, errors)
     if shape.get("moe_router_score_function") == "sigmoid":
@@ -308,10 +308,10 @@ def _check_with_model(
 def _check_same_shape(
     field: str, path: str | None, other: ConfigAndShape, policy: ConfigAndShape, errors: Errors
 ) -> None:
-    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (other, policy))
+    actual, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (other, policy))
     for name, value in wanted.items():
-        if found.get(name) != value:
-            rule = f"its config gives {name} {found.get(name)}, --hf-checkpoint gives {value}"
+        if actual.get(name) != value:
+            rule = f"its config gives {name} {actual.get(name)}, --hf-checkpoint gives {value}"
             what_to_do = "give a model of the same shape, or use --train-backend fsdp"
             errors.refuse(field, path, rule, what_to_do)
 
@@ -347,20 +347,20 @@ INTERLEAVED = "num_layers_per_virtual_pipeline_stage"
 def _check_stages(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
     """Check that every pipeline stage has a layer, and that stages without a number of their own share the rest."""
     pp = sizes.pipeline_model_parallel_size
-    given = {name: value for name in STAGES if (value := getattr(sizes, name)) is not None and errors.none_about(name)}
-    if not given or pp == 1:
+    counts = {name: value for name in STAGES if (value := getattr(sizes, name)) is not None and errors.none_about(name)}
+    if not counts or pp == 1:
         if layers % pp:
             rule = f"must divide the model's {layers} layers"
             what_to_do = f"give a divisor of {layers}, or name the layers of the last stage with {flag_name(STAGES[1])}"
             errors.refuse("pipeline_model_parallel_size", pp, rule, what_to_do)
         return
-    rest, stages = layers - sum(given.values()), pp - len(given)
+    rest, stages = layers - sum(counts.values()), pp - len(counts)
     if (rest > 0) == (stages > 0) and rest >= 0 and rest % max(stages, 1) == 0:
         return
-    name = next(iter(given))
+    name = next(iter(counts))
     left = f"{count(max(rest, 0), 'layer')} of {layers} for {count(stages, 'other stage')}"
     what_to_do = "give a number that leaves each of the others as many, and at least one"
-    errors.refuse(name, given[name], f"leaves {left} of --pipeline-model-parallel-size {pp}", what_to_do)
+    errors.refuse(name, counts[name], f"leaves {left} of --pipeline-model-parallel-size {pp}", what_to_do)
 
 
 def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
@@ -493,62 +493,62 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     if not settings.megatron_overrides:
         return settings, []
     fields = {field.name: field for field in (*MODEL_FLAGS, *megatron_fields().values())}
-    given = dict(settings.megatron_overrides)
+    overrides = dict(settings.megatron_overrides)
     shape = _shape(settings) or {}
-    kept, notes = list[tuple[str, Any]](), list[Note]()
-    if not reads_megatron_flags(settings) and "recompute_granularity" in given:
-        shown = _shown(fields["recompute_granularity"], given.pop("recompute_granularity"))
-        notes.append(Note(READ_AS, shown, "--gradient-checkpointing: every layer is recomputed"))
+    pairs, notes = list[tuple[str, Any]](), list[Note]()
+    if not reads_megatron_flags(settings) and "recompute_granularity" in overrides:
+        text = _shown(fields["recompute_granularity"], overrides.pop("recompute_granularity"))
+        notes.append(Note(READ_AS, text, "--gradient-checkpointing: every layer is recomputed"))
         settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
-    for name, value in given.items():
+    for name, value in overrides.items():
         if reads_megatron_flags(settings):
-            verdict = judge(fields[name], value, shape, given)
+            verdict = judge(fields[name], value, shape, overrides)
         else:
-            verdict = _judge_without_megatron(fields[name], value, shape, given, errors)
+            verdict = _judge_without_megatron(fields[name], value, shape, overrides, errors)
         notes += [verdict.note] if verdict.note is not None else []
-        kept += [(name, verdict.value)] if verdict.value is not None else []
-    return replace(settings, megatron_overrides=tuple(kept)), notes
+        pairs += [(name, verdict.value)] if verdict.value is not None else []
+    return replace(settings, megatron_overrides=tuple(pairs)), notes
 
 
-def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any]) -> FieldVerdict:
+def judge(field: MegatronField, value: Any, shape: dict[str, Any], overrides: dict[str, Any]) -> FieldVerdict:
     """Judge a field under ``--train-backend megatron``.
 
     Args:
         field: The field.
         value: Its value.
         shape: The known part of the model's shape, in Megatron's terms.
-        given: All fields that flags set.
+        overrides: All fields that flags set.
     """
-    name, shown = field.name, _shown(field, value)
+    name, text = field.name, _shown(field, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return FieldVerdict(value)
-    why = _why_without_effect(name, shape, given)
+    why = _why_without_effect(name, shape, overrides)
     if why is not None:
-        return FieldVerdict(note=Note(NO_EFFECT, shown, why))
+        return FieldVerdict(note=Note(NO_EFFECT, text, why))
     if name in shape:
         return FieldVerdict(value)
     if name in _RECOMPUTE:
-        return _judge_recomputation(name, value, shown, given)
+        return _judge_recomputation(name, value, text, overrides)
     if name in FREE_FIELDS:
         heading, why = FREE_FIELDS[name]
-        return FieldVerdict(note=Note(heading, shown, why))
+        return FieldVerdict(note=Note(heading, text, why))
     waits_for_shape = name in SHAPE_FIELDS and not shape
     if name not in TRIED and name not in FIXED and not waits_for_shape and _asks_for_nothing(field, value):
-        return FieldVerdict(note=Note(SAME, shown, "the value that asks for nothing"))
+        return FieldVerdict(note=Note(SAME, text, "the value that asks for nothing"))
     return FieldVerdict(value)
 
 
-def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, Any]) -> str | None:
+def _why_without_effect(name: str, shape: dict[str, Any], overrides: Mapping[str, Any]) -> str | None:
     """Return why Megatron's own layers do not read a field of this model; None if they do, or may."""
     if not shape:
         return None
     if not shape.get("multi_latent_attention"):
-        if given.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
+        if overrides.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
             return None
         return "only latent attention reads it" if name in OF_LATENT_ROPE else None
     if name in NOT_LATENT:
         return NOT_LATENT[name]
-    scales = shape.get("rope_type") != "rope" or given.get("rotary_scaling_factor", 1) != 1
+    scales = shape.get("rope_type") != "rope" or overrides.get("rotary_scaling_factor", 1) != 1
     return "the rotary embedding is not scaled" if name in _MSCALES and not scales else None
 
 
@@ -556,23 +556,23 @@ def _asks_for_nothing(field: MegatronField, value: Any) -> bool:
     return value == field.default or asks_for_nothing(field.name, value)
 
 
-def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any]) -> FieldVerdict:
+def _judge_recomputation(name: str, value: Any, text: str, overrides: dict[str, Any]) -> FieldVerdict:
     """Recomputation changes no result: any kind of it recomputes whole layers, one by one."""
     wanted = FIXED[name][0]
-    if "recompute_granularity" not in given and name != "recompute_granularity":
-        return FieldVerdict(note=Note(NO_EFFECT, shown, "without --recompute-granularity"))
-    note = None if value == wanted else Note(MEMORY, shown, "recomputation covers whole layers, one by one")
+    if "recompute_granularity" not in overrides and name != "recompute_granularity":
+        return FieldVerdict(note=Note(NO_EFFECT, text, "without --recompute-granularity"))
+    note = None if value == wanted else Note(MEMORY, text, "recomputation covers whole layers, one by one")
     return FieldVerdict(wanted, note)
 
 
 def _judge_without_megatron(
-    field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any], errors: Errors
+    field: MegatronField, value: Any, shape: dict[str, Any], overrides: dict[str, Any], errors: Errors
 ) -> FieldVerdict:
     """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
-    shown = _shown(field, value)
-    unread = _why_without_effect(field.name, shape, given)
+    text = _shown(field, value)
+    unread = _why_without_effect(field.name, shape, overrides)
     if unread is not None:
-        return FieldVerdict(note=Note(NO_EFFECT, shown, unread))
+        return FieldVerdict(note=Note(NO_EFFECT, text, unread))
     why = "Megatron's, and --train-backend fsdp trains"
     is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
     says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
@@ -581,9 +581,9 @@ def _judge_without_megatron(
         return FieldVerdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
     if not harmless and not _asks_for_nothing(field, value):
-        errors.add(f"{shown}: {refusal_of(field.name)}; drop it")
+        errors.add(f"{text}: {refusal_of(field.name)}; drop it")
         return FieldVerdict()
-    return FieldVerdict(note=Note(OTHER_PART, shown, why))
+    return FieldVerdict(note=Note(OTHER_PART, text, why))
 
 
 def _shape(settings: Settings) -> dict[str, Any] | None:

@@ -69,10 +69,10 @@ def server_flags() -> Mapping[str, Accepted]:
     arguments, choices = root / "srt" / "server_args.py", root / "srt" / "arg_groups" / "choices.py"
     server = _tree(arguments)
     lists = _assigned(server) | (_assigned(_tree(choices)) if choices.is_file() else {})
-    found = dict[str, Accepted]()
+    flags = dict[str, Accepted]()
     for path in sorted(root.glob("srt/arg_groups/fields/[!_]*.py")):
-        found |= _of_fields(_tree(path), lists)
-    return found | _of_calls(server, lists)
+        flags |= _of_fields(_tree(path), lists)
+    return flags | _of_calls(server, lists)
 
 
 @cache
@@ -112,7 +112,7 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _of_fields(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
-    found = dict[str, Accepted]()
+    flags = dict[str, Accepted]()
     for node in ast.walk(tree):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
@@ -127,8 +127,8 @@ def _of_fields(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
         own = keywords.get("cli_name")
         names = ["--" + node.target.id.replace("_", "-") if own is None else ast.literal_eval(own)]
         names += ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else []
-        found |= _with_negation(names, keywords, _of_field(_not_none(kind), keywords, lists))
-    return found
+        flags |= _with_negation(names, keywords, _of_field(_not_none(kind), keywords, lists))
+    return flags
 
 
 def _of_field(kind: ast.expr, keywords: Expressions, lists: Expressions) -> Accepted:
@@ -152,13 +152,13 @@ def _of_field(kind: ast.expr, keywords: Expressions, lists: Expressions) -> Acce
 
 
 def _of_calls(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
-    found = dict[str, Accepted]()
+    flags = dict[str, Accepted]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [text for text in map(_flag_text, node.args) if text.startswith("--")]
             keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-            found |= _with_negation(names, keywords, _of_call(keywords, lists))
-    return found
+            flags |= _with_negation(names, keywords, _of_call(keywords, lists))
+    return flags
 
 
 def _of_call(keywords: Expressions, lists: Expressions) -> Accepted:

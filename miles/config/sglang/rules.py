@@ -165,9 +165,9 @@ def _devices(engine_size: int) -> str:
 
 def _size(words: Sequence[str], names: Sequence[str]) -> _Size:
     """Return the last of the named flags with a whole number."""
-    found = [(flag, values[0]) for flag, values in group_words(words) if flag in names and len(values) == 1]
-    given = [_Size(SERVER + flag[2:], int(value)) for flag, value in found if re.fullmatch(r"-?\d{1,9}", value)]
-    return given[-1] if given else _Size(SERVER + names[0][2:], 1)
+    pairs = [(flag, values[0]) for flag, values in group_words(words) if flag in names and len(values) == 1]
+    sizes = [_Size(SERVER + flag[2:], int(value)) for flag, value in pairs if re.fullmatch(r"-?\d{1,9}", value)]
+    return sizes[-1] if sizes else _Size(SERVER + names[0][2:], 1)
 
 
 def _size_field(size: _Size) -> str:
@@ -296,8 +296,8 @@ def _check_support(settings: Settings, errors: Errors) -> None:
         rule = "the installed SGLang does not say which tokens this keeps, so the trainer cannot repeat it"
         errors.refuse(names[0], getattr(rollout, names[0]), rule, f"install SGLang 0.5.23, {otherwise}")
         return
-    given = value_of(settings.server_flags.server, LARGEST_SUPPORT)
-    limit = int(given) if given is not None and given.isdecimal() else _SUPPORT_TOKENS
+    maximum = value_of(settings.server_flags.server, LARGEST_SUPPORT)
+    limit = int(maximum) if maximum is not None and maximum.isdecimal() else _SUPPORT_TOKENS
     if rollout.rollout_top_k == -1 or rollout.rollout_top_k > limit:
         name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
         name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
@@ -372,8 +372,8 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
 
 def _check_devices(cluster: ClusterArguments, devices: int, size: int, errors: Errors) -> None:
     if devices % size:
-        given = "the trainer's devices (--colocate)" if cluster.colocate else f"--rollout-num-gpus {devices}"
-        rule = f"{given} are {devices}, which cannot be divided into engines of {size} devices"
+        subject = "the trainer's devices (--colocate)" if cluster.colocate else f"--rollout-num-gpus {devices}"
+        rule = f"{subject} are {devices}, which cannot be divided into engines of {size} devices"
         multiple = "" if cluster.colocate else f", or --rollout-num-gpus {devices - devices % size + size}"
         errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {devices}{multiple}")
 
@@ -573,18 +573,18 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
     flags, notes = _normalize_adapters(settings.server_flags)
     if not reads_sglang_flags(settings):
-        kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
-        dropped = [group for group in group_words(flags.server) if group not in kept]
+        groups = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
+        dropped = [group for group in group_words(flags.server) if group not in groups]
         notes += [_note(OTHER_PART, group, "SGLang's, and another engine generates") for group in dropped]
         notes += [
             Note(OTHER_PART, _written(group, ROUTER), "SGLang's, and another engine generates")
             for group in group_words(flags.router)
         ]
-        return replace(settings, server_flags=replace(settings.server_flags, server=_words(kept), router=())), notes
-    flags, found = _normalize_config(flags)
-    notes += found
-    settings, flags, found = _normalize_replicas(settings, flags)
-    notes += found
+        return replace(settings, server_flags=replace(settings.server_flags, server=_words(groups), router=())), notes
+    flags, new_notes = _normalize_config(flags)
+    notes += new_notes
+    settings, flags, new_notes = _normalize_replicas(settings, flags)
+    notes += new_notes
     server = list[Group]()
     for group in group_words(flags.server):
         instead = _replacement(group, settings)
@@ -623,9 +623,9 @@ def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
     groups = group_words(flags.server)
     if any(flag == "--lora-paths" for flag, _ in groups):
         return flags, []
-    idle = [group for group in groups if group[0] in OF_ADAPTERS]
-    kept = [group for group in groups if group not in idle]
-    return replace(flags, server=_words(kept)), [_note(SAME, group, OF_ADAPTERS_WHY) for group in idle]
+    dropped = [group for group in groups if group[0] in OF_ADAPTERS]
+    others = [group for group in groups if group not in dropped]
+    return replace(flags, server=_words(others)), [_note(SAME, group, OF_ADAPTERS_WHY) for group in dropped]
 
 
 def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:
@@ -648,8 +648,8 @@ def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Setting
     if devices < 1 or devices % (replicas * size):
         return settings, flags, []
     engines = f"{devices // size} engines of --rollout-num-gpus-per-engine {size} behind the router: a replica is one"
-    kept = _words([group for group in groups if group[0] not in DATA_PARALLEL])
-    return replace(settings, cluster=cluster), replace(flags, server=kept), [_note(READ_AS, last, engines)]
+    words = _words([group for group in groups if group[0] not in DATA_PARALLEL])
+    return replace(settings, cluster=cluster), replace(flags, server=words), [_note(READ_AS, last, engines)]
 
 
 def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
@@ -660,8 +660,8 @@ def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Gro
         return groups, []
     known = known_router_flags()
     unknown = [group for group in groups if known and group[0] not in known]
-    idle = [group for group in groups if group not in unknown]
-    return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in idle]
+    dropped = [group for group in groups if group not in unknown]
+    return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in dropped]
 
 
 def _replacement(group: Group, settings: Settings) -> Group | None:

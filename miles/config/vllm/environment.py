@@ -11,10 +11,10 @@ BESIDE = ".venv-vllm"  # the environment's folder, next to the run's
 INSTALL = "bash scripts/vllm.sh"
 
 
-def vllm_python(given: str | None = None) -> str:
-    """Return the interpreter of vLLM's environment, which need not be there: ``given`` (``--vllm-python``), if any."""
-    if given is not None:
-        return given
+def vllm_python(python: str | None = None) -> str:
+    """Return the interpreter of vLLM's environment, which need not be there: ``python`` (``--vllm-python``), if any."""
+    if python is not None:
+        return python
     if find_spec("vllm") is not None:  # on a GPU machine it may be in the same environment
         return sys.executable
     return str(Path(sys.prefix).parent / BESIDE / "bin" / "python")
@@ -23,9 +23,9 @@ def vllm_python(given: str | None = None) -> str:
 @cache
 def missing_vllm(python: str) -> str | None:
     """Return an error that states that ``python`` has no vLLM; None if it has."""
-    found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        is_there = subprocess.run([python, "-P", "-c", found], env=clean_environment(), timeout=60).returncode == 0
+        is_there = subprocess.run([python, "-P", "-c", code], env=clean_environment(), timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         is_there = False
     if is_there:

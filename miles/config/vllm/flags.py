@@ -111,6 +111,6 @@ def _in_words(verdict: dict[str, Any], words: Sequence[str]) -> Iterable[str]:
         yield f"{VLLM}{name[2:]}: the installed vLLM has no such flag; {what_to_do}"
     if verdict["complaint"]:
         names, _, text = verdict["complaint"].removeprefix("argument ").partition(": ")
-        given = [word.split("=")[0] for word in words if word.split("=")[0] in names.split("/")]
-        written = VLLM + (given or names.split("/"))[0].lstrip("-")
+        flags = [word.split("=")[0] for word in words if word.split("=")[0] in names.split("/")]
+        written = VLLM + (flags or names.split("/"))[0].lstrip("-")
         yield f"{written}: vLLM's parser states {text or names}; correct the value"

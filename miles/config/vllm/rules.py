@@ -41,8 +41,8 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     if settings.cluster.ray_address is not None:
         rule = "joins hosts, and vLLM's servers listen on the loopback interface of one"
         errors.refuse("ray_address", settings.cluster.ray_address, rule, "drop it, or use --rollout-engine sglang")
-    for name, given in (("fp32_lm_head", training.fp32_lm_head), ("deterministic_mode", training.deterministic_mode)):
-        if given and settings.generates:
+    for name, is_set in (("fp32_lm_head", training.fp32_lm_head), ("deterministic_mode", training.deterministic_mode)):
+        if is_set and settings.generates:
             errors.refuse(name, True, "is not possible with --rollout-engine vllm", "drop one of the two")
     if rollout.truncates_sampling and not settings.is_given_samples:
         _check_truncated(settings, errors)
@@ -60,9 +60,9 @@ def _check_words(settings: Settings, errors: Errors) -> None:
         if name in OWNED_BY_LAUNCHER:
             errors.add(f"{written}: {OWNED_BY_LAUNCHER[name]}; drop {written}")
         elif name in TENSOR_PARALLEL and values != (str(size),):
-            given = " ".join(values)
+            text = " ".join(values)
             errors.add(
-                f"{written} {given}: contradicts --rollout-num-gpus-per-engine {size}; give {given} to that, drop this"
+                f"{written} {text}: contradicts --rollout-num-gpus-per-engine {size}; give {text} to that, drop this"
             )
         elif name == CHUNKED_PREFILL and is_on_cpu(settings):
             rule = "vLLM ends on CPU when a request with a seed is prefilled in parts"

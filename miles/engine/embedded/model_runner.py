@@ -341,11 +341,11 @@ class ModelRunner:
         targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
         arrived: dict[int, dict[int, int]] = {}  # per parameter: sizes that arrived, by address
         for chunk in chunks:
-            found = {name: _target(name, targets) for name in chunk.tensors}
-            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in found.items() if part is not None})
+            by_name = {name: _target(name, targets) for name in chunk.tensors}
+            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in by_name.items() if part is not None})
             with torch.no_grad():
                 for name, tensor in chunk.tensors.items():
-                    target, part = found[name]
+                    target, part = by_name[name]
                     assert part is not None
                     if self._fused is not None and name in self._fused.load:
                         self._fused.load[name](tensor)
@@ -482,8 +482,8 @@ def _check_names_and_shapes(tensors: dict[str, torch.Tensor], targets: dict[str,
 
 def _listed(names: list[str]) -> str:
     """Return up to eight names, and how many more there are."""
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    text = ", ".join(names[:8])
+    return text if len(names) <= 8 else f"{text} and {len(names) - 8} more"
 
 
 class Fp32Head:

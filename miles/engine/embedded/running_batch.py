@@ -76,10 +76,10 @@ class Sequence:
         """The position of the last token: the tokens of prompt and response, minus one."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
-    def append(self, token: int, log_prob: float, version: int, kept: np.ndarray | None = None) -> None:
-        """Append the next token, drawn from ``kept`` (None: from all), and finish if it ends the response."""
+    def append(self, token: int, log_prob: float, version: int, candidates: np.ndarray | None = None) -> None:
+        """Append the next token, drawn from ``candidates`` (None: from all), and finish if it ends the response."""
         if self.support is not None:
-            self.support.add(kept)
+            self.support.add(candidates)
         if version != self.weight_version:
             self._end_run(version)
         self.token_ids.append(token)

@@ -111,13 +111,13 @@ def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> D
     supports: dict[int, np.ndarray] = {}
     if len(rows.restricted):
         restricted = _scores(logits[rows.restricted], rows, rows.restricted)
-        kept, order = _keep(restricted.sub_(peak[rows.restricted]).exp_(), rows)
-        within_kept = _invert(kept, uniforms[rows.restricted])[0]
+        weights, order = _keep(restricted.sub_(peak[rows.restricted]).exp_(), rows)
+        within_kept = _invert(weights, uniforms[rows.restricted])[0]
         tokens[rows.restricted] = order.gather(1, within_kept[:, None])[:, 0]
         if rows.supported_rows:
-            kept, order = kept[rows.supported], order[rows.supported]
-            total[rows.restricted[rows.supported]] = kept.double().sum(-1)
-            supports = _supports(kept, order, rows.supported_rows)
+            weights, order = weights[rows.supported], order[rows.supported]
+            total[rows.restricted[rows.supported]] = weights.double().sum(-1)
+            supports = _supports(weights, order, rows.supported_rows)
     if len(rows.greedy):
         tokens[rows.greedy] = logits[rows.greedy].argmax(-1)
     chosen = _scores(logits.gather(1, tokens[:, None]), rows)
@@ -208,9 +208,9 @@ def _keep(weights: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch
     return heaviest.masked_fill(cut, 0.0), tokens
 
 
-def _supports(kept: torch.Tensor, tokens: torch.Tensor, rows: Sequence[int]) -> dict[int, np.ndarray]:
+def _supports(weights: torch.Tensor, tokens: torch.Tensor, rows: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the tokens of positive weight of each row, in one copy from the device."""
-    positive = kept > 0
+    positive = weights > 0
     counts = positive.sum(-1).tolist()
     flat = tokens[positive].cpu().numpy()
     return dict(zip(rows, np.split(flat, np.cumsum(counts)[:-1]), strict=True))

@@ -120,10 +120,10 @@ class ServerClient(ABC):
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
 
-    def _check_version(self, found: int, version: int | None) -> None:
+    def _check_version(self, actual: int, version: int | None) -> None:
         """Raise ``EngineUnavailable`` if the server has other weights than ``version`` (None: any weights)."""
-        if version is not None and found != version:
-            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
+        if version is not None and actual != version:
+            raise EngineUnavailable(f"{self.shown} has weights {actual} instead of {version}")
 
     @abstractmethod
     async def check_health(self, version: int | None) -> None:
@@ -222,8 +222,8 @@ def _text(content: bytes, length: int) -> str:
 
 def as_numbers(kind: type[T], values: Iterable[Any]) -> list[T]:
     """Return the values as numbers of ``kind``, which a JSON answer mostly has already: to convert each costs more."""
-    found = list(values)
-    return found if set(map(type, found)) <= {kind} else list(map(kind, found))
+    numbers = list(values)
+    return numbers if set(map(type, numbers)) <= {kind} else list(map(kind, numbers))
 
 
 def checked_generation(generation: Generation, vocab: int, answer: object) -> Generation:
@@ -265,15 +265,15 @@ def checked_support(
         EngineUnavailable: They do not fit the tokens; ``answer`` is the server's answer.
     """
     try:
-        made = TokenSets.of(vocab, [[int(token) for token in kept] for kept in sets])
+        made = TokenSets.of(vocab, [[int(token) for token in token_set] for token_set in sets])
         made.check()
         sound = len(sets) == len(log_probs) == len(token_ids) and bool(made.contain(token_ids).all())
-        found = [float(value) for value in log_probs]
+        values = [float(value) for value in log_probs]
     except (TypeError, ValueError, IndexError, OverflowError) as error:
         raise EngineUnavailable(f"an answer whose kept tokens cannot be read ({error})") from error
-    if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in found)):
+    if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in values)):
         raise EngineUnavailable(f"an answer whose kept tokens do not fit its tokens: {str(answer)[:300]}")
-    return found, made
+    return values, made
 
 
 def read_version(value: Any) -> int:

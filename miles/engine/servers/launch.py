@@ -56,8 +56,8 @@ class ServerProgram(Protocol):
         """
         ...
 
-    def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with a server's additional variables. ``folder`` is its temporary folder."""
+    def environment(self, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """Return the environment ``base`` with a server's additional variables. ``folder`` is its temporary folder."""
         ...
 
     def is_ready(self, url: str) -> bool:

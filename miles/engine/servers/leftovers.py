@@ -23,18 +23,18 @@ NOTED = "segments"  # one path per line
 
 def open_segments(processes: Iterable[psutil.Process]) -> set[str]:
     """Return the segments that these processes have open or mapped now."""
-    found: set[str] = set()
+    segments: set[str] = set()
     semaphores = {str(file.inode()): file.path for file in os.scandir(SHARED) if file.name.startswith(SEMAPHORE)}
     for process in processes:
         with suppress(psutil.Error, OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
             mapped = [line.split(maxsplit=5) for line in maps]  # a semaphore is mapped, and not open
             paths = [*(entry[-1] for entry in mapped), *(file.path for file in process.open_files())]
-            found |= {path for path in paths if path.startswith(SEGMENTS) and not path.endswith("(deleted)")}
+            segments |= {path for path in paths if path.startswith(SEGMENTS) and not path.endswith("(deleted)")}
             # The process that made one has it mapped under the name that it had before, which is gone.
             of_shm = [entry[4] for entry in mapped if entry[-1].startswith(SHARED + "sem.")]
-            found |= {semaphores[number] for number in of_shm if number in semaphores}
-    return found
+            segments |= {semaphores[number] for number in of_shm if number in semaphores}
+    return segments
 
 
 def begin_notes(folder: Path) -> None:
@@ -46,10 +46,10 @@ def note_segments(pid: int, folder: Path) -> None:
     """Add to the notes in ``folder`` which segments process ``pid`` and its descendants have open now."""
     with suppress(psutil.NoSuchProcess):
         server = psutil.Process(pid)
-        found = open_segments([server, *server.children(recursive=True)]) - _noted(folder / NOTED)
-        if found:
+        segments = open_segments([server, *server.children(recursive=True)]) - _noted(folder / NOTED)
+        if segments:
             with (folder / NOTED).open("a") as notes:
-                notes.write("".join(f"{path}\n" for path in sorted(found)))
+                notes.write("".join(f"{path}\n" for path in sorted(segments)))
 
 
 def remove_server_folder(folder: Path) -> None:
@@ -58,9 +58,9 @@ def remove_server_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_segments(folder: Path, found: Iterable[str] = ()) -> None:
-    """Remove the segments that are noted in ``folder`` or a folder in it, and those that were ``found`` open."""
-    for segment in set(found).union(*map(_noted, folder.rglob(NOTED))):
+def remove_segments(folder: Path, segments: Iterable[str] = ()) -> None:
+    """Remove the segments that are noted in ``folder`` or a folder in it, and those that were ``segments`` open."""
+    for segment in set(segments).union(*map(_noted, folder.rglob(NOTED))):
         with suppress(OSError):  # removed meanwhile
             Path(segment).unlink()
 

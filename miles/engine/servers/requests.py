@@ -297,9 +297,9 @@ class SharedServers:
             closing = asyncio.ensure_future(server.client.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-        for found in seen.in_use:
-            if found not in self._by_seen:
-                self._by_seen[found] = SharedServer(found.name, self._connect(found.url))
+        for entry in seen.in_use:
+            if entry not in self._by_seen:
+                self._by_seen[entry] = SharedServer(entry.name, self._connect(entry.url))
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -206,15 +206,15 @@ class Servers:
             return None
         in_use = tuple(SeenServer(server.name, server.starts, server.client.url) for server in self.in_use)
         seen = SeenServers(self.version, self.oldest, in_use, self._end or self._gone())
-        shown = asyncio.ensure_future(self._show(seen))
-        self._showing.add(shown)
-        shown.add_done_callback(self._showing.discard)
-        return shown
+        task = asyncio.ensure_future(self._show(seen))
+        self._showing.add(task)
+        task.add_done_callback(self._showing.discard)
+        return task
 
     async def shown(self) -> None:
         """Return when other processes, if there are any, know the servers and the version at present."""
-        if (shown := self._start_showing()) is not None:
-            await shown
+        if (task := self._start_showing()) is not None:
+            await task
 
     def end(self, error: Exception) -> None:
         """Tell those who wait, and other processes, that no answer will come any more."""

@@ -53,8 +53,8 @@ class TeacherServers:
     async def _asked(self, client: SglangClient | VllmClient, sample: Sample) -> list[float]:
         for wait in (*self._waits, None):
             try:
-                found = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
-                return _checked(found, sample.response_ids, client.shown)
+                pairs = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
+                return _checked(pairs, sample.response_ids, client.shown)
             except EngineUnavailable:
                 if wait is None:
                     raise
@@ -91,15 +91,15 @@ def _client(url: str, in_flight: int) -> SglangClient | VllmClient:
     return SglangClient(url, in_flight, SECONDS)
 
 
-def _checked(found: Sequence[tuple[int, float]], response_ids: Sequence[int], url: str) -> list[float]:
-    """Return the log-probs of ``found`` if its tokens are ``response_ids``.
+def _checked(pairs: Sequence[tuple[int, float]], response_ids: Sequence[int], url: str) -> list[float]:
+    """Return the log-probs of ``pairs`` if its tokens are ``response_ids``.
 
     Raises:
         EngineUnavailable: They are no log-probs.
         ValueError: They belong to other tokens.
     """
-    log_probs = [value for _, value in found]
-    if [token for token, _ in found] != list(response_ids):
+    log_probs = [value for _, value in pairs]
+    if [token for token, _ in pairs] != list(response_ids):
         raise ValueError(
             f"--opd-teacher-urls {url}: the server gives log-probs of other tokens than those it was sent; the teacher "
             "must have the tokenizer of --hf-checkpoint"

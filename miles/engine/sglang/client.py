@@ -69,14 +69,14 @@ class SglangClient(ServerClient):
             body["return_routed_experts"] = True
         answer = await self._post("/generate", body, seconds=None)
         with span("check an answer"):
-            found = read_generation(answer, vocab, sampling.returns_support)
-            if images is not None and found.token_ids:
+            generation = read_generation(answer, vocab, sampling.returns_support)
+            if images is not None and generation.token_ids:
                 check_prompt_tokens(answer["meta_info"], len(prompt_ids), images)
-        if not sampling.returns_experts or not found.token_ids:
-            return found
+        if not sampling.returns_experts or not generation.token_ids:
+            return generation
         assert experts_shape is not None, "the engine knows the model's experts"
-        positions = len(prompt_ids) + len(found.token_ids) - 1
-        return replace(found, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
+        positions = len(prompt_ids) + len(generation.token_ids) - 1
+        return replace(generation, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
         """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""
@@ -215,14 +215,14 @@ def read_experts(meta: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarra
         EngineUnavailable: They are of another shape.
         RequestRefused: If the server gives none.
     """
-    given = meta.get("routed_experts")
-    if given is None:
+    encoded = meta.get("routed_experts")
+    if encoded is None:
         raise RequestRefused(
             "--use-rollout-routing-replay: the server does not return the experts that it chose; start it with "
             "--enable-return-routed-experts"
         )
     try:
-        numbers = np.frombuffer(base64.b64decode(given, validate=True), np.int32)
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     except (TypeError, ValueError) as error:
         raise EngineUnavailable(f"an answer whose experts cannot be read ({error})") from error
     if len(numbers) != math.prod(shape) or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**15):

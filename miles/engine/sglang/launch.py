@@ -139,15 +139,15 @@ class ServerSpec:
         _, secret = split_secret_words(self.flags)
         return [*secret, *self.keys.server_words]  # the keys last: they are the user's, or replace nothing
 
-    def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with the variables that a server needs in addition.
+    def environment(self, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """Return the environment ``base`` with the variables that a server needs in addition.
 
         Its ranks meet at a file in ``folder``. Otherwise they would meet at an address, for which torch listens on
         all interfaces and takes reads and writes from everybody. Ranks on several nodes have no other way.
         """
         # The router asks /health before it takes a server, and a server must answer that while it is paused or busy.
         # Our own checks ask /health_generate whether it generates.
-        common = {**given, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        common = {**base, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         if self.reads_images:  # the tokens of a prompt stay as they were sent; no update empties the cache of images
             common |= {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
         if self.nodes == 1:
@@ -155,7 +155,7 @@ class ServerSpec:
         if self.device != "cpu":
             return common
         folders = [cpu_support(), *([] if self.reads_images else [cpu_support() / "without_images"])]
-        path = os.pathsep.join(filter(None, [*map(str, folders), given.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [*map(str, folders), base.get("PYTHONPATH")]))
         # One thread per server: with more, and a busy neighbour, OpenMP's waiting threads starve the scheduler.
         # Ranks on the cores in turn: without it SGLang starts no more ranks than the host has memory nodes.
         cores = "|".join(str(rank % num_cores()) for rank in range(self.num_devices))

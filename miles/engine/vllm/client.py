@@ -63,10 +63,10 @@ class VllmClient(ServerClient):
         }
         answer = await self._post(GENERATE, body, seconds=None)
         with span("check an answer"):
-            found = read_generation(answer, vocab, sampling.returns_support)
-            if images is not None and found.token_ids:
+            generation = read_generation(answer, vocab, sampling.returns_support)
+            if images is not None and generation.token_ids:
                 check_prompt_tokens(answer.get("usage") or {}, len(prompt_ids), images)
-        return found
+        return generation
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> list[tuple[int, float]]:
         """Return the tokens from position ``first`` on, as the server has them, with log-probs at temperature 1."""
@@ -178,13 +178,13 @@ def read_support(
     sets = []
     try:
         for entry in entries:
-            kept = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > NOT_KEPT}
-            if abs(sum(map(math.exp, kept.values())) - 1) > WHOLE:
+            by_token = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > NOT_KEPT}
+            if abs(sum(map(math.exp, by_token.values())) - 1) > WHOLE:
                 raise RequestRefused(
                     f"--rollout-top-k: vLLM keeps all tokens that are as likely as the last one, which are more than "
                     f"{TIES} here; give --rollout-min-p, use --rollout-engine torch, or add --no-support-replay"
                 )
-            sets.append(sorted(kept))
+            sets.append(sorted(by_token))
         log_probs = [entry["logprob"] for entry in entries]
     except (KeyError, TypeError) as error:
         raise EngineUnavailable(f"an answer whose kept tokens cannot be read ({error!r})") from error

@@ -43,5 +43,5 @@ class Guard:
         if scope["path"] in OPEN:
             return True
         wanted = self._normal if scope["path"] in NORMAL else self._admin
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, wanted)
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(header, wanted)

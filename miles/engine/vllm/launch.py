@@ -105,8 +105,8 @@ class VllmProgram:
                 words += [flag] if value is None else [flag, value]
         return [*words, *split_secret_words(self.flags)[0]]
 
-    def environment(self, given: Mapping[str, str], folder: Path) -> dict[str, str]:
-        """Return the environment ``given`` with the variables that a server needs in addition.
+    def environment(self, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """Return the environment ``base`` with the variables that a server needs in addition.
 
         The import path has this package, by a link in ``folder``, and nothing else of the run's environment.
         """
@@ -122,11 +122,11 @@ class VllmProgram:
         assert self.keys.server is not None and self.keys.admin is not None
         return {
             **(cpu | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.device == "cpu" else {}),
-            **{name: value for name, value in given.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")},
+            **{name: value for name, value in base.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")},
             "PYTHONPATH": str(path),
             "VLLM_SERVER_DEV_MODE": "1",  # pauses, weights and versions, behind the guard
             "VLLM_NO_USAGE_STATS": "1",
-            **({"VLLM_PLUGINS": f"{chosen},miles"} if (chosen := given.get("VLLM_PLUGINS")) is not None else {}),
+            **({"VLLM_PLUGINS": f"{chosen},miles"} if (chosen := base.get("VLLM_PLUGINS")) is not None else {}),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not run DIE_WITH_PARENT
             KEY: self.keys.server,
             ADMIN_KEY: self.keys.admin,

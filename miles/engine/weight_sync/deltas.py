@@ -76,15 +76,15 @@ def encode(old: np.ndarray, new: np.ndarray) -> TensorChange | None:
     """
     assert old.shape == new.shape and old.dtype == new.dtype, "a tensor that has another shape or dtype is sent whole"
     differs = old != new
-    places = np.flatnonzero(differs)
-    if not len(places):
+    positions = np.flatnonzero(differs)
+    if not len(positions):
         return None
-    gaps = np.diff(places, prepend=0)
+    gaps = np.diff(positions, prepend=0)
     gaps = gaps.astype(np.min_scalar_type(gaps.max()))
     bitmap_bytes = -(-len(new) // 8)
-    if min(gaps.nbytes, bitmap_bytes) + len(places) * new.itemsize >= new.nbytes:
+    if min(gaps.nbytes, bitmap_bytes) + len(positions) * new.itemsize >= new.nbytes:
         return TensorChange(WHOLE, np.empty(0, np.uint8), new)
-    values = new[places]
+    values = new[positions]
     if gaps.nbytes <= bitmap_bytes:
         return TensorChange(GAPS, gaps, values)
     return TensorChange(BITMAP, np.packbits(differs), values)
@@ -110,22 +110,22 @@ def _places(change: TensorChange, count: int) -> np.ndarray | slice:
     """Return the indices of the changed elements of ``count``. Raises ``ValueError`` as ``apply`` does."""
     match change.form:
         case "gaps":
-            places = np.cumsum(change.places, dtype=np.int64)
+            positions = np.cumsum(change.places, dtype=np.int64)
         case "bitmap":
             if change.places.dtype != np.uint8 or len(change.places) != -(-count // 8):
                 raise ValueError(f"a bitmap of {change.places.nbytes} bytes does not fit {count} elements")
-            places = np.flatnonzero(np.unpackbits(change.places)[:count])
+            positions = np.flatnonzero(np.unpackbits(change.places)[:count])
         case "whole":
             if len(change.values) != count:
                 raise ValueError(f"{len(change.values)} elements do not fit {count}")
             return slice(None)
         case unknown:
             raise ValueError(f"{unknown!r} is no form of a change")
-    if len(places) != len(change.values):
-        raise ValueError(f"{len(places)} places for {len(change.values)} values")
-    if len(places) and (places[0] < 0 or places[-1] >= count or (np.diff(places) <= 0).any()):
+    if len(positions) != len(change.values):
+        raise ValueError(f"{len(positions)} places for {len(change.values)} values")
+    if len(positions) and (positions[0] < 0 or positions[-1] >= count or (np.diff(positions) <= 0).any()):
         raise ValueError(f"places outside of {count} elements, or out of order")
-    return places
+    return positions
 
 
 # The folder of a delta: the changes from one version of the weights to the next, with checksums of all weights.
@@ -260,12 +260,12 @@ def read_delta(offer: DeltaOffer) -> Delta:
         manifest = loads((folder / MANIFEST).read_text())
         records = records_of(manifest["tensors"])
         files = {str(name): {key: int(of[key]) for key in ("bytes", "crc32")} for name, of in manifest["files"].items()}
-        found = (manifest["format"], manifest["base"], manifest["result"])
+        identity = (manifest["format"], manifest["base"], manifest["result"])
     except OSError as error:
         raise DeltaRefused(f"{MANIFEST} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DeltaRefused(f"{MANIFEST} is damaged: {error!r}") from error
-    if found != (_FORMAT, offer.base, offer.result) or identity_of(records) != offer.result:
+    if identity != (_FORMAT, offer.base, offer.result) or identity_of(records) != offer.result:
         raise DeltaRefused(f"{MANIFEST} describes other weights than were offered")
     if any(Path(name).name != name for name in files):
         raise DeltaRefused(f"{MANIFEST} names files outside of its folder")
@@ -285,10 +285,10 @@ def _changes_in(file: str, data: bytes) -> Iterator[tuple[str, TensorChange]]:
         arrays = safetensors.numpy.load(data)
     except SafetensorError as error:
         raise DeltaRefused(f"{file} is no safetensors file: {error}") from error
-    for key, places in arrays.items():
+    for key, positions in arrays.items():
         form, _, name = key.partition("/")
         if form != _VALUES:
-            yield name, TensorChange(form, places, arrays[f"{_VALUES}/{name}"])
+            yield name, TensorChange(form, positions, arrays[f"{_VALUES}/{name}"])
 
 
 # The sender of weight deltas: keep the weights that were sent last, and write what has changed since.
@@ -342,16 +342,16 @@ class DeltaWriter:
         folder = self._root / f"delta_{self._number:07d}"
         staging = folder.with_name(f".writing_{folder.name}")
         with self._lock, naming_disk(folder, staging, then=MAKE_ROOM):
-            kept, base = self._kept, identity_of(self._records)
+            weights, base = self._kept, identity_of(self._records)
             self._kept, self._records, self._undo, self._before = {}, {}, {}, None  # until the update is complete
             self._remove_all_but_last()
             staging.mkdir(parents=True)
             compared: dict[str, _Compared] = {}
             files: dict[str, dict[str, int]] = {}
-            fits = bool(kept)
+            fits = bool(weights)
             with pool() as threads:
                 for number, chunk in enumerate(chunks):
-                    of_chunk = _compare(kept, pack(chunk), threads)
+                    of_chunk = _compare(weights, pack(chunk), threads)
                     fits = fits and all(of.fits for of in of_chunk.values())
                     changes = {name: of.change for name, of in of_chunk.items() if of.change is not None}
                     if fits and changes:
@@ -359,8 +359,8 @@ class DeltaWriter:
                         files[name] = write_changes(staging / name, changes)
                     # Without the changes, which may be views of the exported weights and keep them all in memory.
                     compared |= {name: replace(of, change=None) for name, of in of_chunk.items()}
-            fits = fits and compared.keys() == kept.keys()
-            self._kept = {name: kept[name] for name in compared}
+            fits = fits and compared.keys() == weights.keys()
+            self._kept = {name: weights[name] for name in compared}
             self._records = {name: of.record for name, of in compared.items()}
             if not fits:
                 shutil.rmtree(staging)
@@ -407,19 +407,19 @@ class DeltaWriter:
                 shutil.rmtree(folder)
 
 
-def _compare(kept: dict[str, Entry], chunk: PackedChunk, threads: Executor) -> dict[str, _Compared]:
-    """Compare a chunk with the weights ``kept``, and replace them by it."""
-    compared = threads.map(lambda item: _compare_one(kept, *item), chunk.entries.items())
+def _compare(weights: dict[str, Entry], chunk: PackedChunk, threads: Executor) -> dict[str, _Compared]:
+    """Compare a chunk with the weights ``weights``, and replace them by it."""
+    compared = threads.map(lambda item: _compare_one(weights, *item), chunk.entries.items())
     return dict(zip(chunk.entries, compared, strict=True))
 
 
-def _compare_one(kept: dict[str, Entry], name: str, entry: Entry) -> _Compared:
+def _compare_one(weights: dict[str, Entry], name: str, entry: Entry) -> _Compared:
     dtype, shape, data = entry
     record = TensorRecord(dtype, shape, checksum(data))
-    if name not in kept or kept[name][:2] != (dtype, shape):
-        kept[name] = (dtype, shape, data.copy())
+    if name not in weights or weights[name][:2] != (dtype, shape):
+        weights[name] = (dtype, shape, data.copy())
         return _Compared(record, None, None, fits=False)
-    old, new = _bits(kept[name]), _bits(entry)
+    old, new = _bits(weights[name]), _bits(entry)
     change = encode(old, new)
     if change is None:
         return _Compared(record, None, None, fits=True)
@@ -442,10 +442,10 @@ def _bits(entry: Entry) -> np.ndarray:
     return bits_of(data, data.nbytes // max(prod(shape), 1) or 1)
 
 
-def _in_buckets(kept: dict[str, Entry]) -> Iterator[dict[str, Entry]]:
+def _in_buckets(entries: dict[str, Entry]) -> Iterator[dict[str, Entry]]:
     bucket: dict[str, Entry] = {}
     size = 0
-    for name, entry in kept.items():
+    for name, entry in entries.items():
         if bucket and size + entry[2].nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = {}, 0
@@ -638,9 +638,9 @@ class LocalCopy:
 
     def _contents(self) -> _Contents | None:
         try:
-            found = loads((self.folder / _CONTENTS).read_text())
-            headers = {str(name): int(crc32) for name, crc32 in found["headers"].items()}
-            return _Contents(str(found["sent"]), records_of(found["tensors"]), headers)
+            content = loads((self.folder / _CONTENTS).read_text())
+            headers = {str(name): int(crc32) for name, crc32 in content["headers"].items()}
+            return _Contents(str(content["sent"]), records_of(content["tensors"]), headers)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # also of another version of this code
             return None
 
@@ -662,11 +662,11 @@ class LocalCopy:
                 raise DeltaRefused(f"this host's copy of the weights is damaged: {error}") from error
             entries = json.loads(header[8:].tobytes()) if whole else {}
             entries.pop("__metadata__", None)
-            places = {tensor: entry["data_offsets"] for tensor, entry in entries.items()}
-            if not whole or len(data) - len(header) != max((end for _, end in places.values()), default=0):
+            offsets = {tensor: entry["data_offsets"] for tensor, entry in entries.items()}
+            if not whole or len(data) - len(header) != max((end for _, end in offsets.values()), default=0):
                 raise DeltaRefused(f"this host's copy of the weights is damaged: {name}")
             content = np.asarray(data)[len(header) :]
-            tensors |= {tensor: content[begin:end] for tensor, (begin, end) in places.items()}
+            tensors |= {tensor: content[begin:end] for tensor, (begin, end) in offsets.items()}
         return tensors
 
 
@@ -696,8 +696,8 @@ def _wrong(tensors: dict[str, np.ndarray], records: Records) -> list[str]:
     if tensors.keys() != records.keys():
         return sorted(tensors.keys() ^ records.keys())
     with pool() as threads:
-        found = dict(zip(tensors, threads.map(checksum, tensors.values()), strict=True))
-    return [name for name, record in records.items() if found[name] != record.crc32]
+        checksums = dict(zip(tensors, threads.map(checksum, tensors.values()), strict=True))
+    return [name for name, record in records.items() if checksums[name] != record.crc32]
 
 
 # Weights that are announced as a delta, and fetched whole only by those who refuse it.

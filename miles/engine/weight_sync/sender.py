@@ -121,8 +121,8 @@ def check_equal(url: str, arrived: dict[str, str], expected: dict[str, str]) -> 
     """Raise ``ValueError`` naming the tensors whose checksums differ."""
     names = [name for name in sorted(arrived.keys() | expected.keys()) if arrived.get(name) != expected.get(name)]
     if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        text = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise ValueError(
             f"--check-weight-update-equal: {len(names)} of {len(expected)} tensors of the engine at {url} are not what "
-            f"was sent ({shown}); try another --update-weight-transfer-mode, and report the model that shows it"
+            f"was sent ({text}); try another --update-weight-transfer-mode, and report the model that shows it"
         )

@@ -82,8 +82,8 @@ class DeepseekV3(Llama):
 
 def _rope(config: Config) -> Config:
     """Return the settings of the rotary embedding, in the older form of a config too."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {"rope_type": given.get("type", "default"), **given}
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_type": parameters.get("type", "default"), **parameters}
 
 
 def _rope_shape(config: Config) -> Shape:

@@ -12,8 +12,8 @@ class Nemotron(Family):
 
     def rotated_share(self, config: Config) -> float:
         """Return the part of each attention head, from its beginning, that rotary embedding rotates."""
-        given = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
-        share: float = given["partial_rotary_factor"]
+        rope = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
+        share: float = rope["partial_rotary_factor"]
         return share
 
 

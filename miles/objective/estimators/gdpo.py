@@ -68,18 +68,18 @@ def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[floa
                 "function failed on has none: use --reward-error drop"
             )
     if names.keys() != samples.part_weights.keys():
-        given = ",".join(f"{name}:{weight:g}" for name, weight in samples.part_weights.items())
+        weights = ",".join(f"{name}:{weight:g}" for name, weight in samples.part_weights.items())
         raise ValueError(
             f"--advantage-estimator gdpo: the samples have the rewards {', '.join(names) or 'of no name'}, and "
-            f"{f'--rm-type has the weights {given}' if given else 'there is no --rm-type with weights'}; give "
+            f"{f'--rm-type has the weights {weights}' if weights else 'there is no --rm-type with weights'}; give "
             f"--rm-type the names and weights of the run that saved them{_example(names)}"
         )
     return [(samples.part_weights[name], [parts[name] for parts in samples.parts]) for name in names]
 
 
 def _example(names: Iterable[str]) -> str:
-    found = ",".join(f"{name}:1" for name in names)
-    return f", such as {found}" if found else ""
+    weights = ",".join(f"{name}:1" for name in names)
+    return f", such as {weights}" if weights else ""
 
 
 ESTIMATOR = Gdpo()

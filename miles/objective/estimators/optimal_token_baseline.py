@@ -92,7 +92,7 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
 
         returns = [np.cumsum(reward[::-1])[::-1] for reward in rewards]
         weights = [np.cumsum(norms) for norms in score_norms]
-        found = [np.zeros(0)] * len(returns)
+        advantages = [np.zeros(0)] * len(returns)
         for group in dict.fromkeys(groups):
             members = [i for i, of in enumerate(groups) if of == group]
             lengths = sorted(len(returns[i]) for i in members)
@@ -104,8 +104,8 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
             if flags.otb_zero_tail and len(lengths) > 1:
                 baseline[lengths[-2] :] = 0.0
             for i in members:
-                found[i] = returns[i] - baseline[: len(returns[i])]
-        return found
+                advantages[i] = returns[i] - baseline[: len(returns[i])]
+        return advantages
 
 
 ESTIMATOR = OptimalTokenBaseline()

@@ -62,13 +62,13 @@ class PassKAnalytic(Estimator[PassKFlags]):
 
     def sample_advantages(self, flags: PassKFlags, samples: SampleRewards) -> list[float]:
         """Count the right answers of each group. A trajectory is right by the mean of its samples' rewards."""
-        found: dict[int, dict[int, float]] = {}
+        by_group: dict[int, dict[int, float]] = {}
         for group, rewards in samples.by_group().items():
             right = {trajectory: reward > flags.pass_correct_above for trajectory, reward in rewards.items()}
             of_right, of_wrong = subset_advantages(len(right), sum(right.values()), flags.pass_k)
-            found[group] = {trajectory: of_right if is_right else of_wrong for trajectory, is_right in right.items()}
+            by_group[group] = {trajectory: of_right if is_right else of_wrong for trajectory, is_right in right.items()}
         pairs = zip(samples.group_indices, samples.trajectory_ids, strict=True)
-        return [found[group][trajectory] for group, trajectory in pairs]
+        return [by_group[group][trajectory] for group, trajectory in pairs]
 
 
 def subset_advantages(num_answers: int, num_right: int, k: int) -> tuple[float, float]:

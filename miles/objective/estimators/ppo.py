@@ -109,10 +109,10 @@ def generalized_advantages(
     longest = max((len(r) for r in rewards), default=0)
 
     def at_the_end(rows: "Sequence[np.ndarray]") -> "np.ndarray":
-        found = np.zeros((len(rows), longest))
-        for row, numbers in zip(found, rows, strict=True):
+        matrix = np.zeros((len(rows), longest))
+        for row, numbers in zip(matrix, rows, strict=True):
             row[longest - len(numbers) :] = numbers
-        return found
+        return matrix
 
     # Rows are padded at their start, so that one walk backwards begins at the last token of every trajectory.
     reward, value = at_the_end(rewards), at_the_end(values)

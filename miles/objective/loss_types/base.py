@@ -179,10 +179,10 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
 
 def _estimate(objective: Objective, shape: StepShape) -> list[Term]:
     """Return the estimator's formula, or the replacement of its first phase."""
-    estimator, given = objective.estimator, shape.given_advantages
-    if given is None:
+    estimator, term = objective.estimator, shape.given_advantages
+    if term is None:
         return estimator.formula(objective.flags)
     if not estimator.by_token:
-        return [replace(given, text=f"A = {given.text} instead of --advantage-estimator {estimator.name}")]
-    rewards = replace(given, text=f"reward, or its difference from a mean, is what {given.text} says")
+        return [replace(term, text=f"A = {term.text} instead of --advantage-estimator {estimator.name}")]
+    rewards = replace(term, text=f"reward, or its difference from a mean, is what {term.text} says")
     return [*estimator.formula(objective.flags), rewards]

@@ -124,8 +124,8 @@ def _of_one(
         reduce=get_pg_loss_reducer(loss, whole),
         mean=get_sum_of_sample_mean(whole, is_per_token(loss)),
     )
-    found = function(inputs)
-    total, metrics = found if isinstance(found, tuple) else (found, {})
+    result = function(inputs)
+    total, metrics = result if isinstance(result, tuple) else (result, {})
     WHOLE_LOSS.check_tensor(path, total, ())
     _check_metrics(metrics, names, path)
     return total, metrics

@@ -76,10 +76,10 @@ class PolicyGradientLoss(LossType):
         """Name what clips or drops by the ratio, unless that is to the engine's probability."""
         if objective.flags.use_rollout_logprobs:
             return []
-        idle = objective.policy_loss.idle_on_policy(objective.flags)
+        notes = objective.policy_loss.idle_on_policy(objective.flags)
         if objective.flags.use_opsm:
-            idle = [*idle, "--use-opsm: one step per iteration, so no sequence is away from the old policy"]
-        return idle
+            notes = [*notes, "--use-opsm: one step per iteration, so no sequence is away from the old policy"]
+        return notes
 
     def language_model_loss(self, objective: Objective, micro: MicroBatch, scores: PolicyScores) -> LossOutput:
         """Compute the policy loss of one micro-batch."""

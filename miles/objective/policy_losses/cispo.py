@@ -53,8 +53,8 @@ class Cispo(PolicyLoss[CispoFlags]):
     def idle_on_policy(self, flags: CispoFlags) -> list[str]:
         """Name the bounds that a ratio of 1 does not reach."""
         reason = "one step per iteration, so every ratio is 1"
-        idle = [f"--ratio-max: {reason}"] if flags.ratio_max >= 1 else []
-        return [*idle, f"--ratio-min: {reason}"] if 0 < flags.ratio_min <= 1 else idle
+        notes = [f"--ratio-max: {reason}"] if flags.ratio_max >= 1 else []
+        return [*notes, f"--ratio-min: {reason}"] if 0 < flags.ratio_min <= 1 else notes
 
     def token_losses(self, flags: CispoFlags, tokens: PolicyTokens) -> TokenLosses:
         """Weight each token's log-prob; a ratio outside the bounds counts as clipped."""

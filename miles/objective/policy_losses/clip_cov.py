@@ -64,13 +64,13 @@ class ClipCov(PpoClip[ClipCovFlags], SelectsByCovariance[ClipCovFlags]):
         import numpy as np
 
         low, high = clip_bounds(flags)
-        found, ratio = covariances(tokens), np.exp(tokens.log_probs - tokens.old_log_probs)
+        covs, ratio = covariances(tokens), np.exp(tokens.log_probs - tokens.old_log_probs)
         clipped = ((tokens.advantages > 0) & (ratio > high)) | ((tokens.advantages < 0) & (ratio < low))
-        eligible = (found > flags.clip_cov_min) & (found < flags.clip_cov_max) & ~clipped
-        number = max(1, int(flags.clip_cov_fraction * len(found)))
+        eligible = (covs > flags.clip_cov_min) & (covs < flags.clip_cov_max) & ~clipped
+        number = max(1, int(flags.clip_cov_fraction * len(covs)))
         # All tokens are put in an order, so that one that rounding moves over a bound does not change the whole draw.
-        order = np.random.default_rng(tokens.seed).permutation(len(found))
-        chosen = np.zeros(len(found), bool)
+        order = np.random.default_rng(tokens.seed).permutation(len(covs))
+        chosen = np.zeros(len(covs), bool)
         chosen[order[eligible[order]][:number]] = True
         return chosen
 

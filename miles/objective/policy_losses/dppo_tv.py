@@ -60,10 +60,10 @@ class Dppo(PolicyLoss[D]):
 
     def idle_on_policy(self, flags: D) -> list[str]:
         """Name the bounds that a ratio of 1 does not reach."""
-        idle = [f"--{self.delta.replace('_', '-')}: one step per iteration, so no token has moved"]
+        notes = [f"--{self.delta.replace('_', '-')}: one step per iteration, so no token has moved"]
         if flags.dppo_ratio_max >= 1:
-            idle.append("--dppo-ratio-max: one step per iteration, so every ratio is 1")
-        return idle
+            notes.append("--dppo-ratio-max: one step per iteration, so every ratio is 1")
+        return notes
 
     @abstractmethod
     def divergences(self, log_probs: "torch.Tensor", old_log_probs: "torch.Tensor") -> "torch.Tensor":

@@ -100,8 +100,8 @@ def covariances(tokens: StepTokens) -> "np.ndarray":
     from miles.objective.rounding import FP32, SCORES, centred, magnitude
 
     advantages = centred(tokens.advantages, FP32 * magnitude(tokens.advantages))
-    found: np.ndarray = centred(tokens.log_probs, SCORES) * advantages
-    return found
+    products: np.ndarray = centred(tokens.log_probs, SCORES) * advantages
+    return products
 
 
 POLICY_LOSS = KlCov()

@@ -48,8 +48,8 @@ class PpoClip(PolicyLoss[C]):
     def idle_on_policy(self, flags: C) -> list[str]:
         """Name the clip range and the dual clip."""
         low, high = clip_bounds(flags)
-        idle = [f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"]
-        return idle if flags.eps_clip_c is None else [*idle, "--eps-clip-c: the same"]
+        notes = [f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"]
+        return notes if flags.eps_clip_c is None else [*notes, "--eps-clip-c: the same"]
 
     def token_losses(self, flags: C, tokens: PolicyTokens) -> TokenLosses:
         """Clip each token's own ratio."""

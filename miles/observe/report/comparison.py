@@ -58,15 +58,15 @@ class Comparison:
         Only steps and metrics that all runs have are compared; figures of the machine (seconds, memory) are not.
         """
         common = set.intersection(*(set(metrics.names) for metrics in self.metrics))
-        places = [{step: i for i, step in enumerate(metrics.steps)} for metrics in self.metrics]
-        steps = sorted(set.intersection(*(set(place) for place in places)))
+        indices = [{step: i for i, step in enumerate(metrics.steps)} for metrics in self.metrics]
+        steps = sorted(set.intersection(*(set(place) for place in indices)))
         differences = []
         for name in sorted(common):
             if name.startswith(_MEASURED):
                 continue
             columns = [metrics.column(name) for metrics in self.metrics]
             for step in steps:
-                values = [column[place[step]] for column, place in zip(columns, places, strict=True)]
+                values = [column[place[step]] for column, place in zip(columns, indices, strict=True)]
                 if not self._equal(values):
                     differences.append(FirstDifference(name, step, values))
                     break
@@ -190,12 +190,12 @@ def differing_settings(
         left_out: Sections and fields that always differ.
     """
     known = dict.fromkeys((s, name) for settings in runs for s, fields in settings.items() for name in fields)
-    found = []
+    differences = []
     for section, name in known:
         values = [_shown(settings.get(section, {}).get(name)) for settings in runs]
         if len(set(values)) > 1 and (section, name) not in left_out:
-            found.append((f"{section}.{name}", values))
-    return found
+            differences.append((f"{section}.{name}", values))
+    return differences
 
 
 def _rows(rows: Sequence[tuple[str, list[str]]]) -> list[list[str]]:

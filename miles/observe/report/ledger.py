@@ -105,19 +105,19 @@ def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mappi
     if weight is None:
         return []
     mask = expand(row.get("mask"))
-    loss, kept = settings.get("loss", {}), sum(mask)
+    loss, trained = settings.get("loss", {}), sum(mask)
     reducer = loss.get("custom_pg_loss_reducer_function_path")
     mode = str(loss.get("loss_aggregation", AggregationFlags.loss_aggregation))
     words = f"--custom-pg-loss-reducer-function-path {reducer}" if reducer else MODES[mode].words  # type: ignore[index]
     lines = [
         _line("response tokens", f"{len(mask)}", "as generated, tools and environment included"),
-        _line("loss tokens", f"{kept}", f"mask 1; {len(mask) - kept} tokens have mask 0 and weight 0"),
+        _line("loss tokens", f"{trained}", f"mask 1; {len(mask) - trained} tokens have mask 0 and weight 0"),
         _line("mode", "custom" if reducer else mode, words),
         _line("denominator", f"{row['denominator']:g}", _denominator_words(mode, bool(reducer))),
         _line("N", f"{row['trajectories']:g}", "trajectories of the optimizer step"),
         _line("weight of a loss token", f"{weight:.6g}", f"1 / ({row['trajectories']:g} · {row['denominator']:g})"),
-        _correction_line(row, settings, weight * kept),
-        _line("share of the sample", f"{weight * kept:.6g}", f"{kept} · {weight:.6g}, before corrections"),
+        _correction_line(row, settings, weight * trained),
+        _line("share of the sample", f"{weight * trained:.6g}", f"{trained} · {weight:.6g}, before corrections"),
         _step_line(row, step_rows),
     ]
     columns = token_columns(row)
@@ -148,10 +148,10 @@ def _trainer_lines(columns: Mapping[str, Sequence[float | None]]) -> list[dict[s
 
 
 def _range(values: Sequence[float | None]) -> str:
-    found = [value for value in values if value is not None]
-    if not found:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return "–"
-    low, high = f"{min(found):.4g}", f"{max(found):.4g}"
+    low, high = f"{min(numbers):.4g}", f"{max(numbers):.4g}"
     return low if low == high else f"{low} to {high}"
 
 

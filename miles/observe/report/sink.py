@@ -125,12 +125,12 @@ class HealthWatch:
     def _look(self, step: int) -> None:
         began, self._unseen = time.monotonic(), None
         self._metrics.refresh()
-        found = unhealthy(verdicts(self._metrics, RunHeader.load(self._folder).settings))
+        alarms = unhealthy(verdicts(self._metrics, RunHeader.load(self._folder).settings))
         now = time.monotonic()
         self._next = now + COSTS * (now - began)
-        for verdict in found:
+        for verdict in alarms:
             if verdict.rule not in self._known:
                 self._notifier.send(
                     "unhealthy", f"step {step}: {verdict.rule}: {verdict.figure}; {verdict.advice} ({verdict.flag})"
                 )
-        self._known = {verdict.rule for verdict in found}
+        self._known = {verdict.rule for verdict in alarms}

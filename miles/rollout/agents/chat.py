@@ -71,10 +71,10 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     ('<tool_call>add 1</tool_call>', [])
     """
     calls = [_call(block) for block in _BLOCK.findall(text)]
-    found = [call for call in calls if call is not None]
-    if not found or len(found) < len(calls):
+    valid_calls = [call for call in calls if call is not None]
+    if not valid_calls or len(valid_calls) < len(calls):
         return text, []
-    return _BLOCK.sub("", text).strip(), found
+    return _BLOCK.sub("", text).strip(), valid_calls
 
 
 def _call(block: str) -> ToolCall | None:
@@ -191,8 +191,8 @@ def _refuse_what_is_not_offered(body: dict[str, Any]) -> None:
     for name, values in offered.items():
         if name in body and body[name] not in values:
             accepted = " or ".join(json.dumps(value) for value in values)
-            given = one_line(json.dumps(body[name]), 80)
-            raise ApiError(f"{name} {given}: must be {accepted}; leave it out", param=name)
+            text = one_line(json.dumps(body[name]), 80)
+            raise ApiError(f"{name} {text}: must be {accepted}; leave it out", param=name)
 
 
 def _read(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -211,8 +211,8 @@ def _max_tokens(body: dict[str, Any]) -> int | None:
 
 
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
-    given = body.get("stop", [])
-    stops = [given] if isinstance(given, str) else given
+    value = body.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ApiError(f"stop must be a text, or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
     return tuple(stops)
@@ -222,32 +222,32 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f'tools[{number}]: give {{"type": "function", "function": {{"name": …}}}}', param="tools")
-    kept: dict[str, Any] = tool
-    return kept
+    result: dict[str, Any] = tool
+    return result
 
 
 def _messages(body: dict[str, Any]) -> tuple[Message, ...]:
-    given = _read(body, "messages", list, [])
-    if not given:
+    messages = _read(body, "messages", list, [])
+    if not messages:
         raise ApiError("messages is empty; give one message at least", param="messages")
-    return read_messages(given)
+    return read_messages(messages)
 
 
-def read_messages(given: Sequence[Any]) -> tuple[Message, ...]:
+def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
     """Return messages of OpenAI's API in the form that chat templates take; raise ``ApiError`` for a malformed one."""
-    return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(given))
+    return tuple(_message(message, f"messages[{number}]") for number, message in enumerate(messages))
 
 
-def _message(given: Any, where: str) -> Message:
-    if not isinstance(given, dict) or given.get("role") not in ROLES:
+def _message(entry: Any, where: str) -> Message:
+    if not isinstance(entry, dict) or entry.get("role") not in ROLES:
         raise ApiError(f"{where}: give an object whose role is one of {', '.join(ROLES)}", param="messages")
-    message: Message = {"role": given["role"], "content": _content(given.get("content"), where)}
+    message: Message = {"role": entry["role"], "content": _content(entry.get("content"), where)}
     for name in ("name", "tool_call_id"):
-        if isinstance(given.get(name), str):
-            message[name] = given[name]
-    calls = given.get("tool_calls")
+        if isinstance(entry.get(name), str):
+            message[name] = entry[name]
+    calls = entry.get("tool_calls")
     if calls:
-        if given["role"] != "assistant" or not isinstance(calls, list):
+        if entry["role"] != "assistant" or not isinstance(calls, list):
             raise ApiError(f"{where}: tool_calls is a list, and the assistant's", param="messages")
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     return message
@@ -385,15 +385,15 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[str, dict[str, str] | None]:
         """Return the text, and the special tokens that are hidden in it; None if there are none in the messages."""
-        given, hidden = [*messages, {"role": "tools", "tools": list(tools)}], None
-        if self._special.are_in(given):
-            given, hidden = self._special.hide(given)
-        *shown, last = given
-        arguments = turn_arguments(self._kwargs, shown) | ({"tools": last["tools"]} if last["tools"] else {})
-        if not all(isinstance(message["content"], str) for message in shown) and self._images.template is not None:
+        entries, hidden = [*messages, {"role": "tools", "tools": list(tools)}], None
+        if self._special.are_in(entries):
+            entries, hidden = self._special.hide(entries)
+        *turns, last = entries
+        arguments = turn_arguments(self._kwargs, turns) | ({"tools": last["tools"]} if last["tools"] else {})
+        if not all(isinstance(message["content"], str) for message in turns) and self._images.template is not None:
             arguments.setdefault("chat_template", self._images.template)
         try:
-            rendered = self.tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
+            rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, **arguments)
         except Exception as error:  # templates are the model author's code and may raise anything
             reason = one_line(str(error), 300)
             raise ApiError(

@@ -141,21 +141,21 @@ class ProgramEnd:
 
 def row_of(prompt: Prompt) -> str:
     """Return the row of a prompt for its program: a JSON object. An input with images is messages that have them."""
-    given = prompt.input if prompt.images is None else opening(prompt)
-    row = {"input": given, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
+    content = prompt.input if prompt.images is None else opening(prompt)
+    row = {"input": content, "label": prompt.label, "metadata": prompt.metadata, "source": prompt.source}
     return json.dumps(row, default=str) + "\n"
 
 
-def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program: ``given`` without its credentials, and the API's address.
+def environment_of(url: str, key: str, model: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program: ``base`` without its credentials, and the API's address.
 
     Proxies are not used for the API. Credentials are left out, since the program runs model output.
     """
-    public = {name: value for name, value in given.items() if not is_secret(name)}
+    public = {name: value for name, value in base.items() if not is_secret(name)}
     environment = {**public, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
     host = url.split("/")[2].split(":")[0]
     for name in ("NO_PROXY", "no_proxy"):
-        environment[name] = ",".join(filter(None, [given.get(name, ""), host]))
+        environment[name] = ",".join(filter(None, [base.get(name, ""), host]))
     return environment
 
 

@@ -212,15 +212,15 @@ class Session:
             response: The trajectory's answer, which rewards see of each of them.
             failure: Why the program failed, if it did.
         """
-        found = [sample for _, sample in sorted(self._samples, key=lambda entry: entry[0])]
-        if not found:
-            found = [replace(self._trajectory.sample, status=SampleStatus.ABORTED)]
+        samples = [sample for _, sample in sorted(self._samples, key=lambda entry: entry[0])]
+        if not samples:
+            samples = [replace(self._trajectory.sample, status=SampleStatus.ABORTED)]
         elif self.refused_for_room:
-            found[-1].status = SampleStatus.TRUNCATED
-        for sample in found:
+            samples[-1].status = SampleStatus.TRUNCATED
+        for sample in samples:
             sample.response = response
             sample.failure = failure
-        return found
+        return samples
 
     @property
     def has_answered(self) -> bool:
@@ -354,10 +354,10 @@ class Session:
             if place.images is not sample.prompt.images:
                 sample.prompt = replace(sample.prompt, images=place.images)
         else:
-            given, shown = self._trajectory.sample.prompt, place.prompt_ids
-            shown = shown if place.images is None else place.images.unexpanded(shown)
-            text = str(self._chat.tokenizer.decode(shown, skip_special_tokens=False))
-            prompt = replace(given, text=text, token_ids=tuple(place.prompt_ids), images=place.images)
+            original, ids = self._trajectory.sample.prompt, place.prompt_ids
+            ids = ids if place.images is None else place.images.unexpanded(ids)
+            text = str(self._chat.tokenizer.decode(ids, skip_special_tokens=False))
+            prompt = replace(original, text=text, token_ids=tuple(place.prompt_ids), images=place.images)
             sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
             if generation.token_ids:
                 self._samples.append((number, sample))

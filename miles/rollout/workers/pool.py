@@ -152,11 +152,11 @@ class _Worker:
         def is_order(message: Any) -> tuple[int, GeneratorParts] | None:
             return (id(message.spec), message.kind) if isinstance(message, _Order) else None
 
-        for key, found in itertools.groupby(messages, is_order):
+        for key, batch in itertools.groupby(messages, is_order):
             if key is None:
-                sent += found
+                sent += batch
                 continue
-            orders = [order for order in found if order.ticket in self.orders]  # others were withdrawn since
+            orders = [order for order in batch if order.ticket in self.orders]  # others were withdrawn since
             if orders:
                 spec = replace(orders[0].spec, group_filter=None, scored=None)
                 sent.append(Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
@@ -412,7 +412,7 @@ class WorkerPool:
 
     async def stop_profile(self) -> list[ProcessTrace]:
         """Return the recording of each worker; nothing of one that replaced another meanwhile."""
-        return [found for found in await self._ask(Question.RECORDED) if isinstance(found, ProcessTrace)]
+        return [trace for trace in await self._ask(Question.RECORDED) if isinstance(trace, ProcessTrace)]
 
     async def _ask(self, question: Question) -> list[Any]:
         workers = sorted(self._workers.items())  # they were added as their processes became ready

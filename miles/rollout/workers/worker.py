@@ -222,12 +222,12 @@ class GenerationWorker:
         self._producing.pop(ticket, None)  # it is still there if it was cancelled before it began
 
     async def _produce(self, ticket: int, drawn: PromptGroup, order: Produce) -> None:
-        shown: list[PromptGroup] = []
+        scored: list[PromptGroup] = []
         kind = order.kind
         spec = replace(
             order.spec,
             group_filter=self._filter if kind.filters else None,
-            scored=shown.append if kind.shows else None,
+            scored=scored.append if kind.shows else None,
         )
         tools = replace(
             self._tools,
@@ -240,7 +240,7 @@ class GenerationWorker:
             produced = await produce_group(drawn, tools, spec)
             with span("pack a group"):
                 changed = encode(metadata, what) != before
-                made = Made(pack(produced, drawn.prompt), bool(shown), metadata if changed else None)
+                made = Made(pack(produced, drawn.prompt), bool(scored), metadata if changed else None)
                 message: Any = Produced(ticket, encode(made, what))
         except Exception as error:  # whatever user code raises
             message = Failed(ticket, encode_error(error, self._name))

@@ -245,12 +245,12 @@ def tokenizer_files(name: str) -> list[Path]:
         from huggingface_hub.errors import HFValidationError
 
         try:
-            found = try_to_load_from_cache(name, "tokenizer_config.json")
+            path = try_to_load_from_cache(name, "tokenizer_config.json")
         except HFValidationError:  # of a tokenizer that was made in this process
             return []
-        if not isinstance(found, str):
+        if not isinstance(path, str):
             return []
-        name = os.path.dirname(found)
+        name = os.path.dirname(path)
     return [file for file in sorted(Path(name).iterdir()) if file.suffix in _OF_TOKENIZERS and file.is_file()]
 
 
@@ -273,10 +273,10 @@ def _remembered(key: str) -> RowsVerdict | None:
     if not key:
         return None
     with suppress(OSError, ValueError):  # there is none, or a disk was full
-        head, _, kept = _file(key).read_bytes().partition(b"\n")
+        head, _, numbers = _file(key).read_bytes().partition(b"\n")
         values = json.loads(head)
         if all(state_of(file) == state for file, state in values["files"].items()):
-            return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", kept)})
+            return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", numbers)})
     return None
 
 

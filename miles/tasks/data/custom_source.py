@@ -80,8 +80,8 @@ class CustomStream(TrainingStream):
         waiting = sorted({*self._again, *unfinished})
         self._rows = {index: row for index, row in self._rows.items() if index in waiting}
         with ordinary_errors(f"{FLAG} {self._path}: state()"):
-            found = self._source.state()
-        state = self._copy("state()", found)
+            source_state = self._source.state()
+        state = self._copy("state()", source_state)
         rows = [[index, self._copy(f"row {index}", self._rows[index])] for index in waiting]
         return {"source": state, "next_group_index": self._next_group_index, "unfinished": rows}
 

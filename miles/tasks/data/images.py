@@ -90,11 +90,11 @@ class ImageReader:
         """
         column = self._column(row)
         left = iter(column)
-        found = [self._message(row, number, message, left) for number, message in enumerate(messages, start=1)]
+        result = [self._message(row, number, message, left) for number, message in enumerate(messages, start=1)]
         unused = sum(1 for _ in left)
         if unused:
             self._refuse_count(row, len(column) - unused, len(column))
-        return found
+        return result
 
     def _message(self, row: Row, number: int, message: Any, left: Iterator[Any]) -> Any:
         content = message.get("content") if isinstance(message, dict) else None
@@ -117,18 +117,18 @@ class ImageReader:
             return {"type": "text", "text": part["text"]}
         if kind not in ("image", "image_url"):
             row.refuse(f"{where}: is no text and no image; give parts of type text or image")
-        given = next((part[key] for key in _KEYS if part.get(key) is not None), None)
-        if isinstance(given, dict) and "url" in given:
-            given = given["url"]
-        if given is not None:
-            return {"type": "image", "image": self._file(row, where, given)}
+        source = next((part[key] for key in _KEYS if part.get(key) is not None), None)
+        if isinstance(source, dict) and "url" in source:
+            source = source["url"]
+        if source is not None:
+            return {"type": "image", "image": self._file(row, where, source)}
         if self._key is None:
             row.refuse(f"{where}: has no image; give one, or name the column of images with --multimodal-keys")
-        given = next(left, _NO_MORE)
-        if given is _NO_MORE:
+        source = next(left, _NO_MORE)
+        if source is _NO_MORE:
             column = self._column(row)
             self._refuse_count(row, len(column) + 1, len(column))
-        return {"type": "image", "image": self._file(row, f"column {self._key!r}", given)}
+        return {"type": "image", "image": self._file(row, f"column {self._key!r}", source)}
 
     def _column(self, row: Row) -> list[Any]:
         value = None if self._key is None else row.find(self._key)
@@ -229,8 +229,8 @@ class ImageReader:
         sizes = tuple(file.size for file in files)
         placeholder_id = int(self._processor.image_token_id)
         counts = tuple(text.count(self.placeholder) for text in self._expansions(row, files, before))
-        places = [place for place, token in enumerate(token_ids) if token == placeholder_id]
-        if len(places) != sum(counts):
+        positions = [place for place, token in enumerate(token_ids) if token == placeholder_id]
+        if len(positions) != sum(counts):
             row.refuse(
                 f"its tokens have other placeholders {self.placeholder} than its images take; remove that text, or the "
                 "images behind the last message that is trained on"
@@ -239,7 +239,7 @@ class ImageReader:
             tuple(file.content for file in files),
             sizes,
             counts,
-            tuple(places[end - count] for end, count in zip(accumulate(counts), counts, strict=True)),
+            tuple(positions[end - count] for end, count in zip(accumulate(counts), counts, strict=True)),
             placeholder_id,
             self._model,
             row.where,

@@ -168,9 +168,9 @@ class _Reader:
 
     def unrendered(self, row: Row) -> Prompt:
         """Return the content of a prompt in its file, without its tokens."""
-        given, label = row.find(self._columns.input), _label(row, self._columns, Notes())
+        value, label = row.find(self._columns.input), _label(row, self._columns, Notes())
         metadata = _metadata(row, self._columns.metadata)
-        return Prompt(given if isinstance(given, str) else "", (), label, metadata, row.where, self._prompt_set, given)
+        return Prompt(value if isinstance(value, str) else "", (), label, metadata, row.where, self._prompt_set, value)
 
 
 class RowReader:
@@ -231,9 +231,9 @@ def _prompt(
     if ids is not None and not ids:
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
-    given, tools = row.find(columns.input), rendered.tools
+    value, tools = row.find(columns.input), rendered.tools
     images = rendered.images
-    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, given, tools, images)
+    prompt = Prompt(rendered.text, tuple(ids or ()), label, metadata, row.where, prompt_set, value, tools, images)
     try:
         columns.check(prompt)
     except ValueError as error:

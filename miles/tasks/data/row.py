@@ -45,10 +45,10 @@ class Row:
 def state_of(file: str) -> list[int]:
     """Return size and time of the last change of a file; an empty list if it cannot be read."""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except (OSError, ValueError):
         return []
-    return [found.st_size, found.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns]
 
 
 # Count the unusual rows of a source: one line for each kind, with the position of the first.

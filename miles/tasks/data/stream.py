@@ -252,10 +252,10 @@ class PromptStream(TrainingStream):
                 break
             self._position += 1
             self._next_group_index += 1
-        found = self._order[self._position]
+        position = self._order[self._position]
         self._position += 1
         self._next_group_index += 1
-        return found
+        return position
 
 
 @lru_cache(maxsize=4)  # groups that are drawn again are from the last two passes
@@ -416,10 +416,10 @@ class Mixture(TrainingStream):
             ValueError: It is the state of other sets, of a single one, or of another order.
         """
         names = [one.name for one in self.sets]
-        found = list(state.get("sets", ()))
-        if found != names:
+        saved = list(state.get("sets", ()))
+        if saved != names:
             before = (
-                f"in the sets {', '.join(found)}" if found else "of a run without --prompt-mix and --curriculum-path"
+                f"in the sets {', '.join(saved)}" if saved else "of a run without --prompt-mix and --curriculum-path"
             )
             raise ValueError(
                 f"--prompt-mix: the checkpoint's position is one {before}, and this run draws from "
@@ -546,24 +546,24 @@ class CurriculumStream(TrainingStream):
         mixture = self.mixture
         mixture.draw_next(())  # forgets prompts that were named before and not drawn
         sets = {one.name: one.prompts for one in mixture.sets}
-        found = self.function(Curriculum(iteration, self.num_iterations, mixture.weights, sets, dict(self.known)))
-        if found is None:
+        reply = self.function(Curriculum(iteration, self.num_iterations, mixture.weights, sets, dict(self.known)))
+        if reply is None:
             return
-        if isinstance(found, Mapping):
-            self.mixture.weigh(self._weights(found))
-        elif isinstance(found, Sequence) and not isinstance(found, str):
-            self.mixture.draw_next([self._place(place) for place in found])
+        if isinstance(reply, Mapping):
+            self.mixture.weigh(self._weights(reply))
+        elif isinstance(reply, Sequence) and not isinstance(reply, str):
+            self.mixture.draw_next([self._place(place) for place in reply])
         else:
-            self._refuse(f"returned {found!r:.80}", "return weights by set, a list of (set, position), or None")
+            self._refuse(f"returned {reply!r:.80}", "return weights by set, a list of (set, position), or None")
 
-    def _weights(self, found: Mapping[str, float]) -> dict[str, float]:
+    def _weights(self, reply: Mapping[str, float]) -> dict[str, float]:
         names = [one.name for one in self.mixture.sets]
-        if sorted(map(str, found)) != sorted(names):
-            self._refuse(f"returned weights of {', '.join(map(str, found))}", f"return one of each: {', '.join(names)}")
-        weights = {name: float(found[name]) for name in names}
+        if sorted(map(str, reply)) != sorted(names):
+            self._refuse(f"returned weights of {', '.join(map(str, reply))}", f"return one of each: {', '.join(names)}")
+        weights = {name: float(reply[name]) for name in names}
         fault = fault_of_weights(list(weights.values()))
         if fault is not None:
-            self._refuse(f"returned the weights {dict(found)!r:.80}, which {fault}", "correct them")
+            self._refuse(f"returned the weights {dict(reply)!r:.80}, which {fault}", "correct them")
         return weights
 
     def _place(self, place: Any) -> Place:

@@ -80,8 +80,8 @@ class SpecialTokens:
                 return [hidden(item) for item in value]
             return {key: hidden(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-        kept = [{**hidden(message), "role": message["role"]} for message in messages]
-        return kept, {character: name for name, character in characters.items()}
+        result = [{**hidden(message), "role": message["role"]} for message in messages]
+        return result, {character: name for name, character in characters.items()}
 
     def token_ids(self, row: Row, rendered: str, hidden: dict[str, str]) -> tuple[int, ...]:
         """Tokenize rendered messages: the template's special tokens as such, those that were hidden as text.
@@ -345,8 +345,8 @@ class PromptRenderer:
         return tools
 
     def _escaped(self, row: Row, messages: list[dict[str, Any]], tools: Tools) -> RenderedPrompt:
-        (*kept, last), hidden = self._special.hide([*messages, {"role": "tools", "tools": tools}])
-        rendered = self._apply(row, kept, last["tools"])
+        (*turns, last), hidden = self._special.hide([*messages, {"role": "tools", "tools": tools}])
+        rendered = self._apply(row, turns, last["tools"])
         if _has_images(messages):
             return self._with_tokens(row, messages, rendered, tools, hidden)
         return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)

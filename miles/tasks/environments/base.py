@@ -226,25 +226,25 @@ class ToolEnvironment(Environment):
         if function is None:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(self._by_name)}"
         try:
-            given = strict_json.loads(arguments)
-            inspect.signature(function).bind(**given)
+            values = strict_json.loads(arguments)
+            inspect.signature(function).bind(**values)
         except (strict_json.StrictJsonError, TypeError) as error:
             return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
         try:
             if inspect.iscoroutinefunction(function):
-                found = await function(**given)
+                result = await function(**values)
             else:
-                found = await run_blocking(function, **given)
+                result = await run_blocking(function, **values)
         except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
             return said_of(error)
-        return content_of(found)
+        return content_of(result)
 
 
-def content_of(found: Any) -> str | list[dict[str, Any]]:
+def content_of(result: Any) -> str | list[dict[str, Any]]:
     """Return the result of a tool as the content of a message: text and parts unchanged, anything else as JSON."""
-    if isinstance(found, str) or (isinstance(found, list) and found and all(map(_is_part, found))):
-        return found
-    return json.dumps(found, ensure_ascii=False, default=str)
+    if isinstance(result, str) or (isinstance(result, list) and result and all(map(_is_part, result))):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _is_part(value: Any) -> bool:
@@ -259,8 +259,8 @@ def said_of(error: BaseException) -> str:
 
 def opening(prompt: Prompt) -> list[Message]:
     """Return the messages of a row: its prompt unchanged, or text as one message of the user; with their images."""
-    given = prompt.text if prompt.input is None else prompt.input
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    content = prompt.text if prompt.input is None else prompt.input
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
     return messages if prompt.images is None else _with_files(messages, prompt.images.files)
 
 

@@ -75,7 +75,7 @@ def open_environment(config: Mapping[str, Any], size: int | None) -> tuple[Any, 
     local = {
         name: {"runtime": {"type": "subprocess"}} for name in vf.resolve_env_config(dict(config)).agent_harnesses()
     }
-    roles = {name: {**given, **config.get(name, {})} for name, given in local.items()}
+    roles = {name: {**defaults, **config.get(name, {})} for name, defaults in local.items()}
     environment = vf.load_environment(vf.resolve_env_config({**config, **roles}))
     if size is None and not environment.taskset.bounded:
         raise InputError("the task set has no end; give size=N")

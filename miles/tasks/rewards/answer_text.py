@@ -152,9 +152,9 @@ def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]
     if isinstance(label, str):
         with suppress(ValueError):
             label = strict_json.loads(label)
-    for found in (prompt.metadata, label):
-        if isinstance(found, dict) and any(key in found for key in keys):
-            return found
+    for candidate in (prompt.metadata, label):
+        if isinstance(candidate, dict) and any(key in candidate for key in keys):
+            return candidate
     raise ValueError(
         f"--rm-type {rm_type}: the prompt {prompt.source} has no {' or '.join(keys)} in its metadata or label; name "
         f"their columns with --metadata-key or --label-key"

@@ -123,14 +123,14 @@ class JsonClient:
         encoding = response.headers.get("Content-Encoding", "identity")
         if is_success and encoding.lower() != "identity":
             raise self.failure(f"the Content-Encoding {one_line(encoding, 40)}; answer without one, as was asked for")
-        found = bytearray()
+        body = bytearray()
         async for chunk in response.aiter_raw():
-            found += chunk
-            if not is_success and len(found) > _LARGEST_FAULT:
+            body += chunk
+            if not is_success and len(body) > _LARGEST_FAULT:
                 break
-            if len(found) > LARGEST_REPLY:
+            if len(body) > LARGEST_REPLY:
                 raise self.failure(f"more than {LARGEST_REPLY >> 20} MiB; answer with the rewards alone")
-        return found.decode("utf-8", "replace")
+        return body.decode("utf-8", "replace")
 
     def _decoded(self, text: str) -> Any:
         try:

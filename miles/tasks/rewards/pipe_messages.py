@@ -46,8 +46,8 @@ def read_message(file: IO[bytes], token: bytes) -> bytes | None:
         raise NotAMessage  # user code has made the pipe a non-blocking one
     if len(head) < _HEAD.size:
         return None
-    found, length, crc32 = _HEAD.unpack(head)
-    if not secrets.compare_digest(found, token):
+    prefix, length, crc32 = _HEAD.unpack(head)
+    if not secrets.compare_digest(prefix, token):
         raise NotAMessage
     message = file.read(length)
     if message is None or len(message) == length and zlib.crc32(message) != crc32:

@@ -302,20 +302,20 @@ class _Worker:
     def _show_output(self) -> None:
         """Show the function's output, line by line and without control characters, up to a limit per minute."""
         assert self._process.stderr is not None
-        shown = left_out = 0
+        printed = left_out = 0
         minute = time.monotonic()
         rest = b""
         while chunk := os.read(self._process.stderr.fileno(), 1 << 16):
             if time.monotonic() - minute > 60:
-                minute, shown = time.monotonic(), 0
+                minute, printed = time.monotonic(), 0
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > 1 << 16:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                if shown + len(line) > OUTPUT_PER_MINUTE:
+                if printed + len(line) > OUTPUT_PER_MINUTE:
                     left_out += len(line)
                     continue
-                shown += len(line) + 1
+                printed += len(line) + 1
                 print("reward:", one_line(line.decode(errors="replace"), LONGEST_LINE), file=sys.stderr)
         if rest:
             print("reward:", one_line(rest.decode(errors="replace"), LONGEST_LINE), file=sys.stderr)

@@ -118,8 +118,8 @@ def _supervise(worker: int, pipes: _Pipes, watched: int, memory: int) -> str | N
 def _ended_children() -> list[tuple[int, int]]:
     ended = []
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append(found)
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(child)
     return ended
 
 
@@ -130,8 +130,8 @@ def _ending(code: int) -> str:
 
 
 def _end_descendants() -> None:
-    while found := psutil.Process().children(recursive=True):
-        kill_all(found, 1.0)
+    while children := psutil.Process().children(recursive=True):
+        kill_all(children, 1.0)
         _ended_children()
 
 

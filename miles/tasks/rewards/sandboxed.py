@@ -274,7 +274,7 @@ def _end_below() -> None:
 def _run(request: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
     """Run one test; return its exit status, output, result and the end of its errors, as text."""
     with (
-        tempfile.TemporaryFile(dir=".") as given,
+        tempfile.TemporaryFile(dir=".") as stdin,
         tempfile.TemporaryFile(dir=".") as output,
         tempfile.TemporaryFile(dir=".") as errors,
         tempfile.TemporaryFile(dir=".") as result,
@@ -285,11 +285,11 @@ def _run(request: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
         else:
             code = HARNESS
             text = json.dumps({"program": request["program"], "result": result.fileno(), **test})
-        given.write(text.encode("utf-8", "replace"))
-        given.seek(0)
+        stdin.write(text.encode("utf-8", "replace"))
+        stdin.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", START + code, request["prelude"]],
-            stdin=given,
+            stdin=stdin,
             stdout=output,
             stderr=errors,
             env={"HOME": os.getcwd(), "TMPDIR": os.getcwd(), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
@@ -433,10 +433,10 @@ def _close_file_system(folder: str) -> None:
 def _show_interpreter(root: str) -> None:
     """Bind the folders and files that Python needs below ``root``, and make the symbolic links that lead to it."""
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
-    found = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
+    steps = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
     os.mkdir(root)
     bound: set[Path] = set()
-    for place in sorted({Path(place) for place, _ in found} - {Path("/")}):  # a folder comes before its content
+    for place in sorted({Path(place) for place, _ in steps} - {Path("/")}):  # a folder comes before its content
         if bound.isdisjoint(place.parents):
             copy = Path(f"{root}{place}")
             if place.is_dir():
@@ -446,7 +446,7 @@ def _show_interpreter(root: str) -> None:
                 copy.touch()
             _mount(str(place), str(copy), None, _MS_BIND | _MS_REC)
             bound.add(place)
-    for _, links in found:
+    for _, links in steps:
         for link, target in links.items():
             if bound.isdisjoint(link.parents):
                 copy = Path(f"{root}{link}")

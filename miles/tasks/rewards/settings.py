@@ -244,11 +244,11 @@ class WeightedReward:
             UserCodeTimeout: A part took too long; each sample alone might take as long again.
         """
         calls = (_part(name, function, samples) for name, function in self._functions.items())
-        found = await asyncio.gather(*calls, return_exceptions=True)  # none is left behind if one raises
-        for column in found:
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # none is left behind if one raises
+        for column in outcomes:
             if isinstance(column, BaseException):
                 raise column
-        columns: dict[str, Any] = dict(zip(self._functions, found, strict=True))
+        columns: dict[str, Any] = dict(zip(self._functions, outcomes, strict=True))
         results: list[Any] = [
             self._sum({name: column[row] for name, column in columns.items()}) for row in range(len(samples))
         ]

@@ -54,22 +54,22 @@ def reset_states_between_samples(model: nn.Module) -> None:
 
 
 def _by_sample(
-    forward: Callable[..., torch.Tensor], *args: Any, packed: PackedLayout | None = None, **given: Any
+    forward: Callable[..., torch.Tensor], *args: Any, packed: PackedLayout | None = None, **kwargs: Any
 ) -> torch.Tensor:
     """Compute a layer on hidden states [1, T, hidden] of packed samples; same shape.
 
     Rows of padded samples, and whatever comes without a layout, are computed unchanged.
     """
     if packed is None or packed.padded:
-        return forward(*args, **given)
+        return forward(*args, **kwargs)
     assert packed.context.size == 1, "validate() refuses ranks that share the sequences of such a model"
-    assert given.get("attention_mask") is None
-    hidden_states = args[0] if args else given.pop("hidden_states")
+    assert kwargs.get("attention_mask") is None
+    hidden_states = args[0] if args else kwargs.pop("hidden_states")
     tokens = hidden_states[0]
     out = torch.zeros_like(tokens)
     for rows in packed.rows:
         # A token that several samples share is computed in the row of each; one copy is kept.
-        out = rows.put_from_keys(forward(rows.of_keys(tokens), *args[1:], **given), out)
+        out = rows.put_from_keys(forward(rows.of_keys(tokens), *args[1:], **kwargs), out)
     return out.unsqueeze(0)
 
 
@@ -105,7 +105,7 @@ def _in_rows(
     topk: int,
     *,
     packed: PackedLayout | None = None,
-    **given: Any,
+    **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Compute a layer on hidden states [1, T, hidden] of packed samples, or [rows, S, hidden] of padded ones.
 
@@ -113,22 +113,22 @@ def _in_rows(
     layer chooses, which a later layer may reuse, are one tensor per group of rows.
     """
     if packed is None:
-        return forward(**given)
-    hidden_states, positions = given.pop("hidden_states"), given.pop("position_embeddings")
-    reused = given.pop("prev_topk_indices", None)
-    del given["attention_mask"]
+        return forward(**kwargs)
+    hidden_states, positions = kwargs.pop("hidden_states"), kwargs.pop("position_embeddings")
+    reused = kwargs.pop("prev_topk_indices", None)
+    del kwargs["attention_mask"]
     rows_of = _rows_of(packed, hidden_states)
     out, chosen = torch.zeros_like(hidden_states), []
     for number, (to_cells, from_cells) in enumerate(rows_of):
         if reused is not None:
-            given["prev_topk_indices"] = reused[number]
+            kwargs["prev_topk_indices"] = reused[number]
         rows = to_cells(hidden_states)
         computed, _weights, *indices = forward(
             hidden_states=rows,
             position_embeddings=tuple(to_cells(part) for part in positions),
             attention_mask=_causal(rows.shape[1], topk, rows.device),
             packed=PackedLayout((), packed.context, padded=True),
-            **given,
+            **kwargs,
         )
         out = from_cells(out, computed)
         chosen += indices
@@ -164,13 +164,13 @@ def _choose(
     query: torch.Tensor,
     positions: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
-    *given: Any,
+    *args: Any,
     **named: Any,
 ) -> torch.Tensor:
     """Return the keys that each query chooses, int32 [rows, S, topk]; of no key if it chooses all of them."""
     if attention_mask.numel() == 0:
         return hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=torch.int32)
-    return forward(hidden_states, query, positions, attention_mask, *given, **named)
+    return forward(hidden_states, query, positions, attention_mask, *args, **named)
 
 
 class LossCanary(nn.Module):

@@ -123,16 +123,16 @@ def own_log_probs(policy: Policy) -> torch.Tensor:
     model = policy.language_model
     batch = _tiny_batch(model)
     model.set_attn_implementation("eager")
-    found = []
+    results = []
     try:
         for tokens, response in zip(batch.tokens, batch.response_lengths, strict=True):
             ids = torch.as_tensor(tokens, device=model.device)
             logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
             log_probs = (logits.float() / (policy.temperature or 1.0)).log_softmax(-1)
-            found.append(log_probs.gather(-1, ids[-response:, None])[:, 0])
+            results.append(log_probs.gather(-1, ids[-response:, None])[:, 0])
     finally:
         model.set_attn_implementation(NAME)
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def layout_log_probs(policy: Policy, name: str, packed: bool) -> torch.Tensor:

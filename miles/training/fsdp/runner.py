@@ -102,17 +102,17 @@ class FsdpModel(Generic[Scorer]):
         was_training = self.module.training
         self.module.eval()
         with torch.no_grad():
-            found = []
+            results = []
             for number, (plan, micro) in enumerate(zip(plans, self._collated(shard, plans), strict=True)):
                 records = nullcontext() if self._recorded is None else self._recorded.first_pass(plan)
                 with span(f"micro-batch {number}: score"), records:
-                    found.append(function(micro, self.module.scorer(micro)))
+                    results.append(function(micro, self.module.scorer(micro)))
         self.module.train(was_training)
         # FSDP frees gathered weights in the backward pass; there was none, or one rank keeps them (shard_model).
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return found
+        return results
 
     def _collated(self, shard: TrainShard, plans: Sequence[MicroBatchPlan]) -> Iterator[MicroBatch]:
         for plan in plans:
@@ -136,8 +136,8 @@ class RecordedExperts:
 
     def of(self, plan: MicroBatchPlan, device: torch.device) -> torch.Tensor | None:
         """Return the experts of a micro-batch, int16 [T, layers, k]; None before its first pass."""
-        found = self._of_plan.get(id(plan))
-        return None if found is None else found.to(device)
+        experts = self._of_plan.get(id(plan))
+        return None if experts is None else experts.to(device)
 
     @contextmanager
     def first_pass(self, plan: MicroBatchPlan) -> Iterator[None]:

@@ -101,9 +101,9 @@ class MegatronBackend:
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
         models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueStage))
-        given = self.settings.critic_optimizer
-        config = optimizer_config(given, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(models, config, given, total_steps, rate_flag="--critic-lr")
+        arguments = self.settings.critic_optimizer
+        config = optimizer_config(arguments, self.settings.megatron, self.compute_dtype, self.device)
+        optimizer = MegatronOptimizer(models, config, arguments, total_steps, rate_flag="--critic-lr")
         return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
     def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
@@ -347,9 +347,9 @@ class FollowingReference:
 
 def named_weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors of a rank's chunks: parameters without the canary, and biases of experts."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(stage.chunks, start=1):
         of_part = f" of part {number}" if len(stage.chunks) > 1 else ""
         named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
-        found |= {name + of_part: weight for name, weight in named.items() if weight is not chunk.canary}
-    return found
+        weights |= {name + of_part: weight for name, weight in named.items() if weight is not chunk.canary}
+    return weights

@@ -150,9 +150,9 @@ def _check_model(provider: Any, config: PretrainedConfig) -> None:
 
 
 def _refusal(name: str, value: Any, why: str) -> ValueError:
-    shown = getattr(value, "__name__", value)
+    label = getattr(value, "__name__", value)
     return ValueError(
-        f"--megatron-to-hf-mode bridge: Megatron-Bridge gives the model {name} {shown}, and {why}; "
+        f"--megatron-to-hf-mode bridge: Megatron-Bridge gives the model {name} {label}, and {why}; "
         "choose another model, or --train-backend fsdp for others"
     )
 
@@ -274,13 +274,13 @@ def _with_value(task: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], 
 @contextmanager
 def _hidden(model: PolicyModel, names: tuple[str, ...]) -> Iterator[None]:
     """Remove the parameters ``names`` from the model within the context."""
-    kept = dict(model._parameters)
+    parameters = dict(model._parameters)
     for name in names:
         model._parameters.pop(name, None)
     try:
         yield
     finally:
-        model._parameters.update(kept)
+        model._parameters.update(parameters)
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

@@ -324,14 +324,14 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     Raises ``ValueError`` for a model that ``save`` could not write under this layout.
     """
     empty = _empty(_sharded(policy, ranks), KINDS, "meta")
-    given = {_storage(described.data) for described in nested_values(empty)}
+    storages = {_storage(described.data) for described in nested_values(empty)}
     try:
         parts, _ = save_preprocess(empty)
     except (CheckpointingException, AssertionError, KeyError) as error:  # describing the model may fail too
         raise _refusal(f"{type(error).__name__}: {error}") from None
     for part in nested_values(parts):
         # The writer locates the elements of a part by its position in the parameter's tensor.
-        if not part.data.is_contiguous() or _storage(part.data) not in given:
+        if not part.data.is_contiguous() or _storage(part.data) not in storages:
             raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
 
 
@@ -441,11 +441,11 @@ def _read(
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}
             with loading(folder, flag):
-                found = dist_checkpointing.load(
+                tensors = dist_checkpointing.load(
                     _empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False
                 )
             for name, described in mine.items():
-                yield described.data, found.pop(name)  # frees the bucket before the next one is read
+                yield described.data, tensors.pop(name)  # frees the bucket before the next one is read
     except CheckpointingException as error:
         raise ValueError(
             f"{flag}: the checkpoint {folder} does not hold this model ({in_one_line(error)}); give one that was saved "
@@ -463,9 +463,9 @@ def _check_holds_only(folder: Path, policy: PolicyModel, names: Set[str], flag: 
     """
     index = checked_index(folder, flag)
     sizes = {
-        name: found.size
-        for name, found in index.state_dict_metadata.items()
-        if isinstance(found, TensorStorageMetadata) and not name.startswith((OF_OPTIMIZER, "mtp."))
+        name: entry.size
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith((OF_OPTIMIZER, "mtp."))
     }
     reason = f"it also has {min(sizes.keys() - names)}" if sizes.keys() - names else None
     tokens, heads = policy.tokens_in_vocabulary, policy.config.num_attention_heads
@@ -514,22 +514,22 @@ def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     """
     if policy.adapter is not None:
         return dict(_sharded_adapter(policy.adapter, ranks))
-    found: dict[str, Sharded] = {}
+    result: dict[str, Sharded] = {}
     for number, chunk in enumerate(policy.chunks):
         # A dictionary has the names of a chunk; a checkpoint has the keys of the whole model.
-        found |= {f"{number}.{name}": sharded for name, sharded in _sharded_chunk(chunk, ranks).items()}
-    return found
+        result |= {f"{number}.{name}": sharded for name, sharded in _sharded_chunk(chunk, ranks).items()}
+    return result
 
 
 def _sharded_chunk(chunk: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     described = chunk.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
     named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
     tensors = {id(tensor): name for name, tensor in named.items() if tensor is not chunk.canary}
-    found = {name: sharded for name, sharded in described.items() if id(sharded.data) in tensors}
-    missing = tensors.keys() - {id(sharded.data) for sharded in found.values()}
+    result = {name: sharded for name, sharded in described.items() if id(sharded.data) in tensors}
+    missing = tensors.keys() - {id(sharded.data) for sharded in result.values()}
     if missing:
         raise _refusal(", ".join(name for number, name in tensors.items() if number in missing))
-    return found
+    return result
 
 
 def _sharded_adapter(adapter: Adapter, ranks: Ranks) -> Iterator[tuple[str, Sharded]]:

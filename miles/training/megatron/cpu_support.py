@@ -94,9 +94,9 @@ def _replace_tensor_methods() -> None:
     type_of = tensor.type
 
     def type_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_of(self, *args, **kwargs)  # under a mode (``TorchFunctionMode``), torch calls this function again
-        is_of_cpu = isinstance(found, str) and not found.startswith("torch.cuda.")
-        return found.replace("torch.", "torch.cuda.") if is_of_cpu else found
+        result = type_of(self, *args, **kwargs)  # under a mode (``TorchFunctionMode``), torch calls this function again
+        is_of_cpu = isinstance(result, str) and not result.startswith("torch.cuda.")
+        return result.replace("torch.", "torch.cuda.") if is_of_cpu else result
 
     tensor.cuda = lambda self, *_, **__: self
     tensor.type = type_on_gpu
@@ -170,7 +170,7 @@ def _pad_unequal_parts() -> None:
             return gather(part, group, output_split_sizes, use_global_buffer)
         whole = gather(_padded(part, max(output_split_sizes)), group)
         parts = zip(whole.chunk(group.size()), output_split_sizes, strict=True)
-        return torch.cat([found[:size] for found, size in parts])
+        return torch.cat([chunk[:size] for chunk, size in parts])
 
     def reduce_parts(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:

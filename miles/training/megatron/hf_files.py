@@ -40,8 +40,8 @@ class HuggingFaceWeights:
             folder = Path(
                 snapshot_download(path, allow_patterns=["*.safetensors", INDEX, "config.json", GENERATION_CONFIG])
             )
-        self.given = f"{flag} {path}"
-        self._file_of = _files_by_tensor(folder, self.given)
+        self.label = f"{flag} {path}"
+        self._file_of = _files_by_tensor(folder, self.label)
         self._folder = folder
         self.path = path
 
@@ -49,9 +49,9 @@ class HuggingFaceWeights:
         """Return the whole tensor, in the checkpoint's dtype, on CPU. Raises ``ValueError`` if there is none."""
         if name not in self._file_of:
             raise ValueError(
-                f"{self.given}: it has no tensor {name}, which its config asks for; check that the folder is complete"
+                f"{self.label}: it has no tensor {name}, which its config asks for; check that the folder is complete"
             )
-        with _opened(self._file_of[name], self.given) as file:
+        with _opened(self._file_of[name], self.label) as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
@@ -62,7 +62,7 @@ class HuggingFaceWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from its file's header."""
-        with _opened(self._file_of[name], self.given) as file:
+        with _opened(self._file_of[name], self.label) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def check_head_is_embedding(self) -> None:
@@ -75,7 +75,7 @@ class HuggingFaceWeights:
         """
         if HEAD_HF in self.names and not torch.equal(self.tensor(HEAD_HF), self.tensor(EMBEDDING_HF)):
             raise ValueError(
-                f"{self.given}: its config has tie_word_embeddings true, and its {HEAD_HF} differs from "
+                f"{self.label}: its config has tie_word_embeddings true, and its {HEAD_HF} differs from "
                 f"{EMBEDDING_HF}; set tie_word_embeddings to false in its config.json, or remove {HEAD_HF}"
             )
 
@@ -85,29 +85,29 @@ class HuggingFaceWeights:
         return file.read_text() if file.is_file() else None
 
 
-def _files_by_tensor(folder: Path, given: str) -> dict[str, Path]:
+def _files_by_tensor(folder: Path, label: str) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         return {name: folder / file for name, file in weight_map.items()}
     file = folder / "model.safetensors"
     if not file.is_file():
         raise ValueError(
-            f"{given}: no safetensors file found, and --train-backend megatron reads no other format; save it with "
+            f"{label}: no safetensors file found, and --train-backend megatron reads no other format; save it with "
             "transformers' save_pretrained, or use --train-backend fsdp"
         )
-    with _opened(file, given) as opened:
+    with _opened(file, label) as opened:
         return {name: file for name in opened.keys()}  # noqa: SIM118  # not a dictionary
 
 
 @contextmanager
-def _opened(file: Path, given: str) -> Iterator[Any]:
-    """Open a safetensors file. Raises ``ValueError`` naming the flag that ``given`` the folder, and the file."""
+def _opened(file: Path, label: str) -> Iterator[Any]:
+    """Open a safetensors file. Raises ``ValueError`` naming the flag that ``label`` the folder, and the file."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{given}: {file.name} cannot be read ({in_one_line(error)}); copy or download the folder again"
+            f"{label}: {file.name} cannot be read ({in_one_line(error)}); copy or download the folder again"
         ) from error
 
 

@@ -110,15 +110,15 @@ class AuxiliaryStep:
         """
         dist.all_reduce(self.sums)
         balance, z_loss, mtp = self.sums.tolist()
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         if self.routed_tokens and layers_with_experts:
             of_layers = {"moe_aux_loss": balance} if self.sizes.moe_aux_loss_coeff else {}
             of_layers |= {"moe_z_loss": z_loss} if self.sizes.moe_z_loss_coeff else {}
             for name, value in of_layers.items():
-                found[name] = Metric(value / layers_with_experts * self.routed_tokens, self.routed_tokens)
+                metrics[name] = Metric(value / layers_with_experts * self.routed_tokens, self.routed_tokens)
         if self.mtp_targets and self.mtp_targets[0]:
-            found["mtp_loss"] = Metric(mtp * self.mtp_targets[0], self.mtp_targets[0])
-        return found
+            metrics["mtp_loss"] = Metric(mtp * self.mtp_targets[0], self.mtp_targets[0])
+        return metrics
 
 
 def _counts(shard: TrainShard, sample: int, heads: int) -> list[float]:
@@ -277,11 +277,11 @@ class LayerExperts:
     """The experts of one layer: given, kept when they are chosen, or neither.
 
     Attributes:
-        given: int16 [tokens of the router, k], ``UNKNOWN`` for the router's own choice.
+        replayed: int16 [tokens of the router, k], ``UNKNOWN`` for the router's own choice.
         keep: Receives the chosen experts, int64 [tokens of the router, k].
     """
 
-    given: torch.Tensor | None
+    replayed: torch.Tensor | None
     keep: Callable[[torch.Tensor], None] | None
 
     def get_replay_topk(
@@ -294,9 +294,9 @@ class LayerExperts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores [tokens, k] of the experts, and the experts; called by Megatron's router."""
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.given is not None:
-            given = self.given.to(experts)
-            experts = torch.where(given == UNKNOWN, experts, given)
+        if self.replayed is not None:
+            chosen = self.replayed.to(experts)
+            experts = torch.where(chosen == UNKNOWN, experts, chosen)
             values = scores.gather(1, experts)
         if self.keep is not None:
             self.keep(experts.detach())
@@ -308,12 +308,12 @@ class MicroBatchExperts:
     """The experts of a micro-batch, ordered as this rank's routers see its tokens.
 
     Attributes:
-        given: int16 [tokens, layers, k], of all decoder layers.
+        replayed: int16 [tokens, layers, k], of all decoder layers.
         kept: By layer, int16 [tokens, k]: of this stage, from the first pass on.
         keeps: Whether this pass is the first.
     """
 
-    given: torch.Tensor | None = None
+    replayed: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] | None = None
     keeps: bool = False
 
@@ -337,19 +337,19 @@ class MicroBatchExperts:
         ordered = padded.view(*shape, *experts.shape[1:]).transpose(0, 1).flatten(0, 1)
         if sequence_parallel is not None:
             ordered = ordered.chunk(sequence_parallel.size())[sequence_parallel.rank()]
-        return cls(given=ordered)
+        return cls(replayed=ordered)
 
     def of_layer(self, layer: int) -> LayerExperts:
         """Return the experts of the decoder layer ``layer``, counted from 0."""
-        if self.given is not None:
-            return LayerExperts(self.given[:, layer], None)
+        if self.replayed is not None:
+            return LayerExperts(self.replayed[:, layer], None)
         assert self.kept is not None
-        kept = self.kept
+        by_layer = self.kept
 
         def keep(experts: torch.Tensor) -> None:
-            kept[layer] = experts.to(torch.int16).cpu()
+            by_layer[layer] = experts.to(torch.int16).cpu()
 
         if self.keeps:
             return LayerExperts(None, keep)
-        given = kept.get(layer)
-        return LayerExperts(None, None) if given is None else LayerExperts(given, None)
+        chosen = by_layer.get(layer)
+        return LayerExperts(None, None) if chosen is None else LayerExperts(chosen, None)

@@ -87,9 +87,9 @@ def vocab_parallel_log_probs(
     scale = 1.0 / temperature if temperature > 0 else 1.0
     local = targets - first_token
     local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: on another rank
-    given = hidden, weight, local, scale, rows, with_entropy, fp32, group, support, first_token
+    arguments = hidden, weight, local, scale, rows, with_entropy, fp32, group, support, first_token
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _VocabParallelLogProbs.apply
-    return apply(*given)
+    return apply(*arguments)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -232,13 +232,13 @@ class PolicyModel(GPTModel):
         self.adapter: Adapter | None = None
 
     @classmethod
-    def build_chunks(cls, config: TransformerConfig, *given: Any) -> PolicyModel:
-        """Build all chunks of this rank, and return the last; ``given`` are the other arguments of the class."""
+    def build_chunks(cls, config: TransformerConfig, *args: Any) -> PolicyModel:
+        """Build all chunks of this rank, and return the last; ``args`` are the other arguments of the class."""
         number = config.virtual_pipeline_model_parallel_size
         parallel_state.set_virtual_pipeline_model_parallel_world_size(number)  # the schedule asks for it
         if number is None:
-            return cls(config, *given)
-        *earlier, last = (cls(config, *given, chunk=chunk) for chunk in range(number))
+            return cls(config, *args)
+        *earlier, last = (cls(config, *args, chunk=chunk) for chunk in range(number))
         last.earlier_chunks = tuple(earlier)
         return last
 
@@ -274,17 +274,17 @@ class PolicyModel(GPTModel):
         return name not in self.NOT_IN_CHECKPOINT and not name.startswith("adapter.")
 
     def _postprocess(
-        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **given: Any
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **kwargs: Any
     ) -> torch.Tensor:
         """Megatron's own would compute the logits of every token here."""
         if not self.mtp_process or not torch.is_grad_enabled():
             return hidden_states
         everything = self.mtp(
-            input_ids=given["input_ids"],
-            position_ids=given["position_ids"],
+            input_ids=kwargs["input_ids"],
+            position_ids=kwargs["position_ids"],
             hidden_states=hidden_states,
             attention_mask=None,
-            rotary_pos_emb=given["rotary_pos_emb"],
+            rotary_pos_emb=kwargs["rotary_pos_emb"],
             packed_seq_params=packed_seq_params,
             embedding=self.embedding,
         )
@@ -383,8 +383,8 @@ class ValueStage(PolicyModel):
 
     NOT_IN_CHECKPOINT = (*PolicyModel.NOT_IN_CHECKPOINT, "value_head")
 
-    def __init__(self, *arguments: Any, **given: Any) -> None:
-        super().__init__(*arguments, **given)
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
         self.value_head: torch.nn.Parameter | None = None
         if self.post_process:
             # No logits: a head that never gets a gradient would keep overlapped reductions waiting. Nor is its weight

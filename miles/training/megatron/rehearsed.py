@@ -63,9 +63,9 @@ class RehearsedMegatron(MegatronBackend):
         models = super()._distributed(policy)
         finalize = policy.config.finalize_model_grads_func
 
-        def finalized(*given: Any, **named: Any) -> None:
+        def finalized(*args: Any, **named: Any) -> None:
             with self.reducing():
-                finalize(*given, **named)
+                finalize(*args, **named)
 
         policy.config.finalize_model_grads_func = finalized
         return models
@@ -152,8 +152,8 @@ class RehearsedMegatron(MegatronBackend):
             return
         stages = {id(model.stage): model.stage for model in self._models()}
         for block in (chunk.decoder for stage in stages.values() for chunk in stage.chunks):
-            if places := leave_out(block.layers):
-                block.running = tuple(layer for place, layer in enumerate(block.layers) if place not in places)
+            if indices := leave_out(block.layers):
+                block.running = tuple(layer for place, layer in enumerate(block.layers) if place not in indices)
                 block.__class__ = _ShortBlock
 
     def traced_micro_batches(self, micro_batches: int) -> int:
@@ -191,12 +191,12 @@ class _ShortBlock(TransformerBlock):
     num_layers_per_pipeline_rank: int
     running: tuple[nn.Module, ...]
 
-    def forward(self, *given: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **named: Any) -> Any:
         """Run these layers. All the others are there again at the end."""
         layers, count = self.layers, self.num_layers_per_pipeline_rank
         self.layers, self.num_layers_per_pipeline_rank = nn.ModuleList(self.running), len(self.running)
         try:
-            return super().forward(*given, **named)
+            return super().forward(*args, **named)
         finally:
             self.layers, self.num_layers_per_pipeline_rank = layers, count
 
@@ -212,8 +212,8 @@ def _groups_of_this_rank() -> Iterator[None]:
     """
     create, divide = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
 
-    def create_own(ranks: list[int], *given: Any, **named: Any) -> Any:
-        return create(ranks, *given, **named) if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER
+    def create_own(ranks: list[int], *args: Any, **named: Any) -> Any:
+        return create(ranks, *args, **named) if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def divide_once(world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
         return [[*ranks] for ranks in _divided(divide, world_size, tuple(sizes), tuple(mask))]  # the caller's to change
@@ -244,8 +244,8 @@ def rehearsed(
     def expected_shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
         return built[0].activation_shape, built[0].activation_shape
 
-    def assumed_routing(self: BalancedRouter, logits: torch.Tensor, *given: Any, **named: Any) -> Any:
-        probabilities, _ = routing(self, logits, *given, **named)
+    def assumed_routing(self: BalancedRouter, logits: torch.Tensor, *args: Any, **named: Any) -> Any:
+        probabilities, _ = routing(self, logits, *args, **named)
         tokens, experts = probabilities.shape
         group = parallel_state.get_expert_model_parallel_group()
         with unset_fake_temporarily():
@@ -258,9 +258,9 @@ def rehearsed(
         """Keep the shape only: every layer computes the cosines and sines of all tokens."""
         rotary(self, torch.empty(frequencies.shape, dtype=torch.float32))
 
-    def packed_at_start(*given: Any) -> PackedTokens:
+    def packed_at_start(*args: Any) -> PackedTokens:
         built[0].starting()
-        return packed(*given)
+        return packed(*args)
 
     PackedTokens.of = packed_at_start  # type: ignore[method-assign,assignment]
     PackedRotaryEmbedding.__init__ = without_values  # type: ignore[method-assign,assignment]
@@ -307,6 +307,6 @@ def assumed_experts(tokens: int, experts: int, topk: int, rank: int, ranks: int,
     other = (others + slot - count) % elsewhere
     mine = rank * here + (before + slot) % here
     chosen = np.where(slot < count, mine, np.where(other < rank * here, other, other + here))
-    found = np.zeros((tokens, experts), bool)
-    np.put_along_axis(found, chosen, True, axis=1)
-    return found
+    mask = np.zeros((tokens, experts), bool)
+    np.put_along_axis(mask, chosen, True, axis=1)
+    return mask

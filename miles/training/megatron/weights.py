@@ -116,7 +116,7 @@ class RawConverter:
             for hf_name, tensor, shape in zip(binding.hf_names, whole, _shapes(binding, parameter, group), strict=True):
                 if tensor.shape != shape:  # a layout would cut it, fill it up or repeat it
                     raise ValueError(
-                        f"{weights.given}: its {hf_name} has the shape {tuple(tensor.shape)}, and its config asks for "
+                        f"{weights.label}: its {hf_name} has the shape {tuple(tensor.shape)}, and its config asks for "
                         f"{tuple(shape)}; correct config.json, or copy the folder again"
                     )
             parameter.copy_(binding.layout.from_hf(whole, group.rank(), group.size()))
@@ -172,13 +172,13 @@ class RawConverter:
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
         """Return the decoder's linear layers of a chunk that can get an adapter, by their names in the whole model."""
         first_layer = get_transformer_layer_offset(model.config, model.vp_stage, self.ranks.pp.rank())
-        found = []
+        layers = []
         for name, module in linear_layers(model):
             binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")
             held = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
             if not (model.config.num_moe_experts and any(map(is_in_experts, held))):
-                found.append(LinearLayer(module, held, binding.layout))
-        return found
+                layers.append(LinearLayer(module, held, binding.layout))
+        return layers
 
     def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:
         """Return where every parameter of the model is, in order."""
@@ -189,8 +189,8 @@ class RawConverter:
         }
         of_stage = _gather_objects(mine, self.ranks.ep)
         merged: dict[str, _Location] = {}
-        for places in _gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
-            merged |= dict(places)
+        for locations in _gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
+            merged |= dict(locations)
         return merged  # of an interleaved pipeline, by stage and then by layer
 
     def _gathered(
@@ -229,9 +229,9 @@ def _global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 
 def _gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
 def _send_to_all(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:

@@ -19,9 +19,9 @@ def test_the_examples_are_right():
 
 @pytest.mark.parametrize("text", ["x" * 10**7, "\n" * 10**7, "\x1b[2J" * 10**6, "\u202e\r\x07"])
 def test_any_text_becomes_few_lines_without_control_characters(text):
-    shown = few_lines(text, lines=10, limit=80)
-    assert len(shown) <= 11 * 81
-    assert all(line.isprintable() for line in shown.split("\n"))
+    excerpt = few_lines(text, lines=10, limit=80)
+    assert len(excerpt) <= 11 * 81
+    assert all(line.isprintable() for line in excerpt.split("\n"))
 
 
 def test_a_long_line_stays_one():
@@ -29,8 +29,8 @@ def test_a_long_line_stays_one():
 
 
 def test_the_ends_of_a_long_text_are_kept():
-    shown = few_lines("first\n" + "x\n" * 10**7 + "last", lines=4).splitlines()
-    assert shown[0] == "first" and shown[-1] == "last" and len(shown) == 5
+    excerpt = few_lines("first\n" + "x\n" * 10**7 + "last", lines=4).splitlines()
+    assert excerpt[0] == "first" and excerpt[-1] == "last" and len(excerpt) == 5
 
 
 def test_an_error_without_words_is_named():

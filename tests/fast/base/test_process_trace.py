@@ -51,16 +51,16 @@ def test_self_times_add_up_to_the_time_that_something_ran(events):
     assert len(own) == len(events)
     assert sum(nanoseconds for _, nanoseconds in own) == len(covered)
     trace = ProcessTrace("p", 0, 1000, events)
-    idle = [nanosecond for start, end in idle_times(trace, shortest=1) for nanosecond in range(start, end)]
-    assert sorted([*idle, *covered]) == list(range(1000))
+    gaps = [nanosecond for start, end in idle_times(trace, shortest=1) for nanosecond in range(start, end)]
+    assert sorted([*gaps, *covered]) == list(range(1000))
 
 
 def test_the_offset_of_another_clock_is_that_of_the_fastest_reading():
     ahead = 5_000_000
     slow = (0, 900_000 + ahead, 1_000_000)
     fast = (2_000_000, 2_000_040 + ahead, 2_000_100)
-    found = clock_offset([slow, fast])
-    assert abs(found - ahead) <= (fast[2] - fast[0]) / 2
+    offset = clock_offset([slow, fast])
+    assert abs(offset - ahead) <= (fast[2] - fast[0]) / 2
     assert ProcessTrace("p", 10 + ahead, 20 + ahead).shifted(-ahead).start == 10
 
 

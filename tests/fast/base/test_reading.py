@@ -79,8 +79,8 @@ def test_a_disk_that_does_not_answer_is_named(tmp_path, monkeypatch, read, numbe
 
 def test_explain_says_that_a_folder_cannot_be_read(tmp_path):
     tmp_path.chmod(0o700)
-    given = CheckpointArguments(load=str(tmp_path))
-    assert first_iteration(given) == 0
+    section = CheckpointArguments(load=str(tmp_path))
+    assert first_iteration(section) == 0
     with as_nobody():
-        assert first_iteration(given) is None
-        assert explain_checkpoint(given) == [f"{tmp_path}: cannot be read (Permission denied), so the run is refused"]
+        assert first_iteration(section) is None
+        assert explain_checkpoint(section) == [f"{tmp_path}: cannot be read (Permission denied), so the run is refused"]

@@ -17,12 +17,12 @@ def storage(tmp_path):
 
 @pytest.fixture(params=["memory", "file", "failing"])
 def folder(request, tmp_path, storage):
-    places = {
+    urls = {
         "memory": f"memory://{tmp_path.name}/run",
         "file": f"file://{tmp_path}/remote/run",
         "failing": "failing://run",
     }
-    return RemoteFolder(places[request.param], pauses=[])
+    return RemoteFolder(urls[request.param], pauses=[])
 
 
 def test_files_are_listed_read_copied_and_removed(folder, tmp_path):

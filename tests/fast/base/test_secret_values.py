@@ -51,7 +51,7 @@ def test_text_that_is_no_json_is_hidden_whole():
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("url", "expected"),
     [
         ("https://user:sesame@host/a", "https://(hidden)@host/a"),
         ("https://sesame@host:8/a", "https://(hidden)@host:8/a"),
@@ -61,14 +61,14 @@ def test_text_that_is_no_json_is_hidden_whole():
         ("https://host/a@b?label_key=gold", "https://host/a@b?label_key=gold"),
     ],
 )
-def test_urls_are_shown_without_what_opens_them(url, shown):
-    assert public("hf_checkpoint", url) == shown
+def test_urls_are_shown_without_what_opens_them(url, expected):
+    assert public("hf_checkpoint", url) == expected
 
 
 def test_objects_in_json_are_searched():
     text = '{"url": "http://a:sesame@b", "api_token": "t0ken", "deep": {"password": 12345}, "n": 3}'
-    shown = json.loads(public("model_loader_extra_config", text))
-    assert shown == {"url": "http://(hidden)@b", "api_token": HIDDEN, "deep": {"password": HIDDEN}, "n": 3}
+    value = json.loads(public("model_loader_extra_config", text))
+    assert value == {"url": "http://(hidden)@b", "api_token": HIDDEN, "deep": {"password": HIDDEN}, "n": 3}
 
 
 def test_json_without_secrets_stays_as_it_is_written():
@@ -107,8 +107,8 @@ def test_values_of_other_types_and_missing_ones_are_kept():
         ratio: float = 0.5
         addresses: tuple[str, ...] = ("h:1", "http://u:sesame@h:2")
 
-    shown = public("settings", {"section": dataclasses.asdict(Section())})["section"]
-    assert shown == {"wandb_key": None, "label_key": "label", "ratio": 0.5, "addresses": ("h:1", "http://(hidden)@h:2")}
+    value = public("settings", {"section": dataclasses.asdict(Section())})["section"]
+    assert value == {"wandb_key": None, "label_key": "label", "ratio": 0.5, "addresses": ("h:1", "http://(hidden)@h:2")}
 
 
 def test_a_secret_that_contains_another_is_hidden_whole():

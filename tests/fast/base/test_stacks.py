@@ -53,8 +53,8 @@ def test_stacks_of_processes_that_hold_the_lock_wait_or_are_stopped(working, tmp
     stopped.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     for _ in range(2):  # the second time, the answers follow the first ones
-        found = request_stacks(tmp_path, [holds.pid, waits.pid, stopped.pid], seconds=60)
-        names = {pid: [name for thread in frames(text) for _, _, name in thread] for pid, text in found.items()}
+        answers = request_stacks(tmp_path, [holds.pid, waits.pid, stopped.pid], seconds=60)
+        names = {pid: [name for thread in frames(text) for _, _, name in thread] for pid, text in answers.items()}
         assert names[holds.pid][-2:] == ["hold_the_lock", "<module>"]
         assert names[waits.pid] == names[stopped.pid] == ["wait_in_python", "<module>"]
 

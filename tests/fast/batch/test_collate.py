@@ -61,12 +61,12 @@ def test_tokens_with_other_experts_are_not_shared(make_batch):
     batch = replace(batch, tokens=[batch.tokens[0]] * 3, experts=list(experts))
     micro = collate(batch, range(3), CPU)
     assert micro.token_index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 3]
-    found = micro.experts[micro.token_index].numpy().reshape(3, 4, 2, 1)
-    assert np.array_equal(found, experts) and (micro.experts[6:] == -1).all(), "padding has none"
+    token_experts = micro.experts[micro.token_index].numpy().reshape(3, 4, 2, 1)
+    assert np.array_equal(token_experts, experts) and (micro.experts[6:] == -1).all(), "padding has none"
     micro = collate(batch, range(3), CPU, reads_last=True)
     assert micro.token_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 2, 3, 4]
-    found = micro.experts[micro.token_index].numpy().reshape(3, 5, 2, 1)
-    assert np.array_equal(found[:, :4], experts) and (found[:, 4] == -1).all()
+    token_experts = micro.experts[micro.token_index].numpy().reshape(3, 5, 2, 1)
+    assert np.array_equal(token_experts[:, :4], experts) and (token_experts[:, 4] == -1).all()
 
 
 @given(choices(), st.integers(1, 5))
@@ -157,10 +157,10 @@ def test_a_step_is_divided_as_it_is_selected(make_batch, choice, data):
     parts = data.draw(st.one_of(st.just([indices]), st.lists(st.permutations(range(len(lengths))), max_size=3)))
     cut = data.draw(st.integers(0, len(lengths)))
     for wanted in (parts, [[], *parts, indices], [range(cut), range(cut, len(lengths))]):
-        for found, part in zip(batch.divide(wanted), wanted, strict=True):
+        for sub_batch, part in zip(batch.divide(wanted), wanted, strict=True):
             expected = batch.select(part)
             for name, column in vars(expected).items():
-                own = getattr(found, name)
+                own = getattr(sub_batch, name)
                 if isinstance(column, list):
                     assert len(own) == len(column) and all(a is b for a, b in zip(own, column, strict=True)), name
                 else:

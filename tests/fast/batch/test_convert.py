@@ -179,12 +179,12 @@ def test_rewards_of_estimators_by_token(estimator, expected):
 
 def drop(groups, dropped):
     """Remove trajectories as ``--reward-error drop`` does."""
-    kept = []
+    new_groups = []
     for group in groups:
         samples = [s for s in group.samples if s.trajectory_id not in dropped]
         lost = len({s.trajectory_id for s in group.samples}) - len({s.trajectory_id for s in samples})
-        kept.append(PromptGroup(group.group_index, group.prompt, samples, dropped_trajectories=lost))
-    return [group for group in kept if group.samples]
+        new_groups.append(PromptGroup(group.group_index, group.prompt, samples, dropped_trajectories=lost))
+    return [group for group in new_groups if group.samples]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,10 +193,10 @@ def test_a_step_with_dropped_trajectories_is_the_mean_over_the_others(mode, data
     lengths = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=3, max_size=3), min_size=2, max_size=4))
     dropped = data.draw(st.sets(st.integers(0, 3 * len(lengths) - 1), max_size=4))
     groups = build([[[(n, float(n % 3))] for n in group] for group in lengths])
-    kept = drop(groups, dropped)
-    if len(kept) < len(groups):
+    remaining = drop(groups, dropped)
+    if len(remaining) < len(groups):
         return  # another prompt is drawn instead
-    (batch,) = convert(kept, loss=loss_for(mode), global_batch_size=3 * len(lengths))
+    (batch,) = convert(remaining, loss=loss_for(mode), global_batch_size=3 * len(lengths))
     left = [[n for k, n in enumerate(group) if 3 * g + k not in dropped] for g, group in enumerate(lengths)]
     tokens = [n for group in left for n in group]
     N, T = len(tokens), sum(tokens)
@@ -240,17 +240,17 @@ def test_without_groups_of_equal_rewards_a_step_is_the_mean_over_the_others(mode
     left = convert(build(shapes), loss=loss, global_batch_size=size)
     assert len(left) == len(whole)
     equal = {group for group, shape in enumerate(shapes) if len({reward for [(_, reward), *_] in shape}) == 1}
-    for all_of_them, kept in zip(whole, left, strict=True):
+    for all_of_them, batch in zip(whole, left, strict=True):
         stays = [group not in equal for group in all_of_them.group_indices]
         if not any(stays):
             stays = [True] * len(stays)
         rows = [row for row, stay in enumerate(stays) if stay]
-        assert kept.rewards == [all_of_them.rewards[row] for row in rows]
-        assert kept.trajectory_ids == [all_of_them.trajectory_ids[row] for row in rows]
+        assert batch.rewards == [all_of_them.rewards[row] for row in rows]
+        assert batch.trajectory_ids == [all_of_them.trajectory_ids[row] for row in rows]
         trajectories = {all_of_them.trajectory_ids[row] for row in rows}
-        assert kept.num_trajectories == len(trajectories)
+        assert batch.num_trajectories == len(trajectories)
         if mode == "constant":
-            assert kept.sample_denoms == pytest.approx([8.0] * len(rows))
+            assert batch.sample_denoms == pytest.approx([8.0] * len(rows))
         if mode == "token_mean":
-            tokens = sum(mask.sum() for mask in kept.loss_masks)
-            assert kept.sample_denoms == pytest.approx([max(tokens, 1) / len(trajectories)] * len(rows))
+            tokens = sum(mask.sum() for mask in batch.loss_masks)
+            assert batch.sample_denoms == pytest.approx([max(tokens, 1) / len(trajectories)] * len(rows))

@@ -50,7 +50,7 @@ def four(a, b, c, d):
 """
 
 
-def shard(rewards: list[float], **given) -> TrainShard:
+def shard(rewards: list[float], **fields) -> TrainShard:
     """Return samples with a prompt of two tokens and responses of 2, 3, … tokens."""
     lengths = [2 + i for i in range(len(rewards))]
     arrays = [np.full(n, -0.5, np.float32) for n in lengths]
@@ -71,7 +71,7 @@ def shard(rewards: list[float], **given) -> TrainShard:
         num_loss_tokens=sum(lengths),
         expected_loss_mass=1.0,
         old_log_probs=arrays,
-        **given,
+        **fields,
     )
     return TrainShard(batch, [])
 
@@ -93,17 +93,17 @@ def test_advantages_of_samples_become_those_of_tokens_and_follow_the_function(fu
 
 
 def test_what_is_changed_in_place_counts_and_the_iteration_is_told(function):
-    given = shard([1.0], advantages=[np.array([3.0, 4.0], np.float32)])
-    (found,) = postprocessed([given], function("by_iteration"), ARGS, 7, True)
-    assert found.batch.advantages[0].tolist() == [7.0, 4.0]
-    assert found.batch.old_log_probs[0].tolist() == [-1.5, -1.5]
-    assert given.batch.advantages[0].tolist() == [3.0, 4.0], "a step that is given to several ranks is not theirs"
+    original = shard([1.0], advantages=[np.array([3.0, 4.0], np.float32)])
+    (processed,) = postprocessed([original], function("by_iteration"), ARGS, 7, True)
+    assert processed.batch.advantages[0].tolist() == [7.0, 4.0]
+    assert processed.batch.old_log_probs[0].tolist() == [-1.5, -1.5]
+    assert original.batch.advantages[0].tolist() == [3.0, 4.0], "a step that is given to several ranks is not theirs"
 
 
 def test_a_function_of_the_flags_alone_is_called(function):
-    (found,) = postprocessed([shard([1.0])], function("look"), ARGS, 0, True)
+    (processed,) = postprocessed([shard([1.0])], function("look"), ARGS, 0, True)
     module = __import__(function("look").partition(":")[0])
-    assert module.SEEN == [0.5] and found.batch.advantages[0].tolist() == [1.0, 1.0]
+    assert module.SEEN == [0.5] and processed.batch.advantages[0].tolist() == [1.0, 1.0]
 
 
 def test_without_advantages_there_are_none(function):

@@ -96,10 +96,10 @@ def test_splitting_keeps_every_item_and_enlarges_nothing(bins, more):
 
 @given(LENGTHS, st.integers(1, 8))
 def test_parts_cover_each_index_once(weights, parts):
-    found = balanced_partition(weights, parts)
-    assert len(found) == parts
-    assert sorted(i for part in found for i in part) == list(range(len(weights)))
-    assert found == balanced_partition(list(weights), parts)
+    partition = balanced_partition(weights, parts)
+    assert len(partition) == parts
+    assert sorted(i for part in partition for i in part) == list(range(len(weights)))
+    assert partition == balanced_partition(list(weights), parts)
 
 
 @given(LENGTHS, st.integers(1, 8))

@@ -29,8 +29,8 @@ def batch(make_batch):
     "layout", [{}, {"share_prefixes": False}, {"row_multiple": 8}], ids=["shared", "packed", "rows"]
 )
 def test_on_one_rank(batch, layout):
-    found = sample_tokens(collate(batch, [2, 0, 1], CPU, **layout))
-    assert [tokens.tolist() for tokens in found] == [batch.tokens[i].tolist() for i in (2, 0, 1)]
+    sequences = sample_tokens(collate(batch, [2, 0, 1], CPU, **layout))
+    assert [tokens.tolist() for tokens in sequences] == [batch.tokens[i].tolist() for i in (2, 0, 1)]
     assert sample_tokens(collate(batch, [], CPU, **layout)) == []
 
 
@@ -41,5 +41,5 @@ def test_on_ranks_that_share_the_samples(batch, size):
     gathered = torch.cat([part.input_ids for part in parts])
     for part in parts:
         context = SimpleNamespace(size=size, gather=lambda mine: gathered)
-        found = sample_tokens(replace(part, context=context))
-        assert all(np.array_equal(a, b) for a, b in zip(found, batch.tokens, strict=True))
+        sequences = sample_tokens(replace(part, context=context))
+        assert all(np.array_equal(a, b) for a, b in zip(sequences, batch.tokens, strict=True))

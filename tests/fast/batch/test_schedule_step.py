@@ -63,15 +63,15 @@ def test_every_sample_once_on_the_ranks_that_share_it(make_batch, step, split):
     has_gradient = {100 + i: flag for i, (_, _, flag) in enumerate(step)}
     shards = shards_of(make_batch, step, split, list(has_gradient.values()))
     assert len(shards) == split.ranks
-    found = []
+    trajectory_ids = []
     for rank, shard in enumerate(shards):
         for plans, kind in kinds(shard):
             for plan in plans:
                 trajectories = [shard.batch.trajectory_ids[i] for i in plan.samples]
                 assert all(has_gradient[t] is kind for t in trajectories)
                 if rank % plan.context_parallel_size == 0:  # the first of those that share it
-                    found += trajectories
-    assert sorted(found) == list(has_gradient)
+                    trajectory_ids += trajectories
+    assert sorted(trajectory_ids) == list(has_gradient)
 
 
 @given(STEPS, splits())

@@ -101,8 +101,8 @@ def unchanged(bench):
 def computed(levers, bench, name, part, with_it):
     """Return the results of a part, and the operations that it took."""
     with unchanged(bench), levers.call_of(bench, name, part, with_it) as call, Operations() as operations:
-        found = [value.detach().clone() for value in call()]
-    return found, operations.counts
+        tensors = [value.detach().clone() for value in call()]
+    return tensors, operations.counts
 
 
 def cases():
@@ -171,13 +171,13 @@ def test_only_whole_equal_prompts_are_shared_without_the_sharing_of_beginnings(l
     bench = make_bench("float32")
     (batch,) = bench.batches(bench.groups)
     samples, lengths = len(batch), np.asarray(batch.total_lengths)
-    kept = [
+    token_indices = [
         share(batch, lengths)[1] for share in (levers._share_prefixes, levers.prompts_shared, levers.nothing_shared)
     ]
     prompt = len(bench.groups[0].prompt.token_ids)
-    assert len(kept[1]) == len(bench.groups) * prompt + 6 * samples
-    assert len(kept[2]) == sum(lengths)
-    assert len(kept[0]) < len(kept[1])
+    assert len(token_indices[1]) == len(bench.groups) * prompt + 6 * samples
+    assert len(token_indices[2]) == sum(lengths)
+    assert len(token_indices[0]) < len(token_indices[1])
 
 
 def test_prompt_lookup_counts_the_tokens_that_it_would_have_proposed(levers, make_bench):
@@ -194,7 +194,7 @@ def test_medians_leave_out_the_warm_up(levers, capsys):
     seconds = iter([(9.0, 90.0), (8.0, 80.0), (1.0, 2.0), (3.0, 4.0)])
 
     class Timed:
-        def run(self, function, *given):
+        def run(self, function, *arguments):
             assert function is levers.seconds_of
             return next(seconds)
 
@@ -207,21 +207,21 @@ def test_medians_leave_out_the_warm_up(levers, capsys):
 
 
 def test_a_worker_starts_in_its_environment(levers, monkeypatch):
-    found = {}
+    environment = {}
 
     class Pool:
-        def __init__(self, *given, **named):
+        def __init__(self, *arguments, **named):
             pass
 
         def submit(self, function):
-            found.update(os.environ)
+            environment.update(os.environ)
             return SimpleNamespace(result=function)
 
     monkeypatch.setattr(levers, "ProcessPoolExecutor", Pool)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
     before = dict(os.environ)
     levers.Worker(None, os.environ | levers.RETURNED)
-    assert found["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in found
+    assert environment["MALLOC_MMAP_THRESHOLD_"] == str(2 << 20) and "MALLOC_TRIM_THRESHOLD_" not in environment
     assert dict(os.environ) == before
 
 

@@ -27,36 +27,36 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """The settings of the runs that the command starts; each writes two evaluations."""
-    found = []
+    all_settings = []
 
     def run(words, is_alone):
         settings = judge(read_command(words)).settings
         rows = [{"step": step, "time/step": 2.5, "eval/heldout/accuracy": step / 2} for step in range(2)]
         (tmp_path / "out" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found.append(settings)
+        all_settings.append(settings)
         return 0
 
     monkeypatch.setattr(train, "main", run)
     monkeypatch.chdir(tmp_path)
-    return found
+    return all_settings
 
 
 def test_the_run_has_the_settings_of_the_file_and_flags_win(model, started, tmp_path, capsys):
     words = [str(model), "--output-dir", "out", "--seed", "3"]
     assert quickstart.main(words) == 0
     assert capsys.readouterr().out == "quickstart: held-out accuracy 0.000 -> 0.500 in 5 s\n"
-    (found,) = started
-    assert (found.rollout.num_rollout, found.optimizer.lr, found.optimizer.adam_beta2) == (40, 1e-5, 0.95)
-    assert (found.training.seed, found.data.rollout_seed, found.rollout.rollout_engine) == (3, 3, "torch")
-    assert found.model.hf_checkpoint == str(model) and found.checkpoint.save == "out/checkpoints"
-    assert found.evaluation.eval_prompt_data == ("heldout", "out/data/heldout.jsonl")
+    (settings,) = started
+    assert (settings.rollout.num_rollout, settings.optimizer.lr, settings.optimizer.adam_beta2) == (40, 1e-5, 0.95)
+    assert (settings.training.seed, settings.data.rollout_seed, settings.rollout.rollout_engine) == (3, 3, "torch")
+    assert settings.model.hf_checkpoint == str(model) and settings.checkpoint.save == "out/checkpoints"
+    assert settings.evaluation.eval_prompt_data == ("heldout", "out/data/heldout.jsonl")
     assert len((tmp_path / "out/data/train.jsonl").read_text().splitlines()) == 63
     (tmp_path / "out" / "old").touch()
     flags = ["--lr", "1", "--rollout-engine", "sglang", "--fp32", "--num-rollout", "2"]
     assert quickstart.main([*words, *flags]) == 0
-    found = started[-1]
-    assert (found.optimizer.lr, found.rollout.rollout_engine, found.rollout.num_rollout) == (1, "sglang", 2)
-    assert found.training.fp32 and not (tmp_path / "out" / "old").exists(), "an earlier quickstart is replaced"
+    settings = started[-1]
+    assert (settings.optimizer.lr, settings.rollout.rollout_engine, settings.rollout.num_rollout) == (1, "sglang", 2)
+    assert settings.training.fp32 and not (tmp_path / "out" / "old").exists(), "an earlier quickstart is replaced"
 
 
 def test_other_folders_and_models_are_refused(model, started, tmp_path, capsys):

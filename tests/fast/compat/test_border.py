@@ -33,8 +33,8 @@ def test_a_file_of_settings_may_hold_what_other_launchers_name(tmp_path):
 
 
 def test_errors_in_foreign_and_own_words_are_reported_together(refusals):
-    found = refusals("--use-lora --lr x --profile-target")
-    assert [message.split()[0].rstrip(":") for message in found] == ["--profile-target", "--lr"]
+    messages = refusals("--use-lora --lr x --profile-target")
+    assert [message.split()[0].rstrip(":") for message in messages] == ["--profile-target", "--lr"]
 
 
 def test_a_flag_has_one_verdict():

@@ -29,15 +29,15 @@ def words(rows: list[Foreign]) -> list[str]:
 def test_all_that_would_change_the_result_is_refused_at_once(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     command = minimal(f"{NOTHING_HOLDS} --hf-checkpoint {tmp_path}", without="--hf-checkpoint")
-    found = set[str]()
+    messages = set[str]()
     for more in ([], ["--lora-rank", "4"]):
         with pytest.raises(FlagError) as caught:
             judge(read_command([*command, *more, *words(REFUSED)]))
-        found |= {*caught.value.messages}
+        messages |= {*caught.value.messages}
     wanted = {
         f"{written(row.flag, VALUES[row.kind])}: {row.why}; {row.instead}" for row in REFUSED if row.flag != CKPT_STEP
     }
-    assert wanted <= found
+    assert wanted <= messages
 
 
 @pytest.mark.parametrize("flags", [f"{row.flag} {value}" for row in REFUSED for value in row.neutral])

@@ -24,8 +24,8 @@ MINIMAL = {
 
 def minimal(flags: str = "", without: str = "") -> list[str]:
     """The words of the smallest command, minus the flags ``without``, with ``flags`` added."""
-    kept = {name: value for name, value in MINIMAL.items() if name not in without.split()}
-    return [*(word for pair in kept.items() for word in pair), *flags.split()]
+    defaults = {name: value for name, value in MINIMAL.items() if name not in without.split()}
+    return [*(word for pair in defaults.items() for word in pair), *flags.split()]
 
 
 @pytest.fixture(autouse=True)

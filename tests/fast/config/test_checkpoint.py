@@ -20,20 +20,20 @@ def test_what_cannot_work_is_refused_in_one_sentence(refused, flags, message):
 
 
 def test_urls_have_a_local_copy_in_the_output_folder(validated):
-    given = validated(f"--save {URL}/ --load {URL}/iter_0000004 --output-dir out").settings.checkpoint
-    local = given.local(f"{URL}/")
+    section = validated(f"--save {URL}/ --load {URL}/iter_0000004 --output-dir out").settings.checkpoint
+    local = section.local(f"{URL}/")
     assert str(local).startswith("out/remote/bucket-run-")
-    assert given.local(given.load) == local / "iter_0000004"
-    assert given.local(f"{URL}/other") != local
-    assert str(given.local("runs/a")) == "runs/a"
-    assert any(str(local) in line for line in explain_checkpoint(given))
-    assert CheckpointArguments().urls == {} and given.urls.keys() == {"save", "load"}
+    assert section.local(section.load) == local / "iter_0000004"
+    assert section.local(f"{URL}/other") != local
+    assert str(section.local("runs/a")) == "runs/a"
+    assert any(str(local) in line for line in explain_checkpoint(section))
+    assert CheckpointArguments().urls == {} and section.urls.keys() == {"save", "load"}
 
 
 def test_explain_says_what_is_resumed(validated, tmp_path):
     def line(flags=""):
-        (found,) = explain_checkpoint(validated(f"--load {tmp_path} {flags}").settings.checkpoint)
-        return found.removeprefix(f"{tmp_path}: ")
+        (text,) = explain_checkpoint(validated(f"--load {tmp_path} {flags}").settings.checkpoint)
+        return text.removeprefix(f"{tmp_path}: ")
 
     assert line() == "holds no checkpoint, so the run starts at iteration 0"
     for name in ("iter_0000002", "iter_0000004", "iter_0000006"):
@@ -54,13 +54,13 @@ def test_storage_options_are_secret(validated):
     options = {"key": "my-access-key", "client_kwargs": {"endpoint_url": "http://store:9000"}}
     settings = validated(f"--save {URL}").settings
     url = "sftp://me:hunter2@host/run"
-    given = CheckpointArguments(save=url, storage_options=json.dumps(options), remote_cache="x")
-    assert given.file_system_options == options
-    shown = public("storage_options", given.storage_options)
-    assert json.loads(shown) == {"key": HIDDEN, "client_kwargs": HIDDEN}
-    assert secrets_in("settings", asdict(given)) == {"my-access-key", "hunter2"}
-    assert CheckpointArguments(save=URL, storage_options=shown).file_system_options == {}
-    assert "hunter2" not in str(given.local(given.save))
-    assert given.local(public("save", given.save)) == given.local(given.save), "as run.json has it"
-    text = run_config(type(settings)(checkpoint=given))
+    section = CheckpointArguments(save=url, storage_options=json.dumps(options), remote_cache="x")
+    assert section.file_system_options == options
+    value = public("storage_options", section.storage_options)
+    assert json.loads(value) == {"key": HIDDEN, "client_kwargs": HIDDEN}
+    assert secrets_in("settings", asdict(section)) == {"my-access-key", "hunter2"}
+    assert CheckpointArguments(save=URL, storage_options=value).file_system_options == {}
+    assert "hunter2" not in str(section.local(section.save))
+    assert section.local(public("save", section.save)) == section.local(section.save), "as run.json has it"
+    text = run_config(type(settings)(checkpoint=section))
     assert "my-access-key" not in text and "hunter2" not in text and "store:9000" not in text

@@ -45,8 +45,8 @@ def test_a_model_that_only_fsdp_trains_chooses_it(command, tmp_path, config, bac
     read = border.read_command(command(f"--hf-checkpoint {tmp_path} --num-layers 4", without="--hf-checkpoint"))
     assert read.settings.training.train_backend == backend
     assert ("has --num-layers, but the Megatron backend has no layers for" in read.choice) == (backend == "fsdp")
-    given = f"--hf-checkpoint {tmp_path} --num-layers 4 --train-backend megatron"
-    read = border.read_command(command(given, without="--hf-checkpoint"))
+    flags = f"--hf-checkpoint {tmp_path} --num-layers 4 --train-backend megatron"
+    read = border.read_command(command(flags, without="--hf-checkpoint"))
     assert read.settings.training.train_backend == "megatron"
 
 
@@ -59,10 +59,10 @@ LAYERS = (
 
 def test_flags_of_its_layers_are_noted(accepted, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    found = accepted(f"--hf-checkpoint {tmp_path} --num-layers 4 --hidden-size 32 {LAYERS}", without="--hf-checkpoint")
-    noted = {note.written.split()[0] for note in found.accepted}
+    result = accepted(f"--hf-checkpoint {tmp_path} --num-layers 4 --hidden-size 32 {LAYERS}", without="--hf-checkpoint")
+    noted = {note.written.split()[0] for note in result.accepted}
     assert noted >= {flag for flag in LAYERS.split() if flag.startswith("--")}
-    assert not found.settings.parallel.pads
+    assert not result.settings.parallel.pads
 
 
 def test_the_block_of_another_model_is_refused(refusals, tmp_path):
@@ -165,9 +165,9 @@ def test_and_only_where_they_matter(accepted, flags):
 
 
 def test_features_of_the_cpu(tmp_path):
-    for features, found in (("fma avx512_bf16", True), ("fp asimd bf16", True), ("fma avx512f", False)):
+    for features, is_supported in (("fma avx512_bf16", True), ("fp asimd bf16", True), ("fma avx512f", False)):
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {features} sse\n")
-        assert has_bf16(str(tmp_path / "cpuinfo")) is found
+        assert has_bf16(str(tmp_path / "cpuinfo")) is is_supported
     assert not has_bf16(str(tmp_path / "nothing"))
 
 
@@ -180,7 +180,7 @@ HEAD = "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
-    ("given", "has_gpu", "gpus", "device", "why"),
+    ("choice", "has_gpu", "gpus", "device", "why"),
     [
         ("auto", False, 2, "cuda", f"the Ray cluster at {HEAD} has 2 GPUs"),
         ("auto", False, 1, "cuda", f"the Ray cluster at {HEAD} has 1 GPU"),
@@ -190,8 +190,8 @@ HEAD = "10.0.0.1:6379"
         ("cuda", False, 0, "cuda", "--device cuda"),
     ],
 )
-def test_a_flag_decides_then_this_host_then_the_cluster(given, has_gpu, gpus, device, why):
-    assert choose_device(given, has_gpu, JoinedCluster(HEAD, gpus)) == ChosenValue(device, why)
+def test_a_flag_decides_then_this_host_then_the_cluster(choice, has_gpu, gpus, device, why):
+    assert choose_device(choice, has_gpu, JoinedCluster(HEAD, gpus)) == ChosenValue(device, why)
 
 
 @pytest.fixture
@@ -273,5 +273,5 @@ def test_ray_is_not_imported_if_nothing_listens(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        found = joined_cluster(f"127.0.0.1:{closed.getsockname()[1]}")
-    assert (found.gpus, found.fault) == (None, "Connection refused")
+        ray_cluster = joined_cluster(f"127.0.0.1:{closed.getsockname()[1]}")
+    assert (ray_cluster.gpus, ray_cluster.fault) == (None, "Connection refused")

@@ -63,7 +63,7 @@ def test_no_other_file_compares_the_name_of_a_backend_or_engine() -> None:
     compared = re.compile(
         rf"(?:==|!=|\bin|\bis) *[\[({{]? *{quoted}|{quoted} *(?:==|!=|\bin\b)|\bcase {quoted}|{quoted} *:"
     )
-    found = [
+    matches = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if path != PACKAGE / "config" / "components.py"
@@ -71,4 +71,4 @@ def test_no_other_file_compares_the_name_of_a_backend_or_engine() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if compared.search(line)
     ]
-    assert not found
+    assert not matches

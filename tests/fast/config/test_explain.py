@@ -161,5 +161,5 @@ def test_balance_data_needs_replicas(validated, layout):
     two_ranks = f"--balance-data --num-steps-per-rollout 2 --actor-num-gpus-per-node 2 {layout}"
     if "megatron" in layout:
         two_ranks += " --tensor-model-parallel-size 2"
-    idle = without_effect(validated(two_ranks).settings)
-    assert any("--balance-data" in line for line in idle) == bool(layout)
+    lines = without_effect(validated(two_ranks).settings)
+    assert any("--balance-data" in line for line in lines) == bool(layout)

@@ -153,10 +153,10 @@ def test_threads_are_those_of_the_processes(host, judged, cores, flags, said):
     before = torch.get_num_threads()
     try:
         use_threads("cpu", host_share.sharers_of_trainer(settings))
-        shown = torch.get_num_threads()
+        threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
-    assert f"rank of {shown} thread" in said or f"ranks of {shown} thread" in said or not settings.trains
+    assert f"rank of {threads} thread" in said or f"ranks of {threads} thread" in said or not settings.trains
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 6), (2.5, 2), (0.4, 1), (64.0, 6)])
@@ -169,10 +169,10 @@ def test_a_quota_counts(monkeypatch, quota, cores):
 @pytest.mark.parametrize("flags", ["", SERVERS])
 def test_explain_says_what_the_run_says(host, judged, tmp_path, capsys, flags):
     host(4, cores=6)
-    found = judged(f"{flags} --output-dir {tmp_path / 'run'}")
-    launcher._resume_point(found)
+    result = judged(f"{flags} --output-dir {tmp_path / 'run'}")
+    launcher._resume_point(result)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU with 6 cores")]
-    assert line in " ".join(explain(found).split())
+    assert line in " ".join(explain(result).split())
     assert "of 4.0 GiB (" in line
 
 

@@ -98,10 +98,10 @@ PLANTED = {
 def test_all_faults_of_all_sets_are_told_together_with_file_and_line(folder, starts):
     write(folder / "bad.jsonl", [{"question": "b", "answer": "2"}, *(row for row, _ in PLANTED.values())])
     evaluation = "--eval-interval 1 --eval-prompt-data held bad.jsonl other rows.jsonl"
-    found = faults(folder, evaluation, data="bad.jsonl", starts=starts)
-    assert len(found) == 2 * len(PLANTED)
+    errors = faults(folder, evaluation, data="bad.jsonl", starts=starts)
+    assert len(errors) == 2 * len(PLANTED)
     for place, (_, fault) in enumerate(PLANTED.values()):
-        for flag, message in (("--prompt-data", found[place]), ("--eval-prompt-data", found[place + len(PLANTED)])):
+        for flag, message in (("--prompt-data", errors[place]), ("--eval-prompt-data", errors[place + len(PLANTED)])):
             assert message.startswith(f"{flag} bad.jsonl:{place + 2}: {fault}"), message
 
 
@@ -172,11 +172,11 @@ def test_the_function_within_a_sum_is_called_too(folder):
 def test_a_reward_that_fails_on_a_stand_in_is_a_warning_where_the_run_would_go_on(folder):
     (functions,) = folder.glob("functions_*.py")
     flags = f"--custom-rm-path {functions.stem}:divides"
-    for found in (
+    for report in (
         check(folder, f"{flags} --reward-error drop", "--rm-type"),
         check(folder, flags, "--rm-type", starts=False),
     ):
-        (warning,) = found.warnings
+        (warning,) = report.warnings
         assert "it raised ZeroDivisionError" in warning
     assert not check(folder, "", "--rm-type").warnings
 
@@ -194,8 +194,8 @@ def test_other_functions_are_imported_and_their_signatures_read(folder):
 def test_many_long_prompts_are_a_warning_and_all_of_them_an_error(folder):
     rows = [{"question": "a" * (60 if n % 12 else 5), "answer": "1"} for n in range(1000)]
     write(folder / "long.jsonl", rows)
-    found = check(folder, "--rollout-max-prompt-len 50", data="long.jsonl")
-    assert found.warnings == [
+    report = check(folder, "--rollout-max-prompt-len 50", data="long.jsonl")
+    assert report.warnings == [
         "prompts long.jsonl: 92% of 1,000 rows are longer than a limit (--rollout-max-prompt-len 50), and are left out"
     ]
     (message,) = faults(folder, "--rollout-max-prompt-len 3", data="long.jsonl")
@@ -216,18 +216,18 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning(folder):
     trained = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     write(folder / "held.jsonl", [trained[0] | {"answer": "7"}, {"question": "never seen", "answer": "1"}])
     write(folder / "apart.jsonl", [{"question": "never seen", "answer": "1"}])
-    found = check(folder, "--eval-interval 1 --eval-prompt-data held held.jsonl apart apart.jsonl")
-    (warning,) = found.warnings
+    report = check(folder, "--eval-interval 1 --eval-prompt-data held held.jsonl apart apart.jsonl")
+    (warning,) = report.warnings
     assert warning.startswith("held-out held held.jsonl: 1 of its 2 prompts are training prompts too, ")
 
 
 def test_a_plan_lists_what_is_not_here_and_checks_the_rest(folder):
     settings = judge(read_command(words(folder, data="absent.jsonl"))).settings
-    found = check_inputs(settings, starts=False)
-    assert found.unchecked == [
+    report = check_inputs(settings, starts=False)
+    assert report.unchecked == [
         "--prompt-data absent.jsonl: no such file; check the path, which is relative to the folder the run starts in"
     ]
-    assert explain_inputs(settings, found)[-1].startswith(
+    assert explain_inputs(settings, report)[-1].startswith(
         "not checked, because it is not on this machine: --prompt-data "
     )
     with pytest.raises(FlagError, match="--prompt-data absent.jsonl: no such file"):
@@ -258,7 +258,7 @@ def test_a_run_from_python_is_checked_too(folder):
     raised = []
 
     class Handling:
-        def __init__(self, *given): ...
+        def __init__(self, *arguments): ...
         def __enter__(self): ...
         def __exit__(self, kind, error, trace):
             raised.append(error)

@@ -13,9 +13,9 @@ ON_MEGATRON = "--train-backend megatron --lora-rank 8"
 
 @pytest.mark.parametrize(("flags", "messages"), rows(__file__, "test_each_fault_is_reported"))
 def test_each_fault_is_reported(refused, flags, messages):
-    found = refused(flags)
-    assert len(found) == len(messages), found
-    for message, words in zip(found, messages, strict=True):
+    errors = refused(flags)
+    assert len(errors) == len(messages), errors
+    for message, words in zip(errors, messages, strict=True):
         assert words in message
 
 

@@ -49,10 +49,10 @@ def test_a_name_on_the_hub_has_the_config_of_its_last_download(downloaded):
 
 def test_a_flag_that_contradicts_it_is_refused(refused, downloaded):
     downloaded(QWEN3)
-    given = "--hf-checkpoint org/model --train-backend megatron"
-    (message,) = refused(f"{given} --num-layers 5", "--hf-checkpoint")
+    flags = "--hf-checkpoint org/model --train-backend megatron"
+    (message,) = refused(f"{flags} --num-layers 5", "--hf-checkpoint")
     assert message.startswith("--num-layers 5: contradicts --hf-checkpoint, whose config.json gives --num-layers 4")
-    (message,) = refused(f"{given} --pipeline-model-parallel-size 8", "--hf-checkpoint")
+    (message,) = refused(f"{flags} --pipeline-model-parallel-size 8", "--hf-checkpoint")
     assert "must divide the model's 4 layers" in message
 
 

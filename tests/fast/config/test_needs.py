@@ -181,11 +181,11 @@ def test_what_another_estimator_reads_is_noted_unless_another_flag_has_its_effec
     for name in unread:
         default = getattr(LossArguments(), name)
         word = "" if isinstance(default, bool) else {"gpg_scale": "rewards", "pass_k": "3"}.get(name, "0.7")
-        given = f"{flags} {flag_name(name)} {word}"
+        all_flags = f"{flags} {flag_name(name)} {word}"
         if name in ESTIMATORS[estimator].instead:
-            assert any(ESTIMATORS[estimator].instead[name] in message for message in refusals(given))
+            assert any(ESTIMATORS[estimator].instead[name] in message for message in refusals(all_flags))
         else:
-            (note,) = (note for note in accepted(given).accepted if note.written.split()[0] == flag_name(name))
+            (note,) = (note for note in accepted(all_flags).accepted if note.written.split()[0] == flag_name(name))
             assert all(reader in note.why for reader in ESTIMATORS.readers(name))
 
 
@@ -222,14 +222,14 @@ def test_what_has_no_effect_is_a_note_and_an_error_if_strict(example, name):
     command = shlex.split(WITHOUT_EFFECT[name]["command"])
     plain = judge(read_command(command)).settings
     for flags in WITHOUT_EFFECT[name]["flags"]:
-        given = [*command, *shlex.split(flags)]
-        validated = judge(read_command(given))
+        words = [*command, *shlex.split(flags)]
+        validated = judge(read_command(words))
         noted = {note.written.split()[0] for note in validated.accepted if note.is_refused_if_strict}
         assert noted, flags
         if flags.split()[0] in noted:  # else it is the flag in effect, which leaves others without one
             assert validated.settings == plain, flags
         with pytest.raises(FlagError, match="has no effect"):
-            judge(read_command([*given, "--strict-flags"]))
+            judge(read_command([*words, "--strict-flags"]))
 
 
 def test_every_condition_can_be_read_and_is_used():
@@ -301,11 +301,11 @@ def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepte
             assert validated.settings.megatron.megatron_to_hf_mode == "raw"
             assert any("--megatron-to-hf-mode bridge" in note.written for note in validated.accepted)
         else:
-            found = refusals(f"{flags} {further}", without="--hf-checkpoint")
-            assert any("megatron-bridge, which is not installed" in message for message in found), (
+            errors = refusals(f"{flags} {further}", without="--hf-checkpoint")
+            assert any("megatron-bridge, which is not installed" in message for message in errors), (
                 "it is left unchanged"
             )
     monkeypatch.setattr(normalize, "lacks_bridge", lambda: True)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mistral"}))
-    found = refusals(flags, without="--hf-checkpoint")
-    assert any(message.startswith("--megatron-to-hf-mode bridge: needs megatron-bridge") for message in found)
+    errors = refusals(flags, without="--hf-checkpoint")
+    assert any(message.startswith("--megatron-to-hf-mode bridge: needs megatron-bridge") for message in errors)

@@ -23,8 +23,8 @@ def test_refused_with_one_error(refused, flags, sentence):
 
 
 def test_a_flag_of_another_backend_hides_no_error(refused):
-    found = refused("--train-backend fsdp --context-parallel-size 3 --moe-aux-loss-coeff 0.1")
-    assert [message.partition(":")[0] for message in found] == ["--context-parallel-size 3", "--moe-aux-loss-coeff 0.1"]
+    texts = refused("--train-backend fsdp --context-parallel-size 3 --moe-aux-loss-coeff 0.1")
+    assert [message.partition(":")[0] for message in texts] == ["--context-parallel-size 3", "--moe-aux-loss-coeff 0.1"]
 
 
 @pytest.mark.parametrize("flags", ["--max-tokens-per-gpu 99", "--max-tokens-per-gpu 99 --micro-batch-size 2", ""])
@@ -56,12 +56,12 @@ def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, 
     folder = model_folder(tmp_path / "new", model_type="lfm2", layer_types=["full_attention", "linear_attention"])
     for flag in ("--hf-checkpoint", "--ref-load"):
         rest = "" if flag == "--hf-checkpoint" else f"--hf-checkpoint {plain} --use-kl-loss --kl-loss-coef 0.1"
-        found = validated(f"{flag} {folder} {rest} --rollout-engine sglang", without="--hf-checkpoint")
-        assert found.settings.parallel.qkv_format == "bshd"
+        result = validated(f"{flag} {folder} {rest} --rollout-engine sglang", without="--hf-checkpoint")
+        assert result.settings.parallel.qkv_format == "bshd"
         note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a lfm2 with recurrent state, has"
-        assert any(said.startswith(note) for said in found.notes)
-        assert note.split(":")[0] in explain(found)
-        assert not any("qkv-format" in said for said in validate(found.settings).notes)
+        assert any(said.startswith(note) for said in result.notes)
+        assert note.split(":")[0] in explain(result)
+        assert not any("qkv-format" in said for said in validate(result.settings).notes)
 
 
 def test_a_reference_may_need_rows_where_the_policy_does_not(validated, tmp_path):
@@ -81,17 +81,17 @@ def test_a_reference_may_need_rows_where_the_policy_does_not(validated, tmp_path
 )
 def test_tested_models_with_recurrent_state_are_packed(validated, tmp_path, config):
     folder = model_folder(tmp_path / "model", **config)
-    found = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
-    assert found.settings.parallel.qkv_format == "thd"
-    assert not any("qkv-format" in note for note in found.notes)
+    result = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert result.settings.parallel.qkv_format == "thd"
+    assert not any("qkv-format" in note for note in result.notes)
 
 
 def test_other_models_are_packed(validated, tmp_path):
     plain = model_folder(tmp_path / "plain", model_type="qwen3", layer_types=["full_attention", "sliding_attention"])
     for flags, without in ((f"--hf-checkpoint {plain}", "--hf-checkpoint"), ("", "")):
-        found = validated(flags, without)
-        assert found.settings.parallel.qkv_format == "thd"
-        assert not any("qkv-format" in note for note in found.notes)
+        result = validated(flags, without)
+        assert result.settings.parallel.qkv_format == "thd"
+        assert not any("qkv-format" in note for note in result.notes)
 
 
 WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with transformers; set sliding_window to null"

@@ -16,8 +16,8 @@ from miles.config.explain import explain
     ],
 )
 def test_what_does_not_exist_is_refused(refused, flags, message):
-    (found,) = refused(flags)
-    assert found.startswith(message), found
+    (error,) = refused(flags)
+    assert error.startswith(message), error
 
 
 @pytest.mark.parametrize(

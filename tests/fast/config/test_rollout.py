@@ -101,9 +101,9 @@ def test_sglang_says_what_it_keeps_under_a_top_k(validated, refused, flags, sent
 
 def test_truncated_sampling_is_replayed_unless_that_is_switched_off(validated):
     for flags in ("--rollout-top-p 0.9", "--rollout-top-k 20", "--rollout-min-p 0.1"):
-        kept, biased = validated(flags), validated(f"{flags} --no-support-replay")
-        assert kept.settings.rollout.replays_support and not biased.settings.rollout.replays_support
-        assert not any("--no-support-replay" in note for note in kept.notes)
+        default, biased = validated(flags), validated(f"{flags} --no-support-replay")
+        assert default.settings.rollout.replays_support and not biased.settings.rollout.replays_support
+        assert not any("--no-support-replay" in note for note in default.notes)
         assert any(note.startswith("--no-support-replay: the trainer's log-probs are over") for note in biased.notes)
     for flags in ("", "--rollout-top-p 1", "--rollout-temperature 0 --rollout-top-p 0.9"):
         assert not validated(flags).settings.rollout.replays_support

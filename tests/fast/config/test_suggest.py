@@ -50,9 +50,9 @@ SAY_NOTHING = {
 @pytest.mark.parametrize("word", sorted(word for word, flags in WORDS.items() if flags > 4 and word not in SAY_NOTHING))
 def test_a_word_of_many_flags_alone_suggests_none_of_them(word):
     """Unless the other words of the flag say nothing, or the word has an s too much."""
-    found = nearest_flag(f"--num-{word}", [name for name in KNOWN if name != f"--num-{word}"])
-    words = {other.rstrip("s") for other in (found or "--num").removeprefix("--").split("-")}
-    assert words - SAY_NOTHING <= {word.rstrip("s")}, found
+    near_flag = nearest_flag(f"--num-{word}", [name for name in KNOWN if name != f"--num-{word}"])
+    words = {other.rstrip("s") for other in (near_flag or "--num").removeprefix("--").split("-")}
+    assert words - SAY_NOTHING <= {word.rstrip("s")}, near_flag
 
 
 @pytest.mark.parametrize(

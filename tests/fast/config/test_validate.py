@@ -76,8 +76,8 @@ def test_settings_made_by_hand_are_limited_to_the_choices(validated):
 
 @pytest.mark.parametrize(("flags", "section", "final"), rows(__file__, "test_what_other_flags_imply_is_filled_in"))
 def test_what_other_flags_imply_is_filled_in(validated, flags, section, final):
-    found = vars(getattr(validated(flags).settings, section))
-    assert {name: found[name] for name in final} == final
+    values = vars(getattr(validated(flags).settings, section))
+    assert {name: values[name] for name in final} == final
 
 
 def test_the_policy_loss_of_an_estimator_is_noted_if_it_is_its_own(validated):

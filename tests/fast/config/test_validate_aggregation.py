@@ -185,9 +185,9 @@ SEVERAL = [
 def test_every_mistake_is_one_error(validated, flags, sentences):
     with pytest.raises(FlagError) as caught:
         validated(flags)
-    found = sorted(caught.value.messages)
-    assert len(found) == len(sentences)
-    assert all(message.startswith(start) for message, start in zip(found, sorted(sentences), strict=True)), found
+    messages = sorted(caught.value.messages)
+    assert len(messages) == len(sentences)
+    assert all(message.startswith(start) for message, start in zip(messages, sorted(sentences), strict=True)), messages
 
 
 @pytest.mark.parametrize("size", [4, 8, 16, 32])
@@ -254,8 +254,8 @@ losses = st.builds(
 
 def reconcile(loss, trajectories_per_step, samples_per_prompt):
     with collect_errors() as errors:
-        found = reconcile_aggregation(loss, 64, trajectories_per_step, samples_per_prompt, errors)
-    return found
+        result = reconcile_aggregation(loss, 64, trajectories_per_step, samples_per_prompt, errors)
+    return result
 
 
 @given(loss=losses, rollouts=st.integers(1, 64), samples=st.integers(1, 8))

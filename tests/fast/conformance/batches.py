@@ -34,10 +34,10 @@ def batch_of(case: Case) -> TrainBatch:
 def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
     """Add the old and reference log-probs and the old values of the case, found by each sample's tokens."""
     place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
-    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
+    indices = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
 
     def column(name: str) -> list[np.ndarray]:
-        return [np.asarray(case.scores[name][p], np.float32) for p in places]
+        return [np.asarray(case.scores[name][p], np.float32) for p in indices]
 
     values = column("values") if "values" in case.scores else None
     return replace(batch, old_log_probs=column("old"), ref_log_probs=column("ref"), values=values)

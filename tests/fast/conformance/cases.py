@@ -146,13 +146,13 @@ class StepResult:
     canary: str = ""  # its message, if the case notes it
 
 
-def loss_of(mode: Any, **given: Any) -> LossArguments:
+def loss_of(mode: Any, **fields: Any) -> LossArguments:
     return LossArguments(
         loss_aggregation=mode,
         loss_aggregation_divisor=DIVISOR if mode in ("constant", "delta_l") else None,
         loss_aggregation_alpha=0.75 if mode == "delta_l" else None,
         calculate_per_token_loss=mode == "token_mean",
-        **given,
+        **fields,
     )
 
 
@@ -218,9 +218,9 @@ def _with_images(rng: np.random.Generator, grids: tuple[tuple[int, int], ...]) -
     pixels = rng.normal(0, 1, (4 * sum(counts), 3 * 2 * PATCH * PATCH)).astype(np.float32)
     patches = np.array([(1, 2 * height, 2 * width) for height, width in grids])
     tensors = {"pixel_values": pixels, "image_grid_thw": patches}
-    places = counts, tuple(starts), IMAGE
-    made = ImageTensors(tensors, *places, np.array([(1, *grid) for grid in grids]))
-    return Prompt("", tuple(ids), images=PromptImages((), (), *places, "", cache={"tensors": made}))
+    image_layout = counts, tuple(starts), IMAGE
+    made = ImageTensors(tensors, *image_layout, np.array([(1, *grid) for grid in grids]))
+    return Prompt("", tuple(ids), images=PromptImages((), (), *image_layout, "", cache={"tensors": made}))
 
 
 def _experts(sample: Sample, routing: tuple[int, int, int], seed: int) -> np.ndarray:

@@ -57,7 +57,7 @@ def images_of(sample: Any) -> dict[str, torch.Tensor] | None:
 
 
 def samples_of(case: Case) -> list[OracleSample]:
-    found = []
+    samples = []
     for row in rows_of(case):
         sample = row.sample
         assert sample.trajectory_id is not None and sample.rollout_log_probs is not None
@@ -69,8 +69,8 @@ def samples_of(case: Case) -> list[OracleSample]:
             plain = replace(
                 plain, old_log_probs=case.scores["old"][row.place], ref_log_probs=case.scores["ref"][row.place]
             )
-        found.append(plain)
-    return found
+        samples.append(plain)
+    return samples
 
 
 def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -100,16 +100,16 @@ def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[s
 
 def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> tuple[float, list[str]]:
     """Return the largest relative error of a parameter's gradient, and the ``differences``."""
-    worst, found = gradient_distance(result.gradients, gradients)
+    worst, messages = gradient_distance(result.gradients, gradients)
     reported = {name: value for name, value in result.metrics.items() if name not in OF_THE_RUN}
     skipped = "skipped_steps" in result.metrics
     expected = {} if skipped else metrics | {"grad_norm": norm_of(gradients)}
-    found += [f"{name}: not reported" for name in expected.keys() - reported.keys()]
-    found += [f"{name}: not known to the oracle" for name in reported.keys() - expected.keys()]
+    messages += [f"{name}: not reported" for name in expected.keys() - reported.keys()]
+    messages += [f"{name}: not known to the oracle" for name in reported.keys() - expected.keys()]
     for name in expected.keys() & reported.keys():
         if not abs(reported[name] - expected[name]) <= max(RELATIVE_ERROR * abs(expected[name]), METRIC_ERROR):
-            found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
-    return worst, found
+            messages.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
+    return worst, messages
 
 
 def gradient_differences(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> list[str]:
@@ -121,15 +121,15 @@ def gradient_distance(result: dict[str, Any], gradients: dict[str, torch.Tensor]
     """Return ``distance`` for the gradients only."""
     assert result.keys() == gradients.keys()
     norm = norm_of(gradients) if gradients else 0.0
-    found, worst = [], 0.0
+    messages, worst = [], 0.0
     for name, gradient in gradients.items():
         # A gradient much smaller than the whole may be the rounding error of larger ones.
         error = (torch.from_numpy(result[name]).double() - gradient).norm().item()
         scale = max(gradient.norm().item(), 0.05 * norm, 1e-7)
         worst = max(worst, error / scale)
         if not error <= RELATIVE_ERROR * scale:  # NaN counts as a difference
-            found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
-    return worst, found
+            messages.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
+    return worst, messages
 
 
 def norm_of(gradients: dict[str, torch.Tensor]) -> float:

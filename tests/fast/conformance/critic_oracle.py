@@ -74,7 +74,7 @@ def _estimates(case: Case, model: Any, samples: Sequence[OracleSample], values: 
     returns = [a.clone() for a in advantages]
     for rollout in sorted({s.rollout for s in samples}):
         members = [i for i, s in enumerate(samples) if s.rollout == rollout]
-        tokens = [(i, t) for i in members for t, kept in enumerate(samples[i].mask) if kept]
+        tokens = [(i, t) for i in members for t, is_used in enumerate(samples[i].mask) if is_used]
         reward = statistics.mean(rows[i].sample.reward or 0.0 for i in members)
         r = [-loss.kl_coef * float(kl[i][t]) for i, t in tokens]
         if tokens:
@@ -130,9 +130,9 @@ def _critic_step(case: Case, samples, values, old, returns) -> dict[str, float]:
 
 def _of_returns(returns, values, masks) -> dict[str, float]:
     target, predicted = _chosen(returns, masks), _chosen(values, masks)
-    found = {"returns": statistics.mean(target), "values": statistics.mean(predicted)}
+    metrics = {"returns": statistics.mean(target), "values": statistics.mean(predicted)}
     error = [g - v for g, v in zip(target, predicted, strict=True)]
-    return found | {"explained_variance": 1 - statistics.pvariance(error) / statistics.pvariance(target)}
+    return metrics | {"explained_variance": 1 - statistics.pvariance(error) / statistics.pvariance(target)}
 
 
 def _whitened(columns, masks):

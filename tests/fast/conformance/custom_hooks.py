@@ -59,7 +59,7 @@ whole_loss.metrics = ("entropy_loss",)
 
 def four_argument_loss(args, batch, logits, sum_of_sample_mean):
     """Return the same loss, written for a related launcher."""
-    _, found = get_log_probs_and_entropy(
+    _, scores = get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -67,8 +67,8 @@ def four_argument_loss(args, batch, logits, sum_of_sample_mean):
         response_lengths=batch["response_lengths"],
         with_entropy=True,
     )
-    log_probs = torch.cat(found["log_probs"])
-    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    log_probs = torch.cat(scores["log_probs"])
+    entropy = sum_of_sample_mean(torch.cat(scores["entropy"]))
     losses, _ = compute_policy_loss(torch.cat(batch["log_probs"]) - log_probs, torch.cat(batch["advantages"]), 0.2)
     return sum_of_sample_mean(losses) - 0.01 * entropy, {"entropy_loss": entropy.detach()}
 
@@ -81,20 +81,20 @@ def twice_the_advantage(args, rollout_data) -> None:
 
 def group_advantages(samples: AdvantageSamples) -> list[float]:
     """Return GRPO's advantages, for groups whose trajectories have one sample each."""
-    found = []
+    advantages = []
     for reward, group in zip(samples.rewards, samples.group_indices, strict=True):
         others = [r for r, g in zip(samples.rewards, samples.group_indices, strict=True) if g == group]
         spread = np.std(others, ddof=1) + 1e-6 if len(others) > 1 else 1e-6
-        found.append((reward - np.mean(others)) / spread)
-    return found
+        advantages.append((reward - np.mean(others)) / spread)
+    return advantages
 
 
 def discounted(trajectories: list[AdvantageTrajectory]) -> list[np.ndarray]:
     """Return the discounted return of each token."""
-    found = []
+    all_returns = []
     for trajectory in trajectories:
         gamma, returns, following = trajectory.settings.gamma, np.zeros(len(trajectory.rewards)), 0.0
         for t in reversed(range(len(returns))):
             returns[t] = following = trajectory.rewards[t] + gamma * following
-        found.append(returns)
-    return found
+        all_returns.append(returns)
+    return all_returns

@@ -57,9 +57,9 @@ class Mutation:
             yield
 
 
-def case(mode: str = "sample_mean", batch: str = "uneven", layout: str = "dp2", **given: Any) -> Case:
+def case(mode: str = "sample_mean", batch: str = "uneven", layout: str = "dp2", **fields: Any) -> Case:
     assert mode in MODES
-    return Case(BATCHES[batch], loss_of(mode, **given), LAYOUTS[layout])
+    return Case(BATCHES[batch], loss_of(mode, **fields), LAYOUTS[layout])
 
 
 def of_result(change: Callable[..., Any]) -> Wrap:
@@ -68,7 +68,7 @@ def of_result(change: Callable[..., Any]) -> Wrap:
 
 
 def denominators(change: Callable[[Any, dict[str, Any]], Any]) -> tuple[Any, str, Wrap]:
-    return (convert, "step_denominators", of_result(lambda found, mode, **given: change(found, given)))
+    return (convert, "step_denominators", of_result(lambda result, mode, **given: change(result, given)))
 
 
 def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, Wrap]:
@@ -106,21 +106,21 @@ COUNT = _Count()
 WEIGHTS: list[torch.Tensor] = []
 
 
-def _own_samples_only(found: Any, given: dict[str, Any]) -> Any:
-    own = [float(max(count, 1)) for count in given["token_counts"]]
-    return replace(found, sample_denoms=own, trajectory_token_counts=own)
+def _own_samples_only(result: Any, named: dict[str, Any]) -> Any:
+    own = [float(max(count, 1)) for count in named["token_counts"]]
+    return replace(result, sample_denoms=own, trajectory_token_counts=own)
 
 
-def _remember(found: Any, *_: Any) -> Any:
-    WEIGHTS[:] = [found.weights]
-    return found
+def _remember(result: Any, *_: Any) -> Any:
+    WEIGHTS[:] = [result.weights]
+    return result
 
 
 def _weights_in_the_denominator(original: Callable[..., Any]) -> Callable[..., Any]:
     def reducer(loss: Any, micro: MicroBatch) -> Any:
-        kept = micro.loss_mask * (WEIGHTS[0] > 0)
-        counts = torch.zeros_like(micro.trajectory_token_counts).index_add(0, micro.sample_index, kept)
-        return original(loss, replace(micro, loss_mask=kept, trajectory_token_counts=counts.clamp(min=1)))
+        mask = micro.loss_mask * (WEIGHTS[0] > 0)
+        counts = torch.zeros_like(micro.trajectory_token_counts).index_add(0, micro.sample_index, mask)
+        return original(loss, replace(micro, loss_mask=mask, trajectory_token_counts=counts.clamp(min=1)))
 
     return reducer
 
@@ -160,9 +160,9 @@ def _own_gradient_only(_: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int) -> np.ndarray:
-    half = len(found) // 2
-    return found if size == 1 else np.concatenate([found[:half], found[half:] - 1])
+def _mirror_chunk_one_early(indices: np.ndarray, length: int, size: int, rank: int) -> np.ndarray:
+    half = len(indices) // 2
+    return indices if size == 1 else np.concatenate([indices[:half], indices[half:] - 1])
 
 
 def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
@@ -176,8 +176,8 @@ def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
 
 def _rejection_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     def weights(self: Any, loss: Any, ratios: Any) -> Any:
-        found = original(self, loss, ratios)
-        return found._replace(weights=torch.ones_like(found.weights)) if loss.use_rs else found
+        result = original(self, loss, ratios)
+        return result._replace(weights=torch.ones_like(result.weights)) if loss.use_rs else result
 
     return weights
 

@@ -91,24 +91,24 @@ def routers_of(model) -> list[tuple[int, Any]]:
 
 def chosen_experts(model, tokens: Sequence[int]) -> torch.Tensor:
     """Return the experts that the routers choose for all tokens but the last, [tokens - 1, layers, k]."""
-    found: dict[int, torch.Tensor] = {}
+    by_layer: dict[int, torch.Tensor] = {}
     hooks = [
-        gate.register_forward_hook(lambda _, __, output, n=layer: found.update({n: output[2][:-1]}))
+        gate.register_forward_hook(lambda _, __, output, n=layer: by_layer.update({n: output[2][:-1]}))
         for layer, gate in routers_of(model)
     ]
     with torch.no_grad():
         model(input_ids=torch.as_tensor(tokens)[None])
     for hook in hooks:
         hook.remove()
-    some = next(iter(found.values()))
-    return torch.stack([found.get(n, torch.zeros_like(some)) for n in range(len(model.model.layers))], 1)
+    some = next(iter(by_layer.values()))
+    return torch.stack([by_layer.get(n, torch.zeros_like(some)) for n in range(len(model.model.layers))], 1)
 
 
 def _restricted_scores(logits, tokens: Sequence[int], support: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both over each token's own set, whose logits alone are in the softmax."""
     log_probs, entropies = [], []
-    for row, token, kept in zip(logits, tokens, support, strict=True):
-        members = list(range(len(row))) if kept is None else list(kept)
+    for row, token, token_set in zip(logits, tokens, support, strict=True):
+        members = list(range(len(row))) if token_set is None else list(token_set)
         log_p = row[members].log_softmax(-1)
         log_probs.append(log_p[members.index(token)])
         entropies.append(-(log_p.exp() * log_p).sum())
@@ -198,9 +198,9 @@ def objective(
         masks = [torch.as_tensor(s.mask) != 0 for s in samples]
         of_step = torch.cat([h.detach()[m] for h, m in zip(entropy, masks, strict=True)])
         bound = of_step.quantile(1 - loss.top_entropy_quantile) - 1e-5 if len(of_step) else 0.0
-        kept = [(h.detach() >= bound).double() for h in entropy]
-        metrics["top_entropy_tokens"] = mean(kept)
-        weights = [w * k for w, k in zip(weights, kept, strict=True)]
+        selection = [(h.detach() >= bound).double() for h in entropy]
+        metrics["top_entropy_tokens"] = mean(selection)
+        weights = [w * k for w, k in zip(weights, selection, strict=True)]
     ratios = [(o - e).exp() for o, e in zip(trainer, engine, strict=True)]
     metrics |= {
         "pg_loss": aggregate(loss.loss_aggregation, [x * w for x, w in zip(losses, weights, strict=True)]),
@@ -279,10 +279,10 @@ def _weights(loss: LossArguments, samples, old, engine):
     mean, means = 1.0, {}
     if loss.tis_batch_normalize:
         bounded = [_truncated(loss, s, o, e)[0] for s, o, e in zip(samples, old, engine, strict=True)]
-        kept = [w[torch.as_tensor(s.mask) != 0] for s, w in zip(samples, bounded, strict=True)]
+        loss_weights = [w[torch.as_tensor(s.mask) != 0] for s, w in zip(samples, bounded, strict=True)]
         if loss.tis_level != "token":
-            kept = [w[:1] for w in kept]
-        mean = torch.cat(kept).mean() if sum(map(len, kept)) else torch.ones(())
+            loss_weights = [w[:1] for w in loss_weights]
+        mean = torch.cat(loss_weights).mean() if sum(map(len, loss_weights)) else torch.ones(())
         means = {"tis_mean": mean}
     for sample, o, e in zip(samples, old, engine, strict=True):
         at = _ratios(sample, o, e)

@@ -107,9 +107,9 @@ def noted_canary() -> Iterator[list[str]]:
     """Yield a list for the canary's messages in the block, which continues after them."""
     said: list[str] = []
 
-    def note(*given: Any) -> None:
+    def note(*arguments: Any) -> None:
         try:
-            check_loss_mass(*given)
+            check_loss_mass(*arguments)
         except LossMassError as error:
             said.append(str(error))
 
@@ -173,7 +173,7 @@ class Rank:
                 _whole([taken[step][1] for _, _, taken, _ in everywhere]),
                 reported[step],
                 _whole([of_critics[step] for _, _, _, of_critics in everywhere]),
-                {place[1]: found for _, read, _, _ in everywhere for place, found in read.items() if place[0] == step},
+                {place[1]: value for _, read, _, _ in everywhere for place, value in read.items() if place[0] == step},
                 "".join(said),
             )
             for step in range(len(metrics))

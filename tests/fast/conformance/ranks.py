@@ -37,8 +37,8 @@ class Ranks:
                 stacks = (self.folder / "log").read_text()[-20_000:]  # of every rank that took long
                 raise AssertionError(f"rank {rank} of {world} did not answer within {SECONDS} s\n{stacks}")
             answers.append(connection.recv())
-        for rank, (outcome, found) in enumerate(answers):
-            assert outcome == "done", f"rank {rank} of {world}\n{found}"
+        for rank, (outcome, answer) in enumerate(answers):
+            assert outcome == "done", f"rank {rank} of {world}\n{answer}"
         return answers[0][1]
 
     def close(self) -> None:

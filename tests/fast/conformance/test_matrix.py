@@ -187,7 +187,7 @@ def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, lay
     samples = samples_of(case)
     assert sorted(result.tokens) == list(range(len(samples)))
     for position, sample in enumerate(samples):
-        found, kept = result.tokens[position], np.asarray(sample.mask) != 0
+        record, mask = result.tokens[position], np.asarray(sample.mask) != 0
         with torch.no_grad():
             current = token_scores(oracle, sample.tokens, len(sample.mask), TEMPERATURE)[0].numpy()
         old, engine = np.asarray(sample.old_log_probs), np.asarray(sample.rollout_log_probs)
@@ -198,7 +198,7 @@ def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, lay
             "token_weights": np.exp(old - engine).clip(0.8, 1.3),
         }
         for name, column in want.items():
-            assert getattr(found, name)[kept] == pytest.approx(column[kept], rel=RELATIVE_ERROR, abs=RELATIVE_ERROR), (
+            assert getattr(record, name)[mask] == pytest.approx(column[mask], rel=RELATIVE_ERROR, abs=RELATIVE_ERROR), (
                 name
             )
 
@@ -262,9 +262,9 @@ LATENT = SIGMOID | dict(
 @pytest.fixture(scope="module", params=[("glm4_moe", SIGMOID), ("deepseek_v3", LATENT)], ids=lambda kind: kind[0])
 def sigmoid_model(request, ranks) -> tuple[str, torch.nn.Module]:
     """Return the name of a model with sigmoid routing in the ranks' folder, and its oracle."""
-    kind, given = request.param
+    kind, fields = request.param
     torch.manual_seed(7)
-    config = AutoConfig.for_model(kind, **(SHAPE | {"vocab_size": VOCABULARY} | dict(initializer_range=0.15) | given))
+    config = AutoConfig.for_model(kind, **(SHAPE | {"vocab_size": VOCABULARY} | dict(initializer_range=0.15) | fields))
     model = AutoModelForCausalLM.from_config(config)
     model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
     model.save_pretrained(ranks.folder / kind)
@@ -293,10 +293,10 @@ ROUTED = {
 @pytest.fixture(scope="module", params=ROUTED)
 def routed_model(request, ranks) -> tuple[str, torch.nn.Module]:
     """Return the name of a model with experts in the ranks' folder, and its oracle."""
-    kind, given = ROUTED[request.param]
+    kind, fields = ROUTED[request.param]
     torch.manual_seed(8)
     shape = SHAPE | {"vocab_size": VOCABULARY, "initializer_range": 0.15}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(shape | given))).save_pretrained(
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(shape | fields))).save_pretrained(
         ranks.folder / request.param
     )
     oracle = AutoModelForCausalLM.from_pretrained(
@@ -372,9 +372,9 @@ def test_several_steps_per_iteration(ranks, oracle, mode, layout):
 @pytest.mark.parametrize(("policy_loss", "layout"), quick_pairs(["ppo", "kl_cov"], ["alone, packed", "dp2 x cp2"]))
 def test_a_second_pass_has_the_old_log_probs_of_the_first(ranks, oracle, policy_loss, layout):
     """Also in the steps that were on-policy, and with weights that have moved."""
-    given = BY_COVARIANCE.get(policy_loss, {})
+    fields = BY_COVARIANCE.get(policy_loss, {})
     spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
-    loss = loss_of("sample_mean", **given)
+    loss = loss_of("sample_mean", **fields)
     case = Case(spec, loss, LAYOUTS[layout], trajectories_per_step=4, passes=2, watch=True)
     results = ranks.run(case)
     assert len(results) == 4

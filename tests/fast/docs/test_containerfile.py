@@ -29,9 +29,9 @@ def instructions(path=REPO / "Containerfile"):
 
 def installing():
     """Return the index of the RUN that makes the environment, and its commands."""
-    found = [(at, rest) for at, (word, rest) in enumerate(instructions()) if word == "RUN" and "venv.sh" in rest]
-    assert len(found) == 1
-    return found[0]
+    matches = [(at, rest) for at, (word, rest) in enumerate(instructions()) if word == "RUN" and "venv.sh" in rest]
+    assert len(matches) == 1
+    return matches[0]
 
 
 def run_step(device, tmp_path):
@@ -82,16 +82,16 @@ def test_an_unknown_device_is_refused(tmp_path):
 
 
 def test_nothing_else_is_installed_and_the_code_comes_last():
-    found = instructions()
-    assert {word for word, _ in found} <= INSTRUCTIONS
+    steps = instructions()
+    assert {word for word, _ in steps} <= INSTRUCTIONS
     place, _ = installing()
-    assert not [rest for word, rest in found if word == "RUN" and re.search(r"\bpip3? ", rest)]
-    assert ("COPY", ". .") in found[place:], "a change of the code builds no environment again"
-    values = dict(word.split("=", 1) for kind, rest in found if kind == "ENV" for word in shlex.split(rest))
+    assert not [rest for word, rest in steps if word == "RUN" and re.search(r"\bpip3? ", rest)]
+    assert ("COPY", ". .") in steps[place:], "a change of the code builds no environment again"
+    values = dict(word.split("=", 1) for kind, rest in steps if kind == "ENV" for word in shlex.split(rest))
     assert values["PATH"].startswith(f"{values['VENV']}/bin:")
-    version = dict(rest.split("=") for word, rest in found if word == "ARG" and "VERSION" in rest)["PYTHON_VERSION"]
+    version = dict(rest.split("=") for word, rest in steps if word == "ARG" and "VERSION" in rest)["PYTHON_VERSION"]
     assert version in re.findall(r"3\.\d+", (REPO / "README.md").read_text()), "a version that is supported"
-    assert any(rest == '["miles"]' for word, rest in found if word == "ENTRYPOINT")
+    assert any(rest == '["miles"]' for word, rest in steps if word == "ENTRYPOINT")
 
 
 def test_the_extra_gpu_has_the_versions_that_sglang_asks_for():

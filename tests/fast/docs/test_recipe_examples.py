@@ -82,9 +82,9 @@ def explanation(words, capsys):
     """Return what ``--explain`` among the flags prints."""
     with pytest.raises(SystemExit) as ended:
         train.main(words)
-    shown = capsys.readouterr()
-    assert ended.value.code == 0, shown.err
-    return shown.out
+    output = capsys.readouterr()
+    assert ended.value.code == 0, output.err
+    return output.out
 
 
 def test_every_folder_has_a_page_and_something_to_run():
@@ -101,9 +101,9 @@ def test_cluster_is_explained_without_a_gpu(folder, outputs, capsys, monkeypatch
     commands = training_commands(folder / "cluster.sh", outputs, "--explain")
     assert commands
     for words in commands:
-        shown = " ".join(explanation(words, capsys).split())
-        assert "device: cuda" in shown or "--debug-train-only" in words
-        assert "8 ranks" in shown or "6 ranks" in shown
+        output = " ".join(explanation(words, capsys).split())
+        assert "device: cuda" in output or "--debug-train-only" in words
+        assert "8 ranks" in output or "6 ranks" in output
 
 
 def test_cluster_finds_the_environment_without_PYTHON(outputs, tmp_path):
@@ -161,8 +161,8 @@ def calls(folder, outputs, *arguments, **environment):
 @pytest.mark.parametrize("flag", ["--explain", "--rehearse"])
 @pytest.mark.parametrize("name", [folder.name for folder in RECIPES])
 def test_without_training_earlier_results_stay_and_nothing_is_fine_tuned(tmp_path, name, flag):
-    kept = [tmp_path / place / name / "metrics.jsonl" for place in (".", "smoke")]
-    for path in kept:
+    paths = [tmp_path / place / name / "metrics.jsonl" for place in (".", "smoke")]
+    for path in paths:
         (path.parent / "data").mkdir(parents=True)
         path.touch()
     for smoke in ([], ["--smoke"]):
@@ -170,7 +170,7 @@ def test_without_training_earlier_results_stay_and_nothing_is_fine_tuned(tmp_pat
         assert ended.returncode == 0, ended.stderr
         assert [call.split()[0] for call in started] == ["train.py"] and flag in started[0].split()
         assert "sft_loss" not in started[0]
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in paths)
 
 
 def test_a_smoke_run_is_no_result_of_the_recipe(tmp_path):
@@ -231,8 +231,8 @@ def test_one_more_normal_run_is_within_the_interval_in_95_percent():
     draw = random.Random(1)
     inside = 0
     for _ in range(4000):
-        *found, more = (draw.gauss(0.5, 0.02) for _ in range(6))
-        low, high = curves.interval(found)
+        *values, more = (draw.gauss(0.5, 0.02) for _ in range(6))
+        low, high = curves.interval(values)
         inside += low <= more <= high
     assert inside / 4000 == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
 

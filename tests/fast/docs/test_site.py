@@ -79,24 +79,24 @@ def test_every_formula_of_the_site_is_drawn(tmp_path):
 def commands_of_ci_page():
     """Return the words of every miles command in the YAML examples, by the name of the example's heading."""
     page = (REPO / "docs" / "commands.md").read_text(encoding="utf-8")
-    found = {}
+    by_heading = {}
     for heading, block in re.findall(r"^### ([^\n]*)\n+```yaml\n(.*?)^```", page, re.M | re.S):
         example = yaml.safe_load(block)
         if "jobs" in example:
             lines = [step["run"] for job in example["jobs"].values() for step in job["steps"] if "run" in step]
         else:
             lines = [hook["entry"] for repository in example["repos"] for hook in repository["hooks"]]
-        found[heading] = [words for words in map(shlex.split, lines) if words[0] == "miles"]
-    return found
+        by_heading[heading] = [words for words in map(shlex.split, lines) if words[0] == "miles"]
+    return by_heading
 
 
 def test_the_examples_for_ci_use_flags_that_exist(capsys):
-    found = commands_of_ci_page()
-    assert {name: [words[1] for words in commands] for name, commands in found.items()} == {
+    by_heading = commands_of_ci_page()
+    assert {name: [words[1] for words in commands] for name, commands in by_heading.items()} == {
         "GitHub Actions": ["check-reward", "smoke"],
         "pre-commit": ["check-reward"],
     }
-    for words in (words for commands in found.values() for words in commands):
+    for words in (words for commands in by_heading.values() for words in commands):
         with pytest.raises(SystemExit, match="0"):
             {"check-reward": check_reward, "smoke": smoke}[words[1]].main(["--help"])
         known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))

@@ -46,16 +46,16 @@ def read_blocks(page: Path) -> list[Block]:
         ValueError: A fence is not closed, or a block has a language that the table above does not name.
     """
     text = page.read_text(encoding="utf-8")
-    found = []
+    blocks = []
     for match in FENCE.finditer(text):
         place = f"{page.name}:{text[: match.start()].count(chr(10)) + 1}"
         block = Block(place, match["language"], match["title"], match["text"])
         if block.title is None and block.language not in {*INTERPRETERS, "text", "console"}:
             raise ValueError(f"{place}: a block of {block.language or 'no language'} is neither run nor compared")
-        found.append(block)
-    if text.count("\n```") != 2 * len(found):
+        blocks.append(block)
+    if text.count("\n```") != 2 * len(blocks):
         raise ValueError(f"{page.name}: a fence is indented or not closed")
-    return found
+    return blocks
 
 
 def run_page(page: Path, folder: Path, short_flags: str = "") -> None:
@@ -105,11 +105,11 @@ def reader_environment(folder: Path, short_flags: str) -> dict[str, str]:
     }
 
 
-def missing_line(shown: str, output: str) -> str | None:
-    """Return the first line of ``shown`` that ``output`` lacks after the lines before it; None if it has all."""
+def missing_line(expected: str, output: str) -> str | None:
+    """Return the first line of ``expected`` that ``output`` lacks after the lines before it; None if it has all."""
     lines = iter(output.splitlines())
-    for line in shown.splitlines():
+    for line in expected.splitlines():
         pattern = ".*".join(map(re.escape, line.rstrip().split("…")))
-        if not any(re.fullmatch(pattern, found.rstrip()) for found in lines):
+        if not any(re.fullmatch(pattern, candidate.rstrip()) for candidate in lines):
             return line
     return None

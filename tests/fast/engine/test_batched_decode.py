@@ -35,11 +35,11 @@ def test_equals_one_sequence_at_a_time(lengths):
     torch.testing.assert_close(output.double(), expected, atol=error, rtol=0)
 
 
-@pytest.mark.parametrize("given", [{"sliding_window_size": 4}, {"is_cross_attn": True}, {"lengths": [1] * 15 + [16]}])
-def test_unsupported_cases_use_the_loop(given):
-    lengths = torch.tensor(given.pop("lengths", [3, 4]))
+@pytest.mark.parametrize("options", [{"sliding_window_size": 4}, {"is_cross_attn": True}, {"lengths": [1] * 15 + [16]}])
+def test_unsupported_cases_use_the_loop(options):
+    lengths = torch.tensor(options.pop("lengths", [3, 4]))
     reached = []
     batched_decode(lambda *arguments: reached.append(arguments))(
-        "backend", *[torch.zeros(1)] * 4, None, None, lengths, scaling=0.3, **given
+        "backend", *[torch.zeros(1)] * 4, None, None, lengths, scaling=0.3, **options
     )
     assert len(reached) == 1 and reached[0][0] == "backend" and reached[0][7] is lengths

@@ -68,8 +68,8 @@ def with_support(tokens, sets, log_probs):
 
 def test_log_probs_are_over_the_support_if_it_was_asked_for():
     made = with_support([1, 2], [[3, 1], [2]], [-0.5, 0.0])
-    found = read_generation(made, vocab=9, with_support=True)
-    assert [one.tolist() for one in found.support.sets()] == [[1, 3], [2]] and found.log_probs == [-0.5, 0.0]
+    result = read_generation(made, vocab=9, with_support=True)
+    assert [one.tolist() for one in result.support.sets()] == [[1, 3], [2]] and result.log_probs == [-0.5, 0.0]
     plain = read_generation(made, vocab=9)
     assert plain.support is None and plain.log_probs == [-1.0, -1.0]
     aborted = answer([])
@@ -104,14 +104,14 @@ def test_experts_are_read_in_the_smallest_dtype():
         wanted = np.arange(2 * 3 * 2, dtype=np.int32).reshape(2, 3, 2)
         wanted[1, 2, 1] = largest
         packed = base64.b64encode(wanted.tobytes()).decode()
-        found = read_experts({"routed_experts": packed}, (2, 3, 2))
-        assert found.dtype == dtype and np.array_equal(found, wanted)
+        experts = read_experts({"routed_experts": packed}, (2, 3, 2))
+        assert experts.dtype == dtype and np.array_equal(experts, wanted)
 
 
-@pytest.mark.parametrize("given", ["", "AAAA", "?", 3, base64.b64encode(np.full(12, -1, np.int32).tobytes()).decode()])
-def test_experts_of_another_shape_are_refused(given):
+@pytest.mark.parametrize("value", ["", "AAAA", "?", 3, base64.b64encode(np.full(12, -1, np.int32).tobytes()).decode()])
+def test_experts_of_another_shape_are_refused(value):
     with pytest.raises(EngineUnavailable, match="experts"):
-        read_experts({"routed_experts": given}, (2, 3, 2))
+        read_experts({"routed_experts": value}, (2, 3, 2))
     with pytest.raises(RequestRefused, match="start it with --enable-return-routed-experts"):
         read_experts({}, (2, 3, 2))
 
@@ -145,9 +145,9 @@ def test_numbers_in_an_answer_may_be_of_either_kind():
     made = answer([1, 2])
     made["output_ids"] = [1.0, 2]
     made["meta_info"]["output_token_logprobs"] = [[0, 1.0, None], [-0.5, 2, None]]
-    found = read_generation(made, vocab=9)
-    assert (found.token_ids, found.log_probs) == ([1, 2], [0.0, -0.5])
-    assert {type(token) for token in found.token_ids} == {int} and {type(p) for p in found.log_probs} == {float}
+    result = read_generation(made, vocab=9)
+    assert (result.token_ids, result.log_probs) == ([1, 2], [0.0, -0.5])
+    assert {type(token) for token in result.token_ids} == {int} and {type(p) for p in result.log_probs} == {float}
 
 
 async def test_an_update_does_not_wait_for_a_server_that_hangs():

@@ -48,11 +48,11 @@ async def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, nu
         asked = [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[:40]]
         await break_server(servers[0], fault)
         asked += [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[40:]]
-        given = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*asked)
         await until(lambda: servers[0].starts >= 2 and len(engine.servers.in_use) == num_servers)
-        given.append(await ask(engine, (1, 2)))
-    assert [answer.token_ids for answer in given] == [list(p[::-1]) for p in [*prompts, (1, 2)]]
-    assert all(answer.weight_version == 3 for answer in given)
+        answers.append(await ask(engine, (1, 2)))
+    assert [answer.token_ids for answer in answers] == [list(p[::-1]) for p in [*prompts, (1, 2)]]
+    assert all(answer.weight_version == 3 for answer in answers)
 
 
 @pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["direct", "routed"])
@@ -94,8 +94,8 @@ async def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, mon
 async def test_without_fault_tolerance_another_server_is_tried(tmp_path):
     async with started_engine(tmp_path, 2) as (engine, servers):
         kill(servers[0])
-        given = await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
-    assert [answer.token_ids for answer in given] == [[n] for n in range(20)]
+        answers = await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
+    assert [answer.token_ids for answer in answers] == [[n] for n in range(20)]
 
 
 @pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
@@ -150,9 +150,9 @@ async def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, num
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         os.kill(engine.router.pid, number)
         asked += [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40, 60)]
-        given = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*asked)
         assert engine.router.pid != first and [server.starts for server in servers] == [1, 1]
-    assert [answer.token_ids for answer in given] == [[1, n] for n in range(60)]
+    assert [answer.token_ids for answer in answers] == [[1, n] for n in range(60)]
 
 
 @pytest.mark.slow
@@ -177,10 +177,10 @@ async def test_requests_to_a_server_that_hangs_and_is_not_ours_go_to_another(tmp
         servers[0].stop, servers[0].start = leave, wait
         stop(servers[0])
         try:
-            given = await asyncio.gather(*(ask(engine, (n, 1)) for n in range(8)))
+            answers = await asyncio.gather(*(ask(engine, (n, 1)) for n in range(8)))
         finally:
             servers[0].stop, servers[0].start = ours
-    assert [answer.token_ids for answer in given] == [[1, n] for n in range(8)]
+    assert [answer.token_ids for answer in answers] == [[1, n] for n in range(8)]
 
 
 async def test_server_that_fails_to_restart_is_given_up(tmp_path):
@@ -201,8 +201,8 @@ async def test_a_server_gets_an_update_that_it_missed_when_it_restarts(tmp_path)
         await engine.update_weights(WEIGHTS, 5)  # finds the dead server and restarts it
         await until(lambda: len(engine.servers.in_use) == 2)
         assert [server.starts for server in servers] == [2, 1]
-        given = await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
-    assert {answer.weight_version for answer in given} == {5}
+        answers = await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
+    assert {answer.weight_version for answer in answers} == {5}
 
 
 async def test_requests_are_spread_over_the_servers(tmp_path):

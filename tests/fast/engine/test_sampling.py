@@ -43,8 +43,8 @@ def test_top_k_and_top_p_keep_the_heaviest(seed, top_k, top_p):
     frequency, log_probs, tokens = many_draws(logits, SamplingParams(1, 1.0, top_p, top_k))
     probs, order = logits.double().softmax(-1).sort(descending=True)
     probs = torch.where(torch.arange(300) < top_k, probs, 0) / probs[:top_k].sum()
-    kept = torch.where(probs.cumsum(-1) - probs < top_p - DOUBLE_ERROR, probs, 0)
-    expected = torch.zeros(300, dtype=torch.double).index_copy(0, order, kept / kept.sum())
+    nucleus = torch.where(probs.cumsum(-1) - probs < top_p - DOUBLE_ERROR, probs, 0)
+    expected = torch.zeros(300, dtype=torch.double).index_copy(0, order, nucleus / nucleus.sum())
     assert (frequency - expected).abs().max() <= 2 / 4096
     wanted = torch.log_softmax(logits, -1)[tokens]
     torch.testing.assert_close(log_probs, wanted, atol=log_softmax_error(logits), rtol=0)
@@ -71,18 +71,18 @@ def test_the_support_is_what_is_drawn_from_and_log_probs_are_over_it(seed, top_k
     uniforms = torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     tokens, log_probs, supports = draw(logits.expand(3, -1), [params] * 3, uniforms)
     probs, order = (logits.double() / 0.7).softmax(-1).sort(descending=True)
-    kept = torch.arange(1700) < (top_k if top_k > 0 else 1700)
-    kept &= (probs * kept).cumsum(-1) - probs * kept < top_p * (probs * kept).sum()
-    kept &= probs >= min_p * probs[0]
+    mask = torch.arange(1700) < (top_k if top_k > 0 else 1700)
+    mask &= (probs * mask).cumsum(-1) - probs * mask < top_p * (probs * mask).sum()
+    mask &= probs >= min_p * probs[0]
     if top_k in (-1, 2000) and top_p == 1 and min_p == 0:
         assert supports == {}
         return
     for row in range(3):
-        found = set(supports[row].tolist())
-        assert tokens[row].item() in found
+        pool = set(supports[row].tolist())
+        assert tokens[row].item() in pool
         # fp32 may decide differently about a token at the edge of the nucleus.
-        assert len(found ^ set(order[kept].tolist())) <= 1
-        expected = torch.log_softmax(logits.double()[sorted(found)] / 0.7, -1)[sorted(found).index(tokens[row].item())]
+        assert len(pool ^ set(order[mask].tolist())) <= 1
+        expected = torch.log_softmax(logits.double()[sorted(pool)] / 0.7, -1)[sorted(pool).index(tokens[row].item())]
         assert log_probs[row].item() == pytest.approx(expected.item(), abs=log_softmax_error(logits / 0.7))
 
 

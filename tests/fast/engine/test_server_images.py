@@ -114,13 +114,13 @@ def test_a_prompt_in_flight_is_read_again_by_the_new_weights(running):
 def test_another_image_and_another_order_are_noticed(running):
     prompt = prompt_with(str(running.folder / "model"), [(56, 28), (56, 28)], 1)
     first, second = prompt.images.files
-    found = []
+    generations = []
     with running.engine() as engine:
         for files in ((first, second), (second, first), (first, png(9))):
             one = replace(prompt, images=replace(prompt.images, files=files, cache={}))
             request = replace(request_of(one, (0,)), sampling=SamplingParams(4, temperature=0.0))
-            found += running.run(engine.generate(request))
-    assert len({tuple(generation.log_probs) for generation in found}) == 3
+            generations += running.run(engine.generate(request))
+    assert len({tuple(generation.log_probs) for generation in generations}) == 3
 
 
 def test_a_prompt_that_the_server_reads_as_other_tokens_is_refused(running):

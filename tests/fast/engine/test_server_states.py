@@ -43,16 +43,16 @@ def test_only_servers_in_use_can_fail(tmp_path, state):
 
 async def test_workers_are_shown_which_weights_are_in_use(tmp_path):
     """After an update they accept no answer by the weights before it."""
-    shown = []
+    versions = []
 
     async def show(seen):
-        shown.append((seen.version, seen.oldest))
+        versions.append((seen.version, seen.oldest))
 
     async with started_engine(tmp_path, 1) as (engine, _servers):
         engine.servers.show_to(show)
         await engine.update_weights(WEIGHTS, 4)
-        await until(lambda: shown[-1:] == [(4, 4)])
-    assert shown[0] == (4, 3)
+        await until(lambda: versions[-1:] == [(4, 4)])
+    assert versions[0] == (4, 3)
 
 
 async def test_updates_restore_the_state_of_servers(tmp_path):

@@ -91,8 +91,8 @@ def test_anybody_on_the_machine_may_ask_whether_it_lives(http, path):
 
 def test_it_listens_on_the_loopback_interface_only(processes, sglang_address):
     """The server at its HTTP address; the scheduler for gloo's groups, but not for a rendezvous."""
-    found = [c.laddr for process in processes for c in process.net_connections("inet") if not c.raddr]
-    assert {address.ip for address in found} == {"127.0.0.1"}
+    addresses = [c.laddr for process in processes for c in process.net_connections("inet") if not c.raddr]
+    assert {address.ip for address in addresses} == {"127.0.0.1"}
     own = [c.laddr for c in processes[0].net_connections("inet") if not c.raddr]
     assert [f"{address.ip}:{address.port}" for address in own] == [sglang_address]
 
@@ -104,12 +104,12 @@ def test_with_the_address_of_a_node_it_listens_there_and_not_on_all_interfaces(t
         url = server.start()
         leader = psutil.Process(server.pid)
         family = [leader, *leader.children(recursive=True)]
-        found = {c.laddr for process in family for c in process.net_connections("inet") if c.status == "LISTEN"}
+        addresses = {c.laddr for process in family for c in process.net_connections("inet") if c.status == "LISTEN"}
     finally:
         server.stop()
     assert url.startswith("http://127.0.0.2:")
-    assert {address.ip for address in found} <= {"127.0.0.1", "127.0.0.2"}
-    assert [address.ip for address in found if url.endswith(f":{address.port}")] == ["127.0.0.2"]
+    assert {address.ip for address in addresses} <= {"127.0.0.1", "127.0.0.2"}
+    assert [address.ip for address in addresses if url.endswith(f":{address.port}")] == ["127.0.0.2"]
 
 
 def test_its_other_sockets_belong_to_its_user(processes):

@@ -22,22 +22,22 @@ def assert_log_probs(generation, expected):
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.0, 20, 0.9)])
 def test_log_probs_are_the_models(running, engine, temperature, top_k, top_p):
     """They are relative to the whole vocabulary, whatever top-k and top-p cut off."""
-    given = {"max_new_tokens": 12, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    generations = running.generate(engine, PROMPTS, seeds=4, **given)
+    sampling = {"max_new_tokens": 12, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    generations = running.generate(engine, PROMPTS, seeds=4, **sampling)
     for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):
         assert_log_probs(generation, log_probs_of(running.model, prompt, generation.token_ids, temperature))
 
 
 def test_log_probs_are_over_the_support_that_the_server_returns(running, engine):
-    given = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-    generations = running.generate(engine, PROMPTS, seeds=4, **given, returns_support=True)
+    sampling = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+    generations = running.generate(engine, PROMPTS, seeds=4, **sampling, returns_support=True)
     for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):
         ids = torch.tensor([[*prompt, *generation.token_ids]])
         logits = running.model(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7
         expected = []
-        for row, kept, token in zip(logits, generation.support.sets(), generation.token_ids, strict=True):
-            assert 1 <= len(kept) <= 20
-            expected.append(row[kept].log_softmax(-1)[kept.tolist().index(token)])
+        for row, token_set, token in zip(logits, generation.support.sets(), generation.token_ids, strict=True):
+            assert 1 <= len(token_set) <= 20
+            expected.append(row[token_set].log_softmax(-1)[token_set.tolist().index(token)])
         assert_log_probs(generation, torch.stack(expected))
 
 

@@ -428,8 +428,8 @@ async def test_sequences_after_which_positions_would_change_are_refused(tmp_path
     engine = make_engine(save(config, tmp_path))
     with pytest.raises(ValueError, match="2 tokens and .* 15 make 17, .* model's original_max_position_embeddings 16"):
         await responses(engine, requests(SamplingParams(15), (0,), [(1, 2)]))
-    ((found,),) = await generate_all(engine, requests(SamplingParams(14), (0,), [(1, 2)]))
-    assert len(found.token_ids) == 14
+    ((generation,),) = await generate_all(engine, requests(SamplingParams(14), (0,), [(1, 2)]))
+    assert len(generation.token_ids) == 14
 
 
 def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path):
@@ -467,13 +467,13 @@ async def test_a_text_ends_a_response_with_the_token_that_completes_it(llama_pat
     text = letters(wholes[0].token_ids)[15:18]  # of three tokens; the first and the last are in it by half
     engine = TorchEngine(llama_path, torch.float32, "cpu", 64, decode=letters)
     stopping = SamplingParams(40, stop_texts=("never", text))
-    [found] = await generate_all(engine, requests(stopping, seeds=range(4), prompts=PROMPTS[:1]))
-    for whole, response in zip(wholes, found, strict=True):
+    [generations] = await generate_all(engine, requests(stopping, seeds=range(4), prompts=PROMPTS[:1]))
+    for whole, response in zip(wholes, generations, strict=True):
         place = letters(whole.token_ids).find(text)
         length = 40 if place < 0 else (place + len(text) + 1) // 2
         assert response.token_ids == whole.token_ids[:length]
         assert response.finish_reason == ("length" if length == 40 else "stop")
-    assert len(found[0].token_ids) <= 9
+    assert len(generations[0].token_ids) <= 9
 
 
 @pytest.mark.parametrize("config", ["llama", "tied"])
@@ -483,13 +483,13 @@ def test_an_fp32_head_computes_the_trainers_logits_of_bf16_hidden_states(config,
     path = save(type(base)(**(base.to_dict() | {"tie_word_embeddings": config == "tied"})), tmp_path)
     runner = ModelRunner(path, torch.bfloat16, "cpu", fp32_head=True)
     seen = []
-    runner.model.get_output_embeddings().register_forward_hook(lambda head, given, _: seen.append(given[0]))
+    runner.model.get_output_embeddings().register_forward_hook(lambda head, inputs, _: seen.append(inputs[0]))
     for scale in (1.0, 1.5):
         weights = {name: scale * p for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
         runner.load_weights([WeightChunk(weights)])
         head = runner.model.get_output_embeddings().weight.double()
-        found = [runner.prefill([[5, 6, 7], [9]], 0), runner.decode([3, 4], [3, 1], 4)]
-        for hidden, logits in zip([given[:, -1] for given in seen], found, strict=True):
+        all_logits = [runner.prefill([[5, 6, 7], [9]], 0), runner.decode([3, 4], [3, 1], 4)]
+        for hidden, logits in zip([inputs[:, -1] for inputs in seen], all_logits, strict=True):
             assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
             expected = hidden.double() @ head.t()
             size = float((hidden.double().abs() @ head.t().abs()).max())
@@ -505,15 +505,15 @@ def test_a_start_that_prompts_share_is_run_once(llama_path, monkeypatch):
     runner = ModelRunner(llama_path, torch.float32, "cpu")
     shapes, forward = [], runner._forward
     monkeypatch.setattr(runner, "_forward", lambda ids, *rest: shapes.append(tuple(ids.shape)) or forward(ids, *rest))
-    found = [*runner.prefill(prompts, 0)]
+    all_logits = [*runner.prefill(prompts, 0)]
     runner.cache.reserve(4, 48)
     runner.cache.copy_rows([1], 3, 41)
-    found += runner.decode([11, 12, 14, 13], [43, 41, 42, 41], 48)
+    all_logits += runner.decode([11, 12, 14, 13], [43, 41, 42, 41], 48)
     assert shapes == [(1, 40), (3, 3), (4, 1)]
     reference = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
     sequences = [*prompts, *([*prompts[p], token] for p, token in ((0, 11), (1, 12), (2, 14), (1, 13)))]
     tolerance = log_prob_error(reference, sequences)
-    for sequence, logits in zip(sequences, found, strict=True):
+    for sequence, logits in zip(sequences, all_logits, strict=True):
         with torch.no_grad():
             expected = reference(torch.tensor([sequence])).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)

@@ -30,8 +30,8 @@ train_step.main()
 
 def step(model, tmp_path, *more):
     words = [sys.executable, "-c", RAISING, str(model), str(tmp_path / "step.json"), *FLAGS.split(), *more]
-    given = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(words, cwd=REPO, env=given, capture_output=True, text=True)
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True)
     return done.returncode, done.stderr
 
 

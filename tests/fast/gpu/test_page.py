@@ -27,24 +27,24 @@ def test_tests_are_shown_one_by_one(tmp_path):
     (tmp_path / "sglang-families.xml").write_text(XML)
     (tmp_path / "parts.tsv").write_text("sglang-families\tFAILED\t9\texit status 1; sglang-families.log\n")
     assert [one.result for one in results(tmp_path / "sglang-families.xml")] == ["ok", "skipped", "FAILED"]
-    shown = "\n".join(page(tmp_path))
-    assert "| sglang-families | test_one[qwen3] | ok | 3 | before 4.0e-03 |" in shown
-    assert "| test_two | skipped | 0 | needs 2 GPUs |" in shown
-    assert "| test_three | FAILED | 1 | AssertionError: after the update: {} |" in shown
+    text = "\n".join(page(tmp_path))
+    assert "| sglang-families | test_one[qwen3] | ok | 3 | before 4.0e-03 |" in text
+    assert "| test_two | skipped | 0 | needs 2 GPUs |" in text
+    assert "| test_three | FAILED | 1 | AssertionError: after the update: {} |" in text
 
 
 def test_tests_that_are_all_skipped_are_no_success(tmp_path):
     (tmp_path / "test_none.py").write_text("import pytest\n\ndef test_a():\n    pytest.skip('no such GPU')\n")
     words = [sys.executable, "tests/gpu/run_tests.py", str(tmp_path / "r.xml"), "-n", "0", str(tmp_path)]
-    given = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(words, cwd=REPO, env=given, capture_output=True, text=True)
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 77 and "\nskipped: no such GPU\n" in done.stdout
 
 
 def run(out, **environment):
     """Run run.sh without the interpreter's own PYTHONPATH; return its exit status and output."""
-    given = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment}
-    done = subprocess.run(["bash", "tests/gpu/run.sh", str(out)], cwd=REPO, env=given, capture_output=True, text=True)
+    environ = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment}
+    done = subprocess.run(["bash", "tests/gpu/run.sh", str(out)], cwd=REPO, env=environ, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -88,8 +88,8 @@ def test_the_docs_list_the_parts_that_run(tmp_path, device):
     limited.write_text(TIMEOUT)
     limited.chmod(0o755)
     path, limits = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "limits"
-    given = {"DEVICE": device, "PYTHON": "true", "PATH": path, "LIMITS": str(limits), "BUDGET": "99999"}
-    status, output = run(tmp_path / "out", QUICKSTART="a_model", **given)
+    environ = {"DEVICE": device, "PYTHON": "true", "PATH": path, "LIMITS": str(limits), "BUDGET": "99999"}
+    status, output = run(tmp_path / "out", QUICKSTART="a_model", **environ)
     rows = [line.split("\t")[:2] for line in (tmp_path / "out/parts.tsv").read_text().splitlines()]
     ran = [name for name, result in rows if result == "ok"]
     assert status == 0 and list(zip(ran, limits.read_text().split(), strict=True)) == parts_of_the_docs(device), output

@@ -13,9 +13,9 @@ from tests.gpu.make_model import write_model
 
 async def test_the_rate_of_an_engine(tiny_model):
     engine = TorchEngine(str(tiny_model), torch.float32, "cpu", 64)
-    found = await server_speed.rates(engine, vocab_size=100, new_tokens=2)
+    rates = await server_speed.rates(engine, vocab_size=100, new_tokens=2)
     await engine.close()
-    assert list(found) == ["1", "8", "64"] and all(rate > 0 for rate in found.values())
+    assert list(rates) == ["1", "8", "64"] and all(rate > 0 for rate in rates.values())
     assert len(set(prompts(100, [5] * 8))) == 8, "no prompt is another one's prefix"
 
 
@@ -31,22 +31,22 @@ def test_all_weights_are_sent(tmp_path):
 @pytest.mark.timeout(900)
 def test_a_server_is_measured(tmp_path):
     server_speed.main(write_model(tmp_path / "models", small=True), tmp_path / "server-speed.json", "cpu")
-    found = json.loads((tmp_path / "server-speed.json").read_text())
-    assert [(one["mode"], one["over"]) for one in found["updates"]] == [
+    report = json.loads((tmp_path / "server-speed.json").read_text())
+    assert [(one["mode"], one["over"]) for one in report["updates"]] == [
         ("ipc", "the host"),
         ("disk", "the host"),
         ("broadcast", "gloo"),
     ]
-    assert {one["bytes"] for one in found["updates"]} == {423680} and all(
-        one["seconds"] > 0 for one in found["updates"]
+    assert {one["bytes"] for one in report["updates"]} == {423680} and all(
+        one["seconds"] > 0 for one in report["updates"]
     )
-    assert found["tokens_per_second"].keys() == found["without_graphs"].keys() == {"1", "8", "64"}
-    assert found["memory"] == {"not measured": "there is no GPU"}
+    assert report["tokens_per_second"].keys() == report["without_graphs"].keys() == {"1", "8", "64"}
+    assert report["memory"] == {"not measured": "there is no GPU"}
 
 
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
-    async def measure(model, output, device, new_tokens, found):
-        found["updates"].append({"mode": "ipc"})
+    async def measure(model, output, device, new_tokens, report):
+        report["updates"].append({"mode": "ipc"})
         raise RuntimeError("the server ended")
 
     monkeypatch.setattr(server_speed, "measure", measure)

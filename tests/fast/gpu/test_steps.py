@@ -24,8 +24,8 @@ def model(tmp_path_factory):
 
 def run_step(model, result, *more):
     words = [sys.executable, "tests/gpu/train_step.py", str(model), str(result), "--device", "cpu", *FLAGS, *more]
-    given = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(words, cwd=REPO, env=given, capture_output=True, text=True)
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(words, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
 
@@ -39,14 +39,14 @@ def run_step(model, result, *more):
 )
 def test_a_step_is_measured_and_shown(model, tmp_path, backend, more):
     name = f"step-{backend}"
-    found = run_step(model, tmp_path / f"{name}.json", "--backend", backend, *more)
-    assert found["seconds"] > 0 and found["tokens_per_second"] > 0 and found["phases"]["time/forward_backward"] > 0
-    assert found["foreseen_gib"] > 0 and 0 < found["largest_gib"] < 0.1
-    assert found["logits_gib"] == 4 * 1000 * 256 / 1024**3
+    report = run_step(model, tmp_path / f"{name}.json", "--backend", backend, *more)
+    assert report["seconds"] > 0 and report["tokens_per_second"] > 0 and report["phases"]["time/forward_backward"] > 0
+    assert report["foreseen_gib"] > 0 and 0 < report["largest_gib"] < 0.1
+    assert report["logits_gib"] == 4 * 1000 * 256 / 1024**3
     assert "aten::" in (tmp_path / f"{name}.txt").read_text()
     (tmp_path / "parts.tsv").write_text(f"{name}\tok\t9\t\n")
     (row,) = [line for line in page(tmp_path) if line.startswith(f"| {backend} |")]
-    assert f"{found['tokens_per_second']:.0f}" in row and "peak unknown" in row
+    assert f"{report['tokens_per_second']:.0f}" in row and "peak unknown" in row
 
 
 def test_samples_of_unequal_length_fill_as_many_tokens():

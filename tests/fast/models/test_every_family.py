@@ -91,15 +91,15 @@ def trainer_error(path: str, qkv_format: str) -> float:
     policy.zero_grad()
     shard_model(policy, dist.init_device_mesh("cpu", (1,)), torch.float32, checkpointing=False)
     policy.train()
-    found = layout_log_probs(policy, "", packed=not layout.pads)
-    (found * weights).sum().backward()
+    log_probs = layout_log_probs(policy, "", packed=not layout.pads)
+    (log_probs * weights).sum().backward()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     computed, none = gradient(), torch.zeros(())
     differences = [(computed.get(n, none) - wanted.get(n, none)).norm() for n in computed.keys() | wanted.keys()]
     size = torch.stack([part.norm() for part in wanted.values()]).norm()
-    return max((found - own).abs().max().item(), (torch.stack(differences).norm() / size).item())
+    return max((log_probs - own).abs().max().item(), (torch.stack(differences).norm() / size).item())
 
 
 @pytest.fixture(scope="module", autouse=True)

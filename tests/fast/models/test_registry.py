@@ -71,11 +71,11 @@ def test_a_new_file_is_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "olive.py").write_text(source)
     monkeypatch.setattr(model_families, "__path__", [*model_families.__path__, str(tmp_path)])
     try:
-        found = families("CONVERTED")
+        by_name = families("CONVERTED")
     finally:
         sys.modules.pop("miles.models.olive", None)
-    assert set(found) - set(CONVERTED) == {"olive"}
-    assert found["olive"].shape(CONFIG)["qk_layernorm"] is True
+    assert set(by_name) - set(CONVERTED) == {"olive"}
+    assert by_name["olive"].shape(CONFIG)["qk_layernorm"] is True
 
 
 def test_configs_are_read_without_torch() -> None:
@@ -169,8 +169,8 @@ def test_layouts_are_exact_in_both_directions(layout: TensorLayout, shapes: list
     whole = [torch.randn(shape) for shape in shapes]
     shards = [layout.from_hf(whole, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
-    found = layout.to_hf(shards)
-    assert all(torch.equal(f, w) for f, w in zip(found, whole, strict=True))
+    tensors = layout.to_hf(shards)
+    assert all(torch.equal(f, w) for f, w in zip(tensors, whole, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from miles.types.groups import ALONE
 from miles.types.train_batch import MicroBatch
 
 
-def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
+def _make_micro(masks: list[list[float]], **fields: Any) -> MicroBatch:
     """Samples with these masks, one per trajectory, and prompts of two tokens; by default they are the whole step."""
     counts = [sum(m) for m in masks]
     lengths = [len(m) for m in masks]
@@ -46,7 +46,7 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
         num_loss_tokens=int(sum(counts)),
         context=ALONE,
     )
-    return MicroBatch(**(columns | given))
+    return MicroBatch(**(columns | fields))
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +61,8 @@ def _advantages_of(
     rewards = [reward for group in groups for reward in group]
     indices = [number for number, group in enumerate(groups) for _ in group]
     tokens = [1] * len(rewards) if lengths is None else [length for group in lengths for length in group]
-    found = iter(build_objective(loss).sample_advantages(SampleRewards(rewards, indices, range(len(rewards)), tokens)))
-    return [[next(found) for _ in group] for group in groups]
+    values = iter(build_objective(loss).sample_advantages(SampleRewards(rewards, indices, range(len(rewards)), tokens)))
+    return [[next(values) for _ in group] for group in groups]
 
 
 def _gradient_of(loss: LossArguments, micro: MicroBatch, log_probs: Sequence[float]) -> tuple[float, torch.Tensor, Any]:

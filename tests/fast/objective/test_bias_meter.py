@@ -76,8 +76,8 @@ def test_normalized_weights_have_a_mean_of_one_in_each_step(engine):
     )
     step = engine.steps.tokens[0]
     wanted = np.bincount(step, ratios.clip(max=1.2)) / np.bincount(step)
-    found = measure.mean_weights(engine.steps, loss, task.POLICY, task.SAMPLER)
-    assert found == pytest.approx(wanted, rel=FEW_ROUNDINGS) and found.max() - found.min() > 0.1
+    means = measure.mean_weights(engine.steps, loss, task.POLICY, task.SAMPLER)
+    assert means == pytest.approx(wanted, rel=FEW_ROUNDINGS) and means.max() - means.min() > 0.1
 
 
 def test_off_policy_masking_drops_something_in_a_later_step(meter, committed):
@@ -93,13 +93,13 @@ def test_random_steps_have_the_expected_mean(engine):
     """The z-scores of six parameters, with a fixed seed."""
     loss = measure.loss_of(dict(advantage_estimator="rloo"), "sample_mean")
     drawn = task.Steps.drawn(np.random.default_rng(1), task.POLICY, 1500)
-    found = []
+    gradients = []
     for steps in (engine.steps, drawn):
         advantages, denominators = measure.advantages_of(steps, loss, task.POLICY), measure.denominators_of(steps, loss)
         weights = measure.token_weights(steps, loss, advantages, denominators, *[task.POLICY] * 3)
-        found.append(steps.gradients(weights, task.POLICY))
-    exact = np.tensordot(engine.steps.probabilities(task.POLICY), found[0], 1)
-    z = (found[1].mean(0) - exact) / (found[1].std(0, ddof=1) / np.sqrt(len(drawn.draws)))
+        gradients.append(steps.gradients(weights, task.POLICY))
+    exact = np.tensordot(engine.steps.probabilities(task.POLICY), gradients[0], 1)
+    z = (gradients[1].mean(0) - exact) / (gradients[1].std(0, ddof=1) / np.sqrt(len(drawn.draws)))
     assert np.abs(z).max() < 4
 
 

@@ -14,6 +14,6 @@ from miles.objective.settings import LossArguments
 @given(masses=st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=8))
 def test_it_watches_up_to_the_first_step_with_a_loss_token(when, masses):
     schedule = CanarySchedule(LossArguments(loss_canary=when))
-    found = [schedule.is_due(SimpleNamespace(expected_loss_mass=mass)) for mass in masses]
+    flags = [schedule.is_due(SimpleNamespace(expected_loss_mass=mass)) for mass in masses]
     wanted = {"off": lambda step: False, "first-step": lambda step: not any(masses[:step]), "always": lambda step: True}
-    assert found == [wanted[when](step) for step in range(len(masses))]
+    assert flags == [wanted[when](step) for step in range(len(masses))]

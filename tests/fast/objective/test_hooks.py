@@ -55,8 +55,8 @@ def custom(tmp_path, monkeypatch):
     (tmp_path / f"{module}.py").write_text(REDUCERS)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def settings(name: str, **given) -> LossArguments:
-        return LossArguments(custom_pg_loss_reducer_function_path=f"{module}.{name}", **given)
+    def settings(name: str, **fields) -> LossArguments:
+        return LossArguments(custom_pg_loss_reducer_function_path=f"{module}.{name}", **fields)
 
     return settings
 
@@ -180,17 +180,17 @@ def test_advantages_of_tokens_are_what_the_function_returns(hook):
     objective = build_objective(loss)
     assert ADVANTAGES.phase(hook("reversed_rewards")) == 2 and objective.estimates_by_token and objective.needs.values
     mask, values = np.array([1, 0, 1], np.float32), np.ones(3, np.float32)
-    found = token_advantages(objective, [SampleTokens(0, 5.0, mask, values)])
-    assert found.advantages[0].tolist() == [7.0, 0.0, 2.0]
-    assert found.returns is not None and found.returns[0].tolist() == [8.0, 0.0, 3.0]
+    result = token_advantages(objective, [SampleTokens(0, 5.0, mask, values)])
+    assert result.advantages[0].tolist() == [7.0, 0.0, 2.0]
+    assert result.returns is not None and result.returns[0].tolist() == [8.0, 0.0, 3.0]
     assert objective.samples_with_gradient([0.0]) == [True]
 
 
 def test_every_attribute_of_an_estimator_is_that_of_the_chosen_one():
     marks = {name: object() for name in Estimator.__annotations__ if name != "flag"}
     chosen = SimpleNamespace(name="chosen", reads=(), **marks)
-    found = CustomAdvantages("module:function", chosen)
-    assert {name: getattr(found, name) for name in marks} == marks and len(marks) > 5
+    estimator = CustomAdvantages("module:function", chosen)
+    assert {name: getattr(estimator, name) for name in marks} == marks and len(marks) > 5
 
 
 def test_the_optimal_token_baseline_follows_a_function_of_phase_1_only(hook):
@@ -198,9 +198,9 @@ def test_the_optimal_token_baseline_follows_a_function_of_phase_1_only(hook):
     chosen = dict(advantage_estimator="optimal_token_baseline")
     mask, norms = np.ones(2, np.float32), (np.array([0.5, 0.25]), np.array([0.125, 1.0]))
 
-    def found(function, rewards):
-        given = chosen if function is None else chosen | dict(custom_advantage_function_path=hook(function))
-        objective = build_objective(LossArguments(**given))
+    def estimate(function, rewards):
+        fields = chosen if function is None else chosen | dict(custom_advantage_function_path=hook(function))
+        objective = build_objective(LossArguments(**fields))
         samples = [
             SampleTokens(i, reward, mask, group_index=0, score_norm=norm)
             for i, (reward, norm) in enumerate(zip(rewards, norms, strict=True))
@@ -208,11 +208,11 @@ def test_the_optimal_token_baseline_follows_a_function_of_phase_1_only(hook):
         columns = token_advantages(objective, samples).advantages
         return [column.tolist() for column in columns], objective.advantages_need
 
-    baseline, needs = found(None, [1.0, -3.0])
+    baseline, needs = estimate(None, [1.0, -3.0])
     assert needs.sum_squared_probs and baseline[0] != [1.0, 1.0]
-    assert found("halved", [1.0, -3.0]) == (baseline, needs)
+    assert estimate("halved", [1.0, -3.0]) == (baseline, needs)
     assert build_objective(LossArguments(**chosen)).needs.sum_squared_probs
-    columns, needs = found("reversed_rewards", [1.0, -3.0])
+    columns, needs = estimate("reversed_rewards", [1.0, -3.0])
     assert columns == [[1.0, 0.0], [-3.0, 0.0]]
     assert needs.old_log_probs and not needs.sum_squared_probs
 
@@ -295,15 +295,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG)
-def test_start_up_names_a_function_that_cannot_be_called(hook, given, message):
-    flags = {name: hook(value) if name.endswith("path") else value for name, value in given.items()}
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_start_up_names_a_function_that_cannot_be_called(hook, fields, message):
+    flags = {name: hook(value) if name.endswith("path") else value for name, value in fields.items()}
     with pytest.raises(ValueError, match=message):
         check_hooks(LossArguments(**flags), None)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         (dict(custom_policy_loss_function_path="a_sum"), "--custom-policy-loss-function-path .*shape \\(\\); return"),
         (dict(custom_policy_loss_function_path="a_number"), "--custom-policy-loss-function-path .*float; return"),
@@ -312,8 +312,8 @@ def test_start_up_names_a_function_that_cannot_be_called(hook, given, message):
         (dict(use_tis=True, custom_tis_function_path="a_number"), "--custom-tis-function-path .*float; return"),
     ],
 )
-def test_wrong_results_are_named(make_micro, hook, given, message):
-    flags = {name: hook(value) if name.endswith("path") else value for name, value in given.items()}
+def test_wrong_results_are_named(make_micro, hook, fields, message):
+    flags = {name: hook(value) if name.endswith("path") else value for name, value in fields.items()}
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     objective = build_objective(LossArguments(**flags))
     with pytest.raises(ValueError, match=message):
@@ -378,7 +378,7 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
     (tmp_path / "of_the_docs.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     monkeypatch.syspath_prepend(tmp_path)
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    for given in (
+    for fields in (
         dict(custom_advantage_function_path="of_the_docs:less_the_mean"),
         dict(custom_advantage_function_path="of_the_docs:returns"),
         dict(custom_policy_loss_function_path="of_the_docs:reinforce"),
@@ -387,7 +387,7 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
         dict(custom_tis_function_path="of_the_docs:clipped", use_tis=True),
         dict(rollout_data_postprocess_path="of_the_docs:no_credit_for_long_answers"),
     ):
-        loss = LossArguments(**given)
+        loss = LossArguments(**fields)
         check_hooks(loss, None)
         objective = build_objective(loss)
         advantages = objective.sample_advantages(SampleRewards([1.0, 0.0], [0, 0], [0, 1]))

@@ -20,13 +20,13 @@ def distributions():
     return logits.requires_grad_(), (logits.detach() + 0.3 * old).log_softmax(0), reference.log_softmax(0)
 
 
-def close(found, expected):
-    return torch.allclose(found, expected, rtol=0, atol=DOUBLE_ERROR)
+def close(actual, expected):
+    return torch.allclose(actual, expected, rtol=0, atol=DOUBLE_ERROR)
 
 
 def gradient(value, logits):
-    (found,) = torch.autograd.grad(value, logits)
-    return found
+    (result,) = torch.autograd.grad(value, logits)
+    return result
 
 
 def exact_gradient(logits, reference):
@@ -43,10 +43,10 @@ def test_expected_gradient_on_policy(estimator, is_of):
     """Tokens come from the policy, whose probabilities carry no graph, as sampling has none."""
     logits, _, reference = distributions()
     log_p = logits.log_softmax(0)
-    found = gradient((log_p.detach().exp() * approximate_kl(log_p - reference, estimator)).sum(), logits)
+    actual = gradient((log_p.detach().exp() * approximate_kl(log_p - reference, estimator)).sum(), logits)
     reverse = gradient((reference.exp() * (reference - logits.log_softmax(0))).sum(), logits)
     gradients = {"0": torch.zeros_like(reverse), "KL": exact_gradient(logits, reference), "reverse": reverse}
-    assert [of for of, exact in gradients.items() if close(found, exact)] == [is_of]
+    assert [of for of, exact in gradients.items() if close(actual, exact)] == [is_of]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "low_var_kl"])

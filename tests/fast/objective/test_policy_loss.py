@@ -213,9 +213,9 @@ def test_answers_that_are_not_trained_on_do_not_lower_the_effective_sample_size(
     }
     weights = [math.exp(x) for x in log_ratios]
     wanted = sum(weights) ** 2 / (3 * sum(w * w for w in weights))
-    found = reported(sums, micro, per_token)
-    assert found["ess_ratio"].value == pytest.approx(wanted, rel=FEW_ROUNDINGS)
-    assert not {"is_ratio_square", "is_ratio_weight"} & set(found)
+    metrics = reported(sums, micro, per_token)
+    assert metrics["ess_ratio"].value == pytest.approx(wanted, rel=FEW_ROUNDINGS)
+    assert not {"is_ratio_square", "is_ratio_weight"} & set(metrics)
 
 
 def test_sft_is_the_mean_negative_log_likelihood(micro):

@@ -100,16 +100,16 @@ def test_no_other_file_branches_on_a_name():
 
 def compared_strings(source: str) -> set[str]:
     """The strings that code compares with, matches, or looks up in a table written in place."""
-    found: list[ast.expr | None] = []
+    nodes: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
-            found += [x for o in operands for x in (o.elts if isinstance(o, ast.Tuple | ast.List | ast.Set) else [o])]
+            nodes += [x for o in operands for x in (o.elts if isinstance(o, ast.Tuple | ast.List | ast.Set) else [o])]
         elif isinstance(node, ast.MatchValue):
-            found.append(node.value)
+            nodes.append(node.value)
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict):
-            found += node.value.keys
-    return {node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            nodes += node.value.keys
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_no_other_file_compares_a_loss_type():

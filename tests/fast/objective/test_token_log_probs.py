@@ -64,23 +64,23 @@ def test_over_a_support_other_logits_have_no_part(seed, rows, chunk, uses):
     """Values and gradients equal a softmax over the set's own logits."""
     tensors, targets = inputs(rows, torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(rows, 11, generator=generator) < torch.rand(rows, 1, generator=generator)
-    kept[torch.arange(rows), targets] = True
-    support = Support.of(TokenSets.of(11, [row.nonzero()[:, 0].numpy() for row in kept]), torch.device("cpu"))
-    found = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True, support=support)
+    masks = torch.rand(rows, 11, generator=generator) < torch.rand(rows, 1, generator=generator)
+    masks[torch.arange(rows), targets] = True
+    support = Support.of(TokenSets.of(11, [row.nonzero()[:, 0].numpy() for row in masks]), torch.device("cpu"))
+    results = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True, support=support)
     log_probs, entropies = [], []
     logits = torch.nn.functional.linear(*tensors) / 0.7
-    for row, mask, target in zip(logits, kept, targets, strict=True):
+    for row, mask, target in zip(logits, masks, targets, strict=True):
         log_p = torch.log_softmax(row[mask], -1)
         log_probs.append(log_p[mask[:target].sum()])
         entropies.append(-(log_p.exp() * log_p).sum())
     expected = [torch.stack(column) if column else logits.sum(-1) for column in (log_probs, entropies)]
-    torch.testing.assert_close(list(found), expected)
+    torch.testing.assert_close(list(results), expected)
 
     def gradients(outputs):
         return torch.autograd.grad(sum((o * (2 + i)).sum() for i, o in enumerate(outputs) if uses[i]), tensors)
 
-    torch.testing.assert_close(gradients(found), gradients(expected))
+    torch.testing.assert_close(gradients(results), gradients(expected))
 
 
 def test_gradcheck():
@@ -144,15 +144,15 @@ def test_an_fp32_head_computes_log_probs_of_bf16_inputs_as_float64_does(bias, ch
     hidden, weight, offset = [*tensors, None][:3]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = naive(*[*exact, None][:3], targets, 0.7)
-    found = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True, fp32=True)
+    columns = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True, fp32=True)
     rounded = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True)
     size = float((exact[0].abs() @ exact[1].abs().t()).max()) / 0.7
     bound = rounding_error(6 + 11, size)  # the sums of the product and of the softmax
-    for column, wanted, coarse in zip(found, expected, rounded, strict=True):
+    for column, wanted, coarse in zip(columns, expected, rounded, strict=True):
         assert column.dtype == torch.float32
         assert (column.double() - wanted).abs().max() < bound
         assert (coarse.double() - wanted).abs().max() > 30 * bound
-    (found[0].sum() + found[1].sum()).backward()
+    (columns[0].sum() + columns[1].sum()).backward()
     (expected[0].sum() + expected[1].sum()).backward()
     for tensor, reference in zip(tensors, exact, strict=True):
         assert tensor.grad.dtype == torch.bfloat16
@@ -163,8 +163,8 @@ def test_an_fp32_head_computes_log_probs_of_bf16_inputs_as_float64_does(bias, ch
 
 def test_an_fp32_head_changes_nothing_in_fp32():
     tensors, targets = inputs(9, torch.float32)
-    found = [chunked_log_probs(*tensors[:2], targets, 1.0, 4, tensors[2], fp32=fp32)[0] for fp32 in (False, True)]
-    assert torch.equal(*found)
+    log_probs = [chunked_log_probs(*tensors[:2], targets, 1.0, 4, tensors[2], fp32=fp32)[0] for fp32 in (False, True)]
+    assert torch.equal(*log_probs)
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,11 +181,11 @@ def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(rows, cached_
         hidden, weight, offset = [*tensors, None][:3]
         before, token_log_probs.CACHED_BYTES = token_log_probs.CACHED_BYTES, cached_bytes
         try:
-            found = chunked_log_probs(hidden, weight, targets, temperature, chunk, offset, with_entropy=True)
-            (found[0].sum() + 0.1 * found[1].sum()).backward()
+            outputs = chunked_log_probs(hidden, weight, targets, temperature, chunk, offset, with_entropy=True)
+            (outputs[0].sum() + 0.1 * outputs[1].sum()).backward()
         finally:
             token_log_probs.CACHED_BYTES = before
-        return [*found, hidden.grad, weight.grad]  # the bias is summed over rows, whose order differs
+        return [*outputs, hidden.grad, weight.grad]  # the bias is summed over rows, whose order differs
 
     for few, all_rows in zip(results(4 * 11 * cached_rows), results(0), strict=True):
         assert torch.equal(few, all_rows)
@@ -213,8 +213,8 @@ def test_a_shared_row_of_logits_is_that_of_each_of_its_readers(row, chunk, dtype
         return [*outputs, *torch.autograd.grad(total, tensors)]
 
     tolerance = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
-    for found, expected in zip(results(tensors[0], shared), results(tensors[0][row], None), strict=True):
-        torch.testing.assert_close(found, expected, **tolerance)
+    for actual, expected in zip(results(tensors[0], shared), results(tensors[0][row], None), strict=True):
+        torch.testing.assert_close(actual, expected, **tolerance)
 
 
 def test_a_single_chunk_keeps_its_logits_for_one_backward_pass(monkeypatch):
@@ -227,10 +227,10 @@ def test_a_single_chunk_keeps_its_logits_for_one_backward_pass(monkeypatch):
             tensors, targets = inputs(7, dtype)
             products.clear()
             outputs = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True)
-            found = [len(products)]
+            totals = [len(products)]
             gradients = []
             for _ in range(2):
                 gradients.append(torch.autograd.grad(sum(o.sum() for o in outputs), tensors, retain_graph=True))
-                found.append(len(products))
-            assert tuple(found) == counts
+                totals.append(len(products))
+            assert tuple(totals) == counts
             assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -59,16 +59,16 @@ def test_the_ratio_is_that_of_a_token_or_its_sequence(make_micro, loss, expected
     """Ratios of 1/4 and 4 in one sequence, whose product is 1, and of 4 and 1/2 in the other, whose product is 2."""
     micro = make_micro([[1, 1], [1, 1]])
     trainer_log_probs = torch.tensor([0.25, 4.0, 4.0, 0.5]).log()
-    found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(4), trainer_log_probs))
-    assert found.weights.tolist() == pytest.approx(expected, rel=FEW_ROUNDINGS)
+    result = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(4), trainer_log_probs))
+    assert result.weights.tolist() == pytest.approx(expected, rel=FEW_ROUNDINGS)
 
 
 def test_normalized_weights_are_divided_by_the_mean_of_the_step(make_micro):
     """The mean comes with the micro-batch, and is not the mean of its own weights, which are 0.5 and 2."""
     micro = make_micro([[1, 1]], tis_mean=0.8)
     loss = LossArguments(use_tis=True, tis_clip=2.0, tis_batch_normalize=True)
-    found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(2), torch.tensor([0.5, 4.0]).log()))
-    assert found.weights.tolist() == pytest.approx([0.5 / 0.8, 2.0 / 0.8], rel=FEW_ROUNDINGS)
+    result = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(2), torch.tensor([0.5, 4.0]).log()))
+    assert result.weights.tolist() == pytest.approx([0.5 / 0.8, 2.0 / 0.8], rel=FEW_ROUNDINGS)
 
 
 def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
@@ -76,26 +76,26 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     micro = make_micro([[1, 1], [1, 1], [1]], advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]))
     log_ratio = torch.tensor([-0.25, -0.75, -0.5, -0.5 - 2 / 1024, -8.0])
     loss = LossArguments(use_opsm=True, opsm_delta=0.5)
-    found = weigh(token_weights_of(loss), loss, ratios_of(micro, log_ratio, trainer_log_probs=torch.zeros(5)))
-    assert found.weights.tolist() == [1, 1, 0, 0, 1]
-    assert found.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
+    result = weigh(token_weights_of(loss), loss, ratios_of(micro, log_ratio, trainer_log_probs=torch.zeros(5)))
+    assert result.weights.tolist() == [1, 1, 0, 0, 1]
+    assert result.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
 
 
 @given(st.lists(st.floats(0, 12), max_size=30), st.floats(0.01, 1.0))
 def test_the_most_uncertain_tokens_are_kept(entropies, fraction):
     """As many as the fraction states, up to the interpolation between two tokens and equal entropies."""
-    kept = top_entropy_tokens(np.array(entropies), fraction)
+    mask = top_entropy_tokens(np.array(entropies), fraction)
     least = int(fraction * len(entropies))
-    assert len(kept) == len(entropies) and sum(kept) >= min(least, len(entropies))
-    left = [e for e, is_kept in zip(entropies, kept, strict=True) if not is_kept]
-    assert not left or max(left) < min(e for e, is_kept in zip(entropies, kept, strict=True) if is_kept)
+    assert len(mask) == len(entropies) and sum(mask) >= min(least, len(entropies))
+    left = [e for e, is_kept in zip(entropies, mask, strict=True) if not is_kept]
+    assert not left or max(left) < min(e for e, is_kept in zip(entropies, mask, strict=True) if is_kept)
     apart = np.diff(np.sort(entropies)).min(initial=1.0) > 1e-4
-    assert not apart or sum(kept) <= least + 1
+    assert not apart or sum(mask) <= least + 1
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.floats(0.01, 0.99), st.integers(0, 2**31))
 def test_entropies_that_are_equal_up_to_rounding_are_kept_or_left_together(levels, fraction, seed):
     exact, rng = np.array(levels) / 3, np.random.default_rng(seed)
-    kept = top_entropy_tokens(exact, fraction)
+    mask = top_entropy_tokens(exact, fraction)
     for _ in range(3):
-        assert top_entropy_tokens(exact + rng.uniform(-2e-6, 2e-6, len(exact)), fraction).tolist() == kept.tolist()
+        assert top_entropy_tokens(exact + rng.uniform(-2e-6, 2e-6, len(exact)), fraction).tolist() == mask.tolist()

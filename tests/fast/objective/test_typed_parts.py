@@ -25,6 +25,6 @@ def test_a_misspelt_flag_in_a_part_is_found_by_mypy(tmp_path):
         (tmp_path / f"{number}.py").write_text(source.replace(flag, f"flags.{misspelt}", 1), encoding="utf-8")
         shadows += ["--shadow-file", path, str(tmp_path / f"{number}.py")]
     command = [sys.executable, "-m", "mypy", *shadows, "--cache-dir", str(tmp_path / "cache"), *PLANTED]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     for path, (_, misspelt) in PLANTED.items():
-        assert re.search(rf'{path}:\d+: error: "\w+" has no attribute "{misspelt}"', found), found
+        assert re.search(rf'{path}:\d+: error: "\w+" has no attribute "{misspelt}"', output), output

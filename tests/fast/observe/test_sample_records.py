@@ -36,8 +36,8 @@ def group(index: int, *lengths: int) -> PromptGroup:
 
 
 def recorder(max_bytes: int = 10**9, num_iterations: int = 1, **changes) -> SampleRecorder:
-    given = {"steps_per_iteration": 2, "advantage_by_sample": True} | changes
-    return SampleRecorder(Letters(), max_bytes=max_bytes, num_iterations=num_iterations, **given)
+    fields = {"steps_per_iteration": 2, "advantage_by_sample": True} | changes
+    return SampleRecorder(Letters(), max_bytes=max_bytes, num_iterations=num_iterations, **fields)
 
 
 def shards_of(groups: list[PromptGroup], loss: LossArguments, global_batch_size: int, ranks: int = 2):
@@ -93,8 +93,8 @@ def test_samples_of_a_split_trajectory_keep_their_order() -> None:
     groups = [scored_group(0, [[(1, 1.0), (2, 1.0)], [(3, 0.0)]], first_trajectory_id=5)]
     _, shards = shards_of(groups, LossArguments(), global_batch_size=2)
     stored = rows(recorder().record(0, groups, shards).records)
-    found = [(row["trajectory"], sum(expand(row["mask"])), row["denominator"]) for row in stored]
-    assert found == [(5, 1, 3.0), (5, 2, 3.0), (6, 3, 3.0)]
+    entries = [(row["trajectory"], sum(expand(row["mask"])), row["denominator"]) for row in stored]
+    assert entries == [(5, 1, 3.0), (5, 2, 3.0), (6, 3, 3.0)]
 
 
 def test_an_advantage_that_the_trainer_makes_is_not_stored() -> None:

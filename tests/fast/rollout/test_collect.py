@@ -33,9 +33,9 @@ def built(engine, stream, tokenizer, reward_function, options, reward, seed=42):
     drops = reward.on_error == "drop"
     tools = GroupTools(engine, tokenizer, generate_group, reward_function, reward.reward_error_value, drops)
     flags = fill_over_sampling(RolloutArguments(**options))
-    found = build_collector(stream, tools, flags, reward, seed, num_iterations=100)
-    assert isinstance(found, BurstCollector)
-    return found
+    group_collector = build_collector(stream, tools, flags, reward, seed, num_iterations=100)
+    assert isinstance(group_collector, BurstCollector)
+    return group_collector
 
 
 async def collect(*args, **options):
@@ -56,14 +56,14 @@ async def test_an_iteration_in_progress_says_how_many_groups_are_ready(scripted_
     seen = []
 
     async def reward(samples):
-        seen.append(found.progress)
+        seen.append(group_collector.progress)
         return [0.0] * len(samples)
 
-    found = collector(scripted_engine(), counting_stream(100), tokenizer, reward)
-    assert found.progress == (0, 4)
-    await found.collect(0)
-    assert seen[0] == (0, 4) and found.progress == (4, 4)
-    await found.collect(1)
+    group_collector = collector(scripted_engine(), counting_stream(100), tokenizer, reward)
+    assert group_collector.progress == (0, 4)
+    await group_collector.collect(0)
+    assert seen[0] == (0, 4) and group_collector.progress == (4, 4)
+    await group_collector.collect(1)
     assert seen[4] == (0, 4), "each iteration starts at 0"
 
 
@@ -195,10 +195,10 @@ async def test_a_burst_of_what_is_left_can_fill_an_iteration(scripted_engine, to
         stream.leave_out(group.group_index)
     stream.restore(stream.state(unfinished=range(5)))
     options = {"over_sampling_batch_size": 8, "dynamic_sampling_filter_path": NONZERO_STD}
-    found = collector(scripted_engine(), stream, tokenizer, useful, **options)
-    assert [group.group_index for group in (await found.collect(0)).groups] == [0, 1, 2, 3]
+    group_collector = collector(scripted_engine(), stream, tokenizer, useful, **options)
+    assert [group.group_index for group in (await group_collector.collect(0)).groups] == [0, 1, 2, 3]
     with pytest.raises(NoPromptsLeft):
-        await found.collect(1)
+        await group_collector.collect(1)
 
 
 async def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):

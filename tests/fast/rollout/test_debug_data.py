@@ -246,14 +246,14 @@ ANY = st.recursive(
 )
 
 
-def places(record):
+def positions(record):
     """Return every place in a record, as the container and the key."""
-    found = []
+    pairs = []
     for key in record if isinstance(record, dict) else range(len(record)):
-        found.append((record, key))
+        pairs.append((record, key))
         if isinstance(record[key], dict | list):
-            found += places(record[key])
-    return found
+            pairs += positions(record[key])
+    return pairs
 
 
 def check_any_file(tmp_path, changes, cut):
@@ -262,7 +262,7 @@ def check_any_file(tmp_path, changes, cut):
     path = tmp_path / "0.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for place, value in changes:
-        options = places(records)
+        options = positions(records)
         container, key = options[place % len(options)]
         container[key] = value
     content = "\n".join(map(json.dumps, records)).encode()

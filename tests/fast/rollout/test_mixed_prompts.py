@@ -56,17 +56,17 @@ async def run(settings, weights, iterations, state=None):
     pipeline = await build_pipeline(settings, SimpleNamespace(device="cpu"))
     if state is not None:
         pipeline.restore(json.loads(json.dumps(state)))
-    found = []
+    history = []
     for iteration in iterations:
         await pipeline.update_weights(weights, iteration, None)
         async with pipeline.collecting(Start(iteration, None, iteration)) as collected:
-            found.append((collected.scored, pipeline.state(iteration)))
+            history.append((collected.scored, pipeline.state(iteration)))
     await pipeline.producer.close()
-    return found
+    return history
 
 
-def answers(found):
-    return [[(g.group_index, g.prompt.text, [s.response_ids for s in g.samples]) for g in s.groups] for s, _ in found]
+def answers(history):
+    return [[(g.group_index, g.prompt.text, [s.response_ids for s in g.samples]) for g in s.groups] for s, _ in history]
 
 
 def from_sums_to_words(curriculum: Curriculum):

@@ -81,11 +81,11 @@ async def collect(pipeline, weights, iteration, after=None):
 async def test_iterations_end_at_scored_groups(settings, weights):
     pipeline = await build(settings())
     assert pipeline.num_iterations == 3
-    found = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(3)]
-    groups = [group for collected in found for group in collected.scored.groups]
+    results = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(3)]
+    groups = [group for collected in results for group in collected.scored.groups]
     assert [group.group_index for group in groups] == [0, 1, 2, 3, 4, 5]
     assert len({group.prompt.text for group in groups[:PROMPTS]}) == PROMPTS
-    for iteration, collected in enumerate(found):
+    for iteration, collected in enumerate(results):
         assert collected.prompts_after["next_group_index"] == 2 * (iteration + 1)
         samples = [sample for group in collected.scored.groups for sample in group.samples]
         assert [s.trajectory_id for s in samples] == [4 * iteration + i for i in range(4)]
@@ -161,9 +161,9 @@ async def test_a_checkpoint_taken_while_later_iterations_are_collected_draws_the
 
 async def test_fully_async_collects_until_the_last_iteration(settings, weights):
     pipeline = await build(settings(async_steps=1, fully_async=True, num_rollout=4))
-    found = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(4)]
-    assert [len(collected.scored.groups) for collected in found] == [2] * 4
-    assert all(collected.scored.metrics["rollout/staleness_max"].value <= 1 for collected in found)
+    results = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(4)]
+    assert [len(collected.scored.groups) for collected in results] == [2] * 4
+    assert all(collected.scored.metrics["rollout/staleness_max"].value <= 1 for collected in results)
 
 
 async def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, tmp_path):
@@ -264,10 +264,10 @@ async def test_a_wrong_path_closes_the_engine_that_was_started(settings, monkeyp
 async def test_an_engine_without_new_weights_generates_every_iteration_with_its_own(settings, weights):
     flags = settings()
     changed = [WeightChunk({name: 2 * tensor for name, tensor in weights[0].tensors.items()})]
-    kept, same, other = [await build(flags) for _ in range(3)]
-    found = await collect(kept, None, 0), await collect(same, weights, 0), await collect(other, changed, 0)
-    assert found[0].scored.groups == found[1].scored.groups != found[2].scored.groups
-    assert (await collect(kept, None, 1, after=0)).scored.groups[0].samples[0].weight_versions[0] == 0
+    base, same, other = [await build(flags) for _ in range(3)]
+    results = await collect(base, None, 0), await collect(same, weights, 0), await collect(other, changed, 0)
+    assert results[0].scored.groups == results[1].scored.groups != results[2].scored.groups
+    assert (await collect(base, None, 1, after=0)).scored.groups[0].samples[0].weight_versions[0] == 0
 
 
 FUNCTIONS = """
@@ -353,8 +353,8 @@ async def test_a_function_evaluates(settings, weights, functions):
     built_in = await build(flags)
     await built_in.update_weights(weights, 3)
     accuracy = (await built_in.evaluate())["eval/held/reward"].value
-    found = {name: metric.value for name, metric in (await evaluated("evaluate")).items()}
-    assert found == {"eval/twice": 2 * accuracy, "eval/version": 3.0, "eval/sets": 1.0}
+    metrics = {name: metric.value for name, metric in (await evaluated("evaluate")).items()}
+    assert metrics == {"eval/twice": 2 * accuracy, "eval/version": 3.0, "eval/sets": 1.0}
     with pytest.raises(ValueError, match="--eval-function-path .*says_nothing: returned None"):
         await evaluated("says_nothing")
 
@@ -383,8 +383,8 @@ async def test_a_teacher_scores_the_groups_that_are_kept(settings, weights):
     tools = replace(pipeline.producer.tools, teacher=Teacher())
     spec = GroupSpec.for_training(settings().rollout, seed=1)
     (drawn,) = pipeline._stream.draw(1)
-    kept = await produce_group(drawn, tools, spec)
-    assert all(sample.teacher_log_probs for sample in kept.group.samples)
+    result = await produce_group(drawn, tools, spec)
+    assert all(sample.teacher_log_probs for sample in result.group.samples)
     dropping = replace(spec, group_filter=lambda group: FilterDecision(False, "no"))
     dropped = await produce_group(drawn, tools, dropping)
     assert not any(sample.teacher_log_probs for sample in dropped.group.samples)

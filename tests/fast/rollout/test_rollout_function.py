@@ -50,9 +50,9 @@ async def test_it_may_return_metrics(collect):
         groups = await hardest_first(iteration, tools)
         return Rollout(groups, {"rollout/mine": Metric(iteration)}, groups[:1])
 
-    found = await collect(with_metrics)
-    assert found.generated == found.groups[:1]
-    metrics = found.metrics
+    result = await collect(with_metrics)
+    assert result.generated == result.groups[:1]
+    metrics = result.metrics
     assert (metrics["rollout/mine"].value, metrics["rollout/reward"].value) == (4, 1.0)
 
 

@@ -99,32 +99,32 @@ async def iterations(collector, engine, length, first=0):
 async def collected(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
     engine, stream = SlowEngine(random.Random(seed)), stream_of(size)
     collector = make(engine, tokenizer, stream, reward, **MODES[mode], **more)
-    found = [scored async for scored in iterations(collector, engine, length)]
+    results = [scored async for scored in iterations(collector, engine, length)]
     end = collector.state()
     await collector._cancel()
-    return found, engine, end
+    return results, engine, end
 
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_no_prompt_is_lost_or_trained_on_twice(tokenizer, mode, seed):
-    found, engine, state = asyncio.run(collected(seed, mode, tokenizer))
-    taken = [group.group_index for scored in found for group in scored.groups]
-    assert [len(scored.groups) for scored in found] == [BATCH] * 6
+    results, engine, state = asyncio.run(collected(seed, mode, tokenizer))
+    taken = [group.group_index for scored in results for group in scored.groups]
+    assert [len(scored.groups) for scored in results] == [BATCH] * 6
     assert len(set(taken)) == len(taken)
     drawn, unfinished = state["next_group_index"], state["unfinished"]
-    values = [{name: m.value for name, m in scored.metrics.items()} for scored in found]
+    values = [{name: m.value for name, m in scored.metrics.items()} for scored in results]
     given_up = 0.0
     if mode == "early stop":
         given_up = sum(v["rollout/unfinished_groups"] + v["rollout/surplus_groups"] for v in values)
         assert unfinished == []
-    stale = sum(count(scored, "rollout/dropped/stale") for scored in found)
+    stale = sum(count(scored, "rollout/dropped/stale") for scored in results)
     assert not set(taken) & set(unfinished)
     assert len(taken) + len(unfinished) + given_up + stale == drawn
     if mode != "fully async":
         assert engine.most_in_flight <= 5
-    assert all(s.reward is not None for scored in found for group in scored.groups for s in group.samples)
+    assert all(s.reward is not None for scored in results for group in scored.groups for s in group.samples)
 
 
 @pytest.mark.parametrize("mode", ["partial", "fully async"])
@@ -161,8 +161,8 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
 @given(seed=st.integers(0, 10**6))
 def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
     for how in ("drop", "mask"):
-        found, *_ = asyncio.run(collected(seed, "fully async", tokenizer, length=10, stale_samples=how))
-        for iteration, scored in enumerate(found):
+        results, *_ = asyncio.run(collected(seed, "fully async", tokenizer, length=10, stale_samples=how))
+        for iteration, scored in enumerate(results):
             for sample in (s for group in scored.groups for s in group.samples):
                 trained = [v for v, m in zip(sample.weight_versions, sample.loss_mask, strict=True) if m]
                 assert all(iteration - 2 <= version <= iteration for version in trained)
@@ -173,8 +173,8 @@ def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), mask=st.booleans())
 def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, mask):
-    found, *_ = asyncio.run(collected(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask))
-    for iteration, scored in enumerate(found):
+    results, *_ = asyncio.run(collected(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask))
+    for iteration, scored in enumerate(results):
         old = masked = 0
         for sample in (s for group in scored.groups for s in group.samples):
             sample.check()
@@ -190,7 +190,7 @@ def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, m
 
 async def test_some_sample_is_carried_over_in_the_middle(tokenizer):
     runs = [(await collected(seed, "partial", tokenizer, length=20))[0] for seed in range(12)]
-    assert any(scored.metrics["rollout/mixed_version_samples"].value > 0 for found in runs for scored in found)
+    assert any(scored.metrics["rollout/mixed_version_samples"].value > 0 for results in runs for scored in results)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,9 +200,9 @@ async def test_a_filter_is_refilled(tokenizer, mode):
         return [float(useful and i == 0) for i, _ in enumerate(samples)]
 
     path = "miles.rollout.filters:check_reward_nonzero_std"
-    found, *_ = await collected(1, mode, tokenizer, reward=sometimes, dynamic_sampling_filter_path=path)
-    assert all(group.group_index % 3 == 0 for scored in found for group in scored.groups)
-    assert sum(scored.metrics["rollout/dropped/zero_std"].value for scored in found) > 10
+    results, *_ = await collected(1, mode, tokenizer, reward=sometimes, dynamic_sampling_filter_path=path)
+    assert all(group.group_index % 3 == 0 for scored in results for group in scored.groups)
+    assert sum(scored.metrics["rollout/dropped/zero_std"].value for scored in results) > 10
 
 
 async def test_a_filter_that_drops_everything_stops_the_run(tokenizer):
@@ -272,11 +272,11 @@ async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, see
     """Half of each group passes, so a prompt is drawn until one of its groups is scored."""
     engine, stream = SlowEngine(random.Random(seed)), stream_of(7)
     collector = make(engine, tokenizer, stream, max_prompt_pass_rate=0.5, **MODES[mode])
-    found = []
+    results = []
     with pytest.raises(NoPromptsLeft):
         async for scored in iterations(collector, engine, 9):
-            found.append(scored)
-    assert found and [len(scored.groups) for scored in found] == [BATCH] * len(found)
+            results.append(scored)
+    assert results and [len(scored.groups) for scored in results] == [BATCH] * len(results)
     assert not collector._in_flight and engine.in_flight == 0
     collector.weights_changed(9)  # starts nothing, and raises nothing
 
@@ -286,7 +286,7 @@ async def test_a_resumed_run_trains_the_last_groups_when_every_prompt_is_mastere
     for resumes in (False, True):
         engine, stream = SlowEngine(random.Random(1)), stream_of(7)
         collector = make(engine, tokenizer, stream, **MODES["fully async"])
-        found = [scored async for scored in iterations(collector, engine, 1)]
+        results = [scored async for scored in iterations(collector, engine, 1)]
         for index in range(stream.state()["next_group_index"]):
             stream.leave_out(index)
         if resumes:
@@ -297,8 +297,8 @@ async def test_a_resumed_run_trains_the_last_groups_when_every_prompt_is_mastere
             collector = make(engine, tokenizer, stream, **MODES["fully async"])
         with pytest.raises(NoPromptsLeft):
             async for scored in iterations(collector, engine, 9, first=1):
-                found.append(scored)
-        assert sorted(group.group_index for scored in found for group in scored.groups) == list(range(3 * BATCH))
+                results.append(scored)
+        assert sorted(group.group_index for scored in results for group in scored.groups) == list(range(3 * BATCH))
 
 
 async def test_nothing_is_started_for_iterations_after_the_last(tokenizer):

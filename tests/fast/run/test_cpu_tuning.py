@@ -32,8 +32,8 @@ def test_memory_is_kept_where_there_is_plenty_unless_the_environment_says_otherw
     small, large = (malloc_environment("cpu", {}, size * GIB) for size in (15, 32))
     assert int(small["MALLOC_MMAP_THRESHOLD_"]) == 2 << 20 and "MALLOC_TRIM_THRESHOLD_" not in small
     assert int(large["MALLOC_TRIM_THRESHOLD_"]) == 4 * GIB < int(large["MALLOC_MMAP_THRESHOLD_"])
-    given = {"MALLOC_TRIM_THRESHOLD_": "1"}
-    assert malloc_environment("cpu", given, 32 * GIB) == {k: v for k, v in large.items() if k not in given}
+    variables = {"MALLOC_TRIM_THRESHOLD_": "1"}
+    assert malloc_environment("cpu", variables, 32 * GIB) == {k: v for k, v in large.items() if k not in variables}
 
 
 def test_a_freed_block_is_kept_by_a_process_with_this_environment():

@@ -110,24 +110,24 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: bool) -> None:
     """An engine of all eight GPUs, shared with a trainer or not, is a process on each of two nodes."""
     with two_nodes(monkeypatch) as address:
-        given = ClusterArguments(
+        section = ClusterArguments(
             ray_address=address,
             device="cuda",
             actor_num_nodes=2,
             actor_num_gpus_per_node=4,
             colocate=colocate,
         )
-        with ray_session(given, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
+        with ray_session(section, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
             host = RayHost(placement)
             parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
             meeting = await parts[0].meeting_address()
-            found = [(await part.start(meeting)).split() for part in parts]
-            assert found[0][0] != found[1][0] and [words[2] for words in found] == [meeting] * 2
-            assert [len(words[1].split(",")) for words in found] == [4] * 2
+            answers = [(await part.start(meeting)).split() for part in parts]
+            assert answers[0][0] != answers[1][0] and [words[2] for words in answers] == [meeting] * 2
+            assert [len(words[1].split(",")) for words in answers] == [4] * 2
             if colocate:
-                for words, slots in zip(found, (placement.slots[:4], placement.slots[4:]), strict=True):
+                for words, slots in zip(answers, (placement.slots[:4], placement.slots[4:]), strict=True):
                     assert words[:2] == [slots[0].node, ",".join(slot.gpu for slot in slots)]
-            assert await SpanningServer(parts).start() == " ".join(found[0])
+            assert await SpanningServer(parts).start() == " ".join(answers[0])
 
 
 @pytest.mark.slow
@@ -135,44 +135,44 @@ async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: 
 async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of four simulated GPUs, engines of two: each sees the GPUs of two consecutive ranks, on one node."""
     with two_nodes(monkeypatch) as address:
-        given = ClusterArguments(
+        section = ClusterArguments(
             ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True
         )
-        with ray_session(given, EngineLayout(count=4, size=2)) as placement:
+        with ray_session(section, EngineLayout(count=4, size=2)) as placement:
             ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(8)]
-            found = ray.get([rank.look.remote() for rank in ranks])
-            assert found == [(slot.node, slot.gpu) for slot in placement.slots]
-            assert len({node for node, _ in found[:4]}) == 1 and found[0][0] != found[4][0]
+            pairs = ray.get([rank.look.remote() for rank in ranks])
+            assert pairs == [(slot.node, slot.gpu) for slot in placement.slots]
+            assert len({node for node, _ in pairs[:4]}) == 1 and pairs[0][0] != pairs[4][0]
             host = RayHost(placement)
             for number in range(4):
                 server = host.place_server(number, Reporting, start_seconds=60)
-                shared = found[2 * number : 2 * number + 2]
+                shared = pairs[2 * number : 2 * number + 2]
                 assert await server.start() == f"{shared[0][0]} {','.join(gpu for _, gpu in shared)}"
                 await server.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node", "engines", "found"), [(2, 2, 0, [2, 2]), (1, 6, 0, [4, 2])])
+@pytest.mark.parametrize(("nodes", "per_node", "engines", "counts"), [(2, 2, 0, [2, 2]), (1, 6, 0, [4, 2])])
 def test_ranks_are_on_as_many_nodes_as_the_flags_say(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     nodes: int,
     per_node: int,
     engines: int,
-    found: list[int],
+    counts: list[int],
 ) -> None:
     """Two nodes of four simulated GPUs; Ray alone would pack two times two ranks onto one node."""
     with two_nodes(monkeypatch) as address:
-        given = ClusterArguments(
+        section = ClusterArguments(
             ray_address=address, device="cuda", actor_num_nodes=nodes, actor_num_gpus_per_node=per_node
         )
-        with ray_session(given, EngineLayout(count=engines, size=2)) as placement:
+        with ray_session(section, EngineLayout(count=engines, size=2)) as placement:
             ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(nodes * per_node)]
             where = [node for node, _ in ray.get([rank.look.remote() for rank in ranks])]
-    assert [where.count(node) for node in dict.fromkeys(where)] == found and where == sorted(where, key=where.index)
+    assert [where.count(node) for node in dict.fromkeys(where)] == counts and where == sorted(where, key=where.index)
     printed = capsys.readouterr().out
-    assert f"placement: ranks 0-{found[0] - 1} on " in printed
+    assert f"placement: ranks 0-{counts[0] - 1} on " in printed
     said = "note: the cluster has no room for --actor-num-nodes 1 with 6 devices each and the engines"
     assert (said in printed) == (per_node == 6)
 
@@ -185,8 +185,8 @@ def test_ray_chooses_the_nodes_if_others_take_the_devices_of_those_that_were_cho
     """Ray packs four ranks onto one of two nodes, and another run takes three devices of the second one meanwhile."""
     chosen: list[list[str] | None] = []
 
-    def choose_too_late(*given: Any) -> list[str] | None:
-        chosen.append(choose_nodes(*given))
+    def choose_too_late(*arguments: Any) -> list[str] | None:
+        chosen.append(choose_nodes(*arguments))
         others = placement_group([{"GPU": 3.0}])  # has room on the second node only
         assert others.wait(60)
         return chosen[-1]
@@ -194,10 +194,10 @@ def test_ray_chooses_the_nodes_if_others_take_the_devices_of_those_that_were_cho
     monkeypatch.setattr(session, "choose_nodes", choose_too_late)
     monkeypatch.setattr(session, "CHOSEN_SECONDS", 2)
     with two_nodes(monkeypatch) as address:
-        given = ClusterArguments(
+        section = ClusterArguments(
             ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=2, colocate=True
         )
-        with ray_session(given, EngineLayout()) as placement:
+        with ray_session(section, EngineLayout()) as placement:
             ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(4)]
             where = ray.get([rank.look.remote() for rank in ranks])
     [asked] = chosen

@@ -29,7 +29,7 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, without",
+    "fields, without",
     [
         ({}, ""),
         ({"finetune": True}, " and without --finetune"),
@@ -37,17 +37,17 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
         ({"no_load_optim": True, "no_load_rng": True}, " and without --no-load-optim and --no-load-rng"),
     ],
 )
-def test_how_to_resume_names_the_switches_to_leave_out(tmp_path, given, without):
+def test_how_to_resume_names_the_switches_to_leave_out(tmp_path, fields, without):
     (tmp_path / "iter_0000001").mkdir()
-    found = how_to_resume(CheckpointArguments(save=str(tmp_path), load="elsewhere", **given))
-    assert found == f"the same command with --load {tmp_path}{without} continues from the last checkpoint"
+    sentence = how_to_resume(CheckpointArguments(save=str(tmp_path), load="elsewhere", **fields))
+    assert sentence == f"the same command with --load {tmp_path}{without} continues from the last checkpoint"
 
 
 def test_a_run_that_has_saved_nothing_starts_again_where_it_began(tmp_path):
     (tmp_path / "first" / "iter_0000001").mkdir(parents=True)
     began = {"load": str(tmp_path / "first"), "finetune": True}
-    for given in (CheckpointArguments(**began), CheckpointArguments(save=str(tmp_path / "own"), **began)):
-        assert how_to_resume(given).endswith(f", so the same command starts from --load {tmp_path}/first again")
+    for section in (CheckpointArguments(**began), CheckpointArguments(save=str(tmp_path / "own"), **began)):
+        assert how_to_resume(section).endswith(f", so the same command starts from --load {tmp_path}/first again")
     assert how_to_resume(CheckpointArguments(load=str(tmp_path))).endswith("so a new run starts from the beginning")
 
 
@@ -73,10 +73,10 @@ def test_a_reward_that_raised_is_one_sentence_and_the_lines_of_the_users_file(ca
 def test_other_errors_show_their_traceback(capsys):
     with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise OSError("disk full")
-    shown = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 1
-    assert "Traceback" in shown
-    assert shown.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
+    assert "Traceback" in output
+    assert output.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
 
 
 class Silent(ValueError):
@@ -97,10 +97,10 @@ class Silent(ValueError):
 def test_what_user_code_raises_cannot_fill_or_control_the_terminal(capsys, error):
     with pytest.raises(SystemExit), exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise error
-    shown = capsys.readouterr().err
-    assert len(shown) < 200_000
-    assert all(line.isprintable() for line in shown.split("\n"))
-    assert "x.py, line 3" in shown or not isinstance(error, ray.exceptions.RayTaskError)
+    output = capsys.readouterr().err
+    assert len(output) < 200_000
+    assert all(line.isprintable() for line in output.split("\n"))
+    assert "x.py, line 3" in output or not isinstance(error, ray.exceptions.RayTaskError)
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,10 @@ def local_ray(tmp_path_factory):
 
 @pytest.fixture
 async def server(tiny_model):
-    found = AnsweringServer(AutoConfig.from_pretrained(tiny_model).vocab_size)
-    found.address = await found.start()
-    yield found
-    await found.stop()
+    fake_server = AnsweringServer(AutoConfig.from_pretrained(tiny_model).vocab_size)
+    fake_server.address = await fake_server.start()
+    yield fake_server
+    await fake_server.stop()
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ def settings_of(tiny_model, tmp_path, server):
 @pytest.fixture(scope="module")
 def running(local_ray):
     """Return ``running(settings)``: give a pipeline, and end it. Its workers are processes of earlier tests or new."""
-    kept = KeptWorkers()
+    workers = KeptWorkers()
 
     @asynccontextmanager
-    async def of(settings, start_worker=kept.starter):
+    async def of(settings, start_worker=workers.starter):
         start = partial(start_worker, settings) if settings.rollout.num_rollout_workers > 1 else None
         pipeline = await build_pipeline(settings, LocalHost("cpu"), start)
         try:
@@ -129,7 +129,7 @@ def running(local_ray):
             await pipeline.producer.close()
 
     yield of
-    kept.end()
+    workers.end()
 
 
 def own_workers(settings, tokenizer):
@@ -169,16 +169,16 @@ def expected_seeds(settings, indices, samples=4):
 async def test_three_workers_collect_what_one_process_does(settings_of, running, server):
     """Groups, their order, rewards, token counts, evaluation, and the position in the prompts are the same."""
     server.latency = 0.05
-    found = {}
+    results = {}
     for workers in (1, 3):
         settings = settings_of(workers)
         async with running(settings) as pipeline:
             scored = [await collect(pipeline, iteration) for iteration in range(2)]
             metrics = await pipeline.evaluate()
-            found[workers] = [content(one) for one in scored], metrics, pipeline.state(2)
+            results[workers] = [content(one) for one in scored], metrics, pipeline.state(2)
             loads = pipeline.producer.queue_lengths()
-    assert found[1] == found[3]
-    assert [group.group_index for group in found[3][0][1][0]] == list(range(6, 12))
+    assert results[1] == results[3]
+    assert [group.group_index for group in results[3][0][1][0]] == list(range(6, 12))
     assert loads == {f"groups in generation worker {n}": 0 for n in range(3)}
     assert server.most_in_flight == 12, "--sglang-server-concurrency is for all workers together"
 
@@ -339,7 +339,7 @@ async def test_filters_trajectories_and_metadata_of_the_user_are_those_of_one_pr
         "custom_generate_function_path": "own_functions:two_turns",
         "rollout_max_context_len": 64,
     }
-    found = {}
+    results = {}
     for workers in (1, 2):
         async with running(settings_of(workers, **own)) as pipeline:
             scored = await collect(pipeline, 0)
@@ -348,10 +348,10 @@ async def test_filters_trajectories_and_metadata_of_the_user_are_those_of_one_pr
             for group in scored.generated:
                 group.prompt.metadata.pop("filtered_by", None)  # a prompt is in several groups
         assert (makers | filters == {os.getpid()}) == (workers == 1)
-        found[workers] = content(scored)
+        results[workers] = content(scored)
         assert [group.group_index for group in scored.groups] == [1, 3, 5, 7, 9, 11]
-    assert found[1] == found[2]
-    assert found[2][1]["rollout/dropped/even"].value == 6
+    assert results[1] == results[2]
+    assert results[2][1]["rollout/dropped/even"].value == 6
 
 
 async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of, running):
@@ -367,12 +367,12 @@ async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of, running):
 @pytest.mark.slow
 async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of, running, monkeypatch):
     """``--max-prompt-pass-rate`` changes the stream, which is here, by groups that are scored there."""
-    shown = []
-    monkeypatch.setattr(pipelines, "leave_out_mastered", lambda stream, rate: shown.append)
+    groups = []
+    monkeypatch.setattr(pipelines, "leave_out_mastered", lambda stream, rate: groups.append)
     async with running(settings_of(2, max_prompt_pass_rate=0.9)) as pipeline:
         scored = await collect(pipeline, 0)
-    assert sorted(group.group_index for group in shown) == list(range(6))
-    assert {id(group) for group in shown} == {id(group) for group in scored.groups}
+    assert sorted(group.group_index for group in groups) == list(range(6))
+    assert {id(group) for group in groups} == {id(group) for group in scored.groups}
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ def test_a_head_that_does_not_answer_is_left_after_two_seconds() -> None:
     with socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        found = joined_cluster(f"127.0.0.1:{silent.getsockname()[1]}")
-    assert (found.gpus, found.fault) == (None, "it did not answer within 2 s")
+        ray_cluster = joined_cluster(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert (ray_cluster.gpus, ray_cluster.fault) == (None, "it did not answer within 2 s")
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from miles.config.profiling import ProfilingArguments
 from miles.run.iteration_profiler import IterationProfiler
 
 
-def begun_at(folder, first, **given):
+def begun_at(folder, first, **fields):
     """Enter the first iteration of a process; it records none of them itself."""
-    profiling = ProfilingArguments(**given)
+    profiling = ProfilingArguments(**fields)
     assert first not in profiling.iterations
     profiler = IterationProfiler(profiling, str(folder), trainer=None, rollout=None, workers=None)
     for number in (first, first + 1):
@@ -18,14 +18,14 @@ def begun_at(folder, first, **given):
 
 
 @pytest.mark.parametrize(
-    ("given", "first", "note"),
+    ("fields", "first", "note"),
     [
         ({}, 2, "the run continues with iteration 2, so iteration 1 cannot be recorded; give --profile-step-start 2"),
         ({"profile_step_start": 2, "profile_step_end": 5}, 7, "iteration 7, so iterations 2 to 4 cannot be recorded"),
     ],
 )
-def test_a_run_that_resumes_after_the_iterations_to_record_says_so_once(tmp_path, capsys, given, first, note):
-    begun_at(tmp_path, first, profile=True, **given)
+def test_a_run_that_resumes_after_the_iterations_to_record_says_so_once(tmp_path, capsys, fields, first, note):
+    begun_at(tmp_path, first, profile=True, **fields)
     out = capsys.readouterr().out
     assert note in out and out.count("note: --profile: ") == 1
 

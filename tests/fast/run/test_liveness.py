@@ -47,14 +47,14 @@ def crew(monkeypatch, idle):
 
 def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(crew):
     workers, (first, second), pids = crew
-    found = []
-    bounded = Workers(seconds=600.0, longest_wait=1.0, on_hang=lambda why: found.append((why, bounded.describe(60.0))))
+    calls = []
+    bounded = Workers(seconds=600.0, longest_wait=1.0, on_hang=lambda why: calls.append((why, bounded.describe(60.0))))
     for name, actor in (("slow", first), ("idle", second)):
         bounded.add(name, actor)
     bounded.results([first.sleep.remote(0), second.sleep.remote(0)])
     with pytest.raises(ActorLost, match=r"has not ended within 1 s \(--wait-timeout\)"):
         bounded.result(first.sleep.remote(FOR_EVER))
-    ((why, described),) = found
+    ((why, described),) = calls
     assert "--wait-timeout" in why and described.keys() == {"slow", "idle"}
     assert " in sleep" in described["slow"] and " in sleep" not in described["idle"]
     assert workers.result(second.sleep.remote(0)) == 0
@@ -65,11 +65,11 @@ def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(
 )
 def test_a_failure_that_is_a_time_out_is_a_hang(crew, error, hangs):
     workers, (first, _), _ = crew
-    found = []
-    workers._on_hang = found.append
+    reasons = []
+    workers._on_hang = reasons.append
     with pytest.raises(RuntimeError, match=error):
         workers.result(first.fail.remote(RuntimeError(error)))
-    assert found == ([error] if hangs else [])
+    assert reasons == ([error] if hangs else [])
 
 
 def test_silence_counts_from_the_end_of_the_imports(crew):

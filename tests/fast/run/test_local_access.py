@@ -43,9 +43,9 @@ def test_a_token_that_others_can_read_is_kept_and_closed(token):
     assert token.read_text() == "the token of another cluster of mine"
 
 
-@pytest.mark.parametrize("given", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_from_elsewhere_needs_no_file(token, monkeypatch, given):
-    monkeypatch.setenv(given, "x")
+@pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_from_elsewhere_needs_no_file(token, monkeypatch, variable):
+    monkeypatch.setenv(variable, "x")
     local_access.make_token_private()
     assert not token.exists()
 
@@ -65,15 +65,15 @@ def test_sessions_are_in_a_folder_that_only_their_user_can_enter(tmp_path, monke
 
 
 def test_secret_variables_reach_the_trainer_past_ray(monkeypatch):
-    given = ClusterArguments(train_env_vars=json.dumps({"HF_TOKEN": "open-sesame", "NCCL_DEBUG": "INFO"}))
-    assert _environment(given) == ({"NCCL_DEBUG": "INFO"}, {"HF_TOKEN": "open-sesame"})
+    section = ClusterArguments(train_env_vars=json.dumps({"HF_TOKEN": "open-sesame", "NCCL_DEBUG": "INFO"}))
+    assert _environment(section) == ({"NCCL_DEBUG": "INFO"}, {"HF_TOKEN": "open-sesame"})
     monkeypatch.setenv("HF_TOKEN", "")
-    TrainActor(0, Settings(cluster=given), "cpu")
+    TrainActor(0, Settings(cluster=section), "cpu")
     assert os.environ["HF_TOKEN"] == "open-sesame"
 
 
 def test_the_interface_of_the_collectives_exists_and_is_not_forced_on_anybody():
     interfaces = local_access.loopback_environment({})
     assert set(interfaces.values()) <= {name for _, name in socket.if_nameindex()}
-    given = {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert local_access.loopback_environment(given) == {"NCCL_SOCKET_IFNAME": "lo"}
+    variables = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert local_access.loopback_environment(variables) == {"NCCL_SOCKET_IFNAME": "lo"}

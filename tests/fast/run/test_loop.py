@@ -97,8 +97,8 @@ def loop_of(
     **checkpoint,
 ):
     """Run a loop; return its calls."""
-    sides = Recorder(resume_from)
-    both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
+    actor = Recorder(resume_from)
+    both = Sides(actor, actor, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
         RunCheckpoints(
@@ -111,7 +111,7 @@ def loop_of(
             settings={"optimizer": {"lr": 0.5}},
             branch=branch,
         ),
-        sides,
+        actor,
         evaluation=evaluation,
         steps_per_iteration=2,
         is_synchronous=True,
@@ -120,7 +120,7 @@ def loop_of(
         foreseen=foreseen,
     )
     loop.run()
-    return sides
+    return actor
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def run():
 
 
 def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_order(run):
-    sides = run(save="checkpoints", save_interval=2)
-    second = sides.calls[sides.calls.index(("generate", 1)) : sides.calls.index(("generate", 2))]
+    actor = run(save="checkpoints", save_interval=2)
+    second = actor.calls[actor.calls.index(("generate", 1)) : actor.calls.index(("generate", 2))]
     assert [call for call in second if call[0] in ("generate", "train", "sync", "evaluate", "log", "save")] == [
         ("generate", 1),
         ("train", 1),
@@ -160,9 +160,9 @@ def test_weights_are_synced_before_the_first_iteration_and_evaluated_as_step_0(r
 
 
 def test_checkpoints_and_evaluation_come_every_interval_and_after_the_last_iteration(run):
-    sides = run(save="checkpoints", save_interval=3)
-    assert sides.of("save") == [("save", 3), ("save", 5)]
-    evaluated = [step for step, row in sides.rows.items() if "eval/held_out" in row]
+    actor = run(save="checkpoints", save_interval=3)
+    assert actor.of("save") == [("save", 3), ("save", 5)]
+    evaluated = [step for step, row in actor.rows.items() if "eval/held_out" in row]
     assert evaluated == [0, 4, 8, 10]
 
 
@@ -173,15 +173,15 @@ def test_without_a_folder_nothing_is_saved(run):
 def test_the_best_iteration_is_saved_beside_those_that_are_due(monkeypatch, run, tmp_path, capsys):
     accuracies = iter([0.0, 0.5, 0.2, 0.1])  # before the first iteration, and after 2, 4 and 5
     monkeypatch.setattr(Recorder, "evaluate", lambda self: {"eval/held_out": Metric(next(accuracies))})
-    sides = run(save=str(tmp_path), save_interval=4, save_best="eval/held_out")
-    assert sides.of("save") == [("save", 2), ("save", 4), ("save", 5)]
-    assert [best and (best.iterations, best.value) for best in sides.saved_bests] == [(2, 0.5), None, None]
+    actor = run(save=str(tmp_path), save_interval=4, save_best="eval/held_out")
+    assert actor.of("save") == [("save", 2), ("save", 4), ("save", 5)]
+    assert [best and (best.iterations, best.value) for best in actor.saved_bests] == [(2, 0.5), None, None]
     assert "--save-best" not in capsys.readouterr().out
 
 
 def test_a_metric_that_no_iteration_has_is_named_at_the_end(run, tmp_path, capsys):
-    sides = run(save=str(tmp_path), save_best="eval/other/accuracy")
-    assert sides.of("save") == [("save", 5)]
+    actor = run(save=str(tmp_path), save_best="eval/other/accuracy")
+    assert actor.of("save") == [("save", 5)]
     assert "note: --save-best eval/other/accuracy: no iteration had this metric" in capsys.readouterr().out
 
 
@@ -203,31 +203,31 @@ def test_every_step_has_a_row_and_the_last_of_an_iteration_has_seconds_and_throu
 
 
 def test_a_resumed_run_continues_after_the_iterations_that_are_done(run):
-    sides = run(resume_from={"rollouts_done": 3, "prompts": {"position": 7}}, load="checkpoints")
-    assert sides.of("restore", "resume at step", "sync", "generate")[:4] == [
+    actor = run(resume_from={"rollouts_done": 3, "prompts": {"position": 7}}, load="checkpoints")
+    assert actor.of("restore", "resume at step", "sync", "generate")[:4] == [
         ("restore", {"position": 7}),
         ("resume at step", 7),
         ("sync", 3),
         ("generate", 3),
     ]
-    assert min(sides.rows) == 7
+    assert min(actor.rows) == 7
 
 
 def test_checkpoints_carry_the_run_that_they_belong_to(run):
     assert run(save="checkpoints").saved_states[-1]["run"] == OWN.to_state()
     earlier = {"rollouts_done": 3, "prompts": {}, "run": RunIdentity("resumed", "2026-01-01 10:00:00").to_state()}
-    sides = run(resume_from=earlier, save="checkpoints")
-    assert sides.saved_states[-1]["run"] == earlier["run"]
-    assert sides.continued == RunIdentity("resumed", "2026-01-01 10:00:00"), "the tracker finds its own metrics by it"
+    actor = run(resume_from=earlier, save="checkpoints")
+    assert actor.saved_states[-1]["run"] == earlier["run"]
+    assert actor.continued == RunIdentity("resumed", "2026-01-01 10:00:00"), "the tracker finds its own metrics by it"
 
 
 def test_a_branch_is_a_run_of_its_own(run):
     earlier = {"rollouts_done": 3, "prompts": {}, "run": BRANCHED.to_state(), "wandb_run": "earlier"}
     for load, own in (("run/iter_0000003", True), ("branch", False)):  # second: a restart of the branch
-        sides = run(resume_from=earlier, save="branch", load=load, branch="run/iter_0000003")
-        state = sides.saved_states[-1]
+        actor = run(resume_from=earlier, save="branch", load=load, branch="run/iter_0000003")
+        state = actor.saved_states[-1]
         assert (state["run"] == OWN.to_state(), "wandb_run" not in state) == (own, own)
-        assert sides.continued == (OWN if own else BRANCHED)
+        assert actor.continued == (OWN if own else BRANCHED)
 
 
 def test_checkpoints_carry_the_settings_of_the_run(run):
@@ -247,8 +247,8 @@ def test_checkpoints_carry_the_wandb_run_of_their_run_even_if_a_part_of_it_has_n
 
 
 def test_a_run_that_is_already_done_says_so(run, capsys):
-    sides = run(resume_from={"rollouts_done": 7, "prompts": {}})
-    assert sides.of("generate", "train") == []
+    actor = run(resume_from={"rollouts_done": 7, "prompts": {}})
+    assert actor.of("generate", "train") == []
     assert "note: 7 iterations are done already, and this run has 5: nothing is left" in capsys.readouterr().out
 
 
@@ -257,13 +257,13 @@ def test_a_run_whose_prompts_are_all_mastered_ends_with_what_is_due_after_the_la
     monkeypatch, run, capsys, tmp_path, done, evaluated
 ):
     monkeypatch.setattr(Recorder, "prompts_for", done)
-    sides = run(save="checkpoints", save_interval=2, save_hf=str(tmp_path / "{rollout_id}"))
-    assert len(sides.of("train")) == done
-    assert [call[1] for call in sides.of("log") if "eval/held_out" in sides.rows[call[1]]][-1] == evaluated[-1]
-    assert len(sides.of("evaluate")) == len(evaluated), "each once"
-    assert sides.of("save") == {0: [], 2: [("save", 2)], 3: [("save", 2), ("save", 3)]}[done]
-    assert len(sides.of("export_hf")) == max(1, len(sides.of("save")))
-    assert sides.of("save", "log", "end_early")[-1] == ("end_early", 2 * done), "when all else is there"
+    actor = run(save="checkpoints", save_interval=2, save_hf=str(tmp_path / "{rollout_id}"))
+    assert len(actor.of("train")) == done
+    assert [call[1] for call in actor.of("log") if "eval/held_out" in actor.rows[call[1]]][-1] == evaluated[-1]
+    assert len(actor.of("evaluate")) == len(evaluated), "each once"
+    assert actor.of("save") == {0: [], 2: [("save", 2)], 3: [("save", 2), ("save", 3)]}[done]
+    assert len(actor.of("export_hf")) == max(1, len(actor.of("save")))
+    assert actor.of("save", "log", "end_early")[-1] == ("end_early", 2 * done), "when all else is there"
     assert f"the run ends after {done} of 5 iterations" in capsys.readouterr().out
 
 
@@ -272,9 +272,9 @@ def test_the_last_evaluation_of_a_run_that_ends_early_may_be_the_best(monkeypatc
     accuracies = iter([0.0, 0.5, 0.7])  # before the first iteration, and after 2 and 3
     monkeypatch.setattr(Recorder, "prompts_for", 3)
     monkeypatch.setattr(Recorder, "evaluate", lambda self: {"eval/held_out": Metric(next(accuracies))})
-    sides = run(save=str(tmp_path), save_interval=interval, save_best="eval/held_out")
-    assert sides.of("save") == [("save", done) for done in saved]
-    best = sides.saved_bests[-1]
+    actor = run(save=str(tmp_path), save_interval=interval, save_best="eval/held_out")
+    assert actor.of("save") == [("save", done) for done in saved]
+    best = actor.saved_bests[-1]
     assert (best.iterations, best.value, best.due) == (3, 0.7, True)
 
 
@@ -298,23 +298,23 @@ def signalled_in(monkeypatch, method, number, at):
     original = getattr(Recorder, method)
 
     def interrupted(self, *arguments):
-        found = original(self, *arguments)
+        result = original(self, *arguments)
         if arguments[-1] == at:
             signal.raise_signal(number)
-        return found
+        return result
 
     monkeypatch.setattr(Recorder, method, interrupted)
 
 
 def ended(run, stop, **checkpoint):
     """Run until the signal ends it; return its calls and its exit status."""
-    sides = []
+    actors = []
     original = Recorder.__init__
     with pytest.raises(StopRequested) as stopped, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "__init__", lambda self, *a: (sides.append(self), original(self, *a))[1])
+        patch.setattr(Recorder, "__init__", lambda self, *a: (actors.append(self), original(self, *a))[1])
         run(stop=stop, **checkpoint)
     assert stopped.type is StopRequested
-    return sides[0], stop.exit_status
+    return actors[0], stop.exit_status
 
 
 @pytest.mark.parametrize(("number", "status"), [(number, 128 + number) for number in STOPS])
@@ -322,31 +322,31 @@ def test_a_signal_while_generating_abandons_the_iteration_and_saves_those_before
     monkeypatch, run, stop, number, status
 ):
     signalled_in(monkeypatch, "generate", number, at=2)
-    sides, exit_status = ended(run, stop, save="checkpoints")
-    assert sides.of("generate", "train", "save")[-2:] == [("generate", 2), ("save", 2)]
+    actor, exit_status = ended(run, stop, save="checkpoints")
+    assert actor.of("generate", "train", "save")[-2:] == [("generate", 2), ("save", 2)]
     assert exit_status == status
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 0)])
 def test_a_signal_while_training_finishes_the_iteration_and_saves_it(monkeypatch, run, stop, number, status):
     signalled_in(monkeypatch, "train", number, at=2)
-    sides, exit_status = ended(run, stop, save="checkpoints")
-    assert sides.of("train", "sync", "save")[-3:] == [("train", 2), ("sync", 3), ("save", 3)]
+    actor, exit_status = ended(run, stop, save="checkpoints")
+    assert actor.of("train", "sync", "save")[-3:] == [("train", 2), ("sync", 3), ("save", 3)]
     assert exit_status == status
 
 
 def test_a_second_signal_stops_at_the_last_checkpoint(monkeypatch, run, stop):
     signalled_in(monkeypatch, "train", signal.SIGINT, at=2)
     signalled_in(monkeypatch, "update_weights", signal.SIGINT, at=3)
-    sides, exit_status = ended(run, stop, save="checkpoints", save_interval=2)
-    assert sides.of("save") == [("save", 2)]
+    actor, exit_status = ended(run, stop, save="checkpoints", save_interval=2)
+    assert actor.of("save") == [("save", 2)]
     assert exit_status == 130
 
 
 def test_what_is_saved_already_is_not_saved_again(monkeypatch, run, stop):
     signalled_in(monkeypatch, "generate", signal.SIGTERM, at=2)
-    sides, _ = ended(run, stop, save="checkpoints", save_interval=2)
-    assert sides.of("save") == [("save", 2)]
+    actor, _ = ended(run, stop, save="checkpoints", save_interval=2)
+    assert actor.of("save") == [("save", 2)]
 
 
 def test_after_the_timeout_the_run_stops(monkeypatch, run):
@@ -357,8 +357,8 @@ def test_after_the_timeout_the_run_stops(monkeypatch, run):
 
     monkeypatch.setattr(Recorder, "train", hangs)
     with StopRequests(0.2).listening() as stop:
-        sides, exit_status = ended(run, stop, save="checkpoints")
-    assert exit_status == 143 and sides.of("save") == []
+        actor, exit_status = ended(run, stop, save="checkpoints")
+    assert exit_status == 143 and actor.of("save") == []
 
 
 def test_a_run_whose_folder_is_anothers_by_now_does_not_write(monkeypatch, run):
@@ -396,27 +396,27 @@ def test_every_checkpoint_has_an_export(run, tmp_path):
 
 
 def test_shared_gpus_are_given_to_the_trainer_before_it_trains_and_back_with_the_weights(run):
-    sides = run(offload=Offload(train=True, rollout=True))
-    names = [call[0] for call in sides.of("generate", "release_memory", "onload", "train", "offload", "sync")]
+    actor = run(offload=Offload(train=True, rollout=True))
+    names = [call[0] for call in actor.of("generate", "release_memory", "onload", "train", "offload", "sync")]
     assert names[2:8] == ["generate", "release_memory", "onload", "train", "offload", "sync"]
 
 
 def test_without_a_trainer_every_iteration_is_generated_evaluated_and_logged_with_the_first_weights():
-    sides = Recorder()
+    actor = Recorder()
     evaluation = EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2)
-    GenerationLoop(sides, sides, evaluation=evaluation, steps_per_iteration=2, stop=StopRequests(60.0)).run()
-    assert sides.of("generate") == [("generate", iteration) for iteration in range(5)]
-    assert sides.of("sync") == [("sync", version) for version in range(6)]
-    assert not sides.of("train", "save", "export_weights")
-    assert list(sides.rows) == [0, 2, 4, 6, 8, 10]
-    assert [step for step, row in sides.rows.items() if "eval/held_out" in row] == [0, 4, 8, 10]
-    assert "perf/tokens_per_second" in sides.rows[2]
+    GenerationLoop(actor, actor, evaluation=evaluation, steps_per_iteration=2, stop=StopRequests(60.0)).run()
+    assert actor.of("generate") == [("generate", iteration) for iteration in range(5)]
+    assert actor.of("sync") == [("sync", version) for version in range(6)]
+    assert not actor.of("train", "save", "export_weights")
+    assert list(actor.rows) == [0, 2, 4, 6, 8, 10]
+    assert [step for step, row in actor.rows.items() if "eval/held_out" in row] == [0, 4, 8, 10]
+    assert "perf/tokens_per_second" in actor.rows[2]
 
 
 def test_without_a_trainer_a_run_without_prompts_ends_too(monkeypatch, capsys):
     monkeypatch.setattr(Recorder, "prompts_for", 1)
-    sides = Recorder()
-    GenerationLoop(sides, sides, evaluation=EvaluationArguments(), steps_per_iteration=2, stop=StopRequests(60.0)).run()
-    assert list(sides.rows) == [2]
-    assert sides.of("end_early") == [("end_early", 2)]
+    actor = Recorder()
+    GenerationLoop(actor, actor, evaluation=EvaluationArguments(), steps_per_iteration=2, stop=StopRequests(60.0)).run()
+    assert list(actor.rows) == [2]
+    assert actor.of("end_early") == [("end_early", 2)]
     assert "the run ends after 1 of 5 iterations" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def context():
         notifier=SimpleNamespace(send=lambda *event: sent.append(event), sent=sent),
         restarts=Restarts(1),
         continuation=lambda settings: "a continuation",
-        given=CheckpointArguments(),
+        of_command=CheckpointArguments(),
     )
 
 
@@ -74,8 +74,8 @@ def test_a_signal_that_has_ended_ray_too_is_the_reason(context, capsys, number, 
         with suppress(KeyboardInterrupt):
             signal.raise_signal(number)
         assert run.after_loss(GONE, parse([]), context) == status
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"stopped by {signal.Signals(number).name}; nothing was saved") and "GCS" not in shown
+    output = capsys.readouterr().err
+    assert output.startswith(f"stopped by {signal.Signals(number).name}; nothing was saved") and "GCS" not in output
     assert context.files.kept == [] and context.restarts.left == 1
     assert [event for event, _ in context.notifier.sent] == ["end"]
 
@@ -90,8 +90,8 @@ def test_a_signal_counts_before_python_has_called_its_handler(context, monkeypat
 
 
 def test_a_signal_that_comes_a_little_later_counts_and_only_ends_the_wait():
-    stop, found = StopRequests(60.0), queue.SimpleQueue()
-    thread = threading.Thread(target=lambda: found.put(stop.stopped_within(30.0, only_notes=True)))
+    stop, answers = StopRequests(60.0), queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: answers.put(stop.stopped_within(30.0, only_notes=True)))
     with stop.listening():
         thread.start()
         with suppress(KeyboardInterrupt):
@@ -99,7 +99,7 @@ def test_a_signal_that_comes_a_little_later_counts_and_only_ends_the_wait():
             thread.join()
         thread.join()
         signal.raise_signal(signal.SIGTERM)  # raises no more: the run ends
-    assert found.get() is True and stop.exit_status == 143
+    assert answers.get() is True and stop.exit_status == 143
 
 
 def test_the_warning_of_slurm_does_not_hide_a_loss(context, capsys):
@@ -132,9 +132,9 @@ def test_what_cannot_be_kept_or_restarted_does_not_replace_the_reason(context, c
 
     context.continuation = continuation
     assert run.after_loss(GONE, parse([]), context) == 1
-    shown = capsys.readouterr().err
-    assert shown.count("could not be kept (RuntimeError: a fault)") == 2
-    assert f"the run stopped: {GONE}, and the run cannot be restarted: not this one" in shown
+    output = capsys.readouterr().err
+    assert output.count("could not be kept (RuntimeError: a fault)") == 2
+    assert f"the run stopped: {GONE}, and the run cannot be restarted: not this one" in output
 
 
 def test_a_worker_that_a_signal_has_ended_is_no_failure(capsys):

@@ -135,8 +135,8 @@ async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tm
             (Path(exported.offer.folder) / "delta.json").unlink()
         exported = replace(exported, trainer=SimpleNamespace(whole_weights=ask))
         driver._note_update(await actor.update_weights(exported, version, None))
-        found = actor._built.weights
-        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        tensors = actor._built.weights
+        assert tensors.keys() == weights.keys() and all(torch.equal(tensors[name], weights[name]) for name in weights)
         return {name.removeprefix("weight_sync/"): metric.value for name, metric in driver.weight_metrics.items()}
 
     first = await sync(0)
@@ -161,5 +161,5 @@ async def test_the_bytes_and_seconds_of_an_update_are_measured_in_every_mode(mon
     actor._built = Loads()
     sent = UpdateWeights(store(map(WeightChunk, weights)))
     driver._note_update(await actor.update_weights(sent, 1, None))
-    found = {name: metric.value for name, metric in driver.weight_metrics.items()}
-    assert found == {"weight_sync/bytes": 2032, "weight_sync/load_seconds": 0.5}
+    metrics = {name: metric.value for name, metric in driver.weight_metrics.items()}
+    assert metrics == {"weight_sync/bytes": 2032, "weight_sync/load_seconds": 0.5}

@@ -66,53 +66,53 @@ class Started(Exception):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_a_run_on_cpu_bounds_the_object_store(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     """A GPU trains models that are larger than any bound that suits a CPU, and an update holds the whole model."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def init(**options: Any) -> None:
-        given.update(options)
+        arguments.update(options)
         raise Started
 
     monkeypatch.setattr(ray, "init", init)
     cluster = ClusterArguments(device=device, actor_num_gpus_per_node=2)
     with pytest.raises(Started), ray_session(cluster):
         pass
-    found = given["num_cpus"], given["object_store_memory"]
-    assert found == ((3, 2**30) if device == "cpu" else (None, None))
+    limits = arguments["num_cpus"], arguments["object_store_memory"]
+    assert limits == ((3, 2**30) if device == "cpu" else (None, None))
 
 
-@pytest.mark.parametrize("given", [None, "500"])
-def test_a_local_ray_records_no_task_events(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+@pytest.mark.parametrize("value", [None, "500"])
+def test_a_local_ray_records_no_task_events(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     """Unless the user wants them. In this process the environment is as before afterwards."""
     name = "RAY_task_events_report_interval_ms"
-    if given is None:
+    if value is None:
         monkeypatch.delenv(name, raising=False)
     else:
-        monkeypatch.setenv(name, given)
-    found: list[str] = []
+        monkeypatch.setenv(name, value)
+    values: list[str] = []
 
     def init(**options: Any) -> None:
-        found.append(os.environ[name])
+        values.append(os.environ[name])
         raise Started
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
         pass
-    assert found == [given or "0"] and os.environ.get(name) == given
+    assert values == [value or "0"] and os.environ.get(name) == value
 
 
 def test_only_the_ray_of_a_run_lacks_autoscaler_and_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one in this process has both. ``test_train_and_resume`` looks at the processes of a run."""
     before = Node.start_monitor, Node.start_api_server
-    found: list[Any] = []
+    methods: list[Any] = []
 
     def init(**options: Any) -> None:
-        found.extend([Node.start_monitor, Node.start_api_server])
+        methods.extend([Node.start_monitor, Node.start_api_server])
         raise Started
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
         pass
-    assert not set(before) & set(found)
+    assert not set(before) & set(methods)
     assert (Node.start_monitor, Node.start_api_server) == before
 
 
@@ -168,10 +168,10 @@ def test_a_run_that_is_stopped_while_ray_starts_says_so(launch: Any, part: str, 
 
 
 def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def place(bundles: list[dict[str, float]], **options: Any) -> None:
-        given.update(bundles=bundles)
+        arguments.update(bundles=bundles)
         raise Started
 
     monkeypatch.setattr(ray, "init", lambda **options: None)
@@ -181,7 +181,7 @@ def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.Mo
     cluster = ClusterArguments(device="cuda", actor_num_gpus_per_node=2, ray_address="auto")
     with pytest.raises(Started), ray_session(cluster, EngineLayout(2, 4, beside_trainer=False)):
         pass
-    assert given["bundles"] == [{"CPU": 1.0, "GPU": 4.0}] * 2
+    assert arguments["bundles"] == [{"CPU": 1.0, "GPU": 4.0}] * 2
     placement = Placement(None, cluster, "cuda", EngineLayout(2, 4, beside_trainer=False))  # type: ignore[arg-type]
     assert placement.engine_options(1)["scheduling_strategy"].placement_group_bundle_index == 1
     assert placement.engine_options(1)["num_gpus"] == 4.0 and placement.rollout_options()["num_gpus"] == 0.0

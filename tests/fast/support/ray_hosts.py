@@ -50,13 +50,13 @@ class Host:
 
     def kinds(self) -> set[str]:
         """Return the classes of the actors on this host."""
-        found = set()
+        classes = set()
         for process in self.processes():
             with suppress(psutil.Error):
                 words = process.cmdline()
                 if words and words[0].startswith("ray::") and "Actor" in words[0]:
-                    found.add(words[0].removeprefix("ray::").split(".")[0].split()[0])
-        return found
+                    classes.add(words[0].removeprefix("ray::").split(".")[0].split()[0])
+        return classes
 
     def end(self) -> None:
         """End its remaining processes."""

@@ -53,13 +53,13 @@ class Layout:
         """Return valid settings. Models are in ``folder``."""
         is_tiny = self.model != "135M"
         precision = dict(fp32=True) if is_tiny else dict(bf16=True)
-        given = dict(global_batch_size=8, micro_batch_size=2) | precision | self.training
+        fields = dict(global_batch_size=8, micro_batch_size=2) | precision | self.training
         return Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=self.ranks, rollout_num_gpus=1, device="cpu"),
             model=ModelArguments(hf_checkpoint=str(folder / self.model)),
             rollout=RolloutArguments(
                 rollout_engine="torch",
-                rollout_batch_size=given["global_batch_size"] // 2,
+                rollout_batch_size=fields["global_batch_size"] // 2,
                 n_samples_per_prompt=2,
                 rollout_max_response_len=96 if is_tiny else 16,  # bf16 products are slow on many processors
                 num_rollout=1,
@@ -69,7 +69,7 @@ class Layout:
             ),
             reward=RewardArguments(rm_type="exact_match"),
             loss=LossArguments(**self.loss),
-            training=TrainingArguments(train_backend=self.backend, **given),
+            training=TrainingArguments(train_backend=self.backend, **fields),
             parallel=ParallelArguments(**self.parallel),
             megatron=MegatronArguments(**self.sizes),
             lora=LoraArguments(**self.lora),

@@ -226,12 +226,12 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _capped(config: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    result = {}
     for name, value in config.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
-            found[name] = _capped(value)
+            result[name] = _capped(value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = min([value, *(most for pattern, most in _MOST.items() if re.search(pattern, name))])
+            result[name] = min([value, *(most for pattern, most in _MOST.items() if re.search(pattern, name))])
         elif name != "dtype":
-            found[name] = value
-    return found
+            result[name] = value
+    return result

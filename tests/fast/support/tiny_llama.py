@@ -22,10 +22,10 @@ SHAPE = dict(
 )
 
 
-def tiny_llama(seed: int, **given: Any) -> LlamaForCausalLM:
-    """Return the model in fp32; ``given`` extends or overrides its configuration."""
+def tiny_llama(seed: int, **fields: Any) -> LlamaForCausalLM:
+    """Return the model in fp32; ``fields`` extend or override its configuration."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**(SHAPE | given)))
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | fields)))
 
 
 def save_tiny_llama(folder: Path, tied: bool) -> None:

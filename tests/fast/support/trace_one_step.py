@@ -95,17 +95,17 @@ def main(model: str, prompts: str, output: str) -> None:
     threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)
     tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
-    sides = Sides(run, run, settings.offload("cpu"), PhaseTimer())
+    actors = Sides(run, run, settings.offload("cpu"), PhaseTimer())
     loop = TrainingLoop(
-        sides,
-        RunCheckpoints(sides, settings.checkpoint, {}, settings.steps_per_iteration),
+        actors,
+        RunCheckpoints(actors, settings.checkpoint, {}, settings.steps_per_iteration),
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=settings.steps_per_iteration,
         is_synchronous=True,
         stop=StopRequests(60.0),
     )
-    sides.sync_weights(version=0)
+    actors.sync_weights(version=0)
     global is_tracing
     is_tracing = True
     loop.run_iteration(0)

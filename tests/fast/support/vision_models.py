@@ -115,8 +115,8 @@ def prompt_with(model: str, sizes: list[tuple[int, int]], seed: int) -> Prompt:
         return Prompt(text, ids)
     counts = tuple(one.count(processor.image_token) for one in written)
     files = tuple(png(seed + i, *size) for i, size in enumerate(sizes))
-    places = np.flatnonzero(np.array(ids) == processor.image_token_id)
-    starts = tuple(places[np.cumsum(counts) - counts].tolist())
+    indices = np.flatnonzero(np.array(ids) == processor.image_token_id)
+    starts = tuple(indices[np.cumsum(counts) - counts].tolist())
     images = PromptImages(files, tuple(sizes), counts, starts, processor.image_token_id, model, f"rows:{seed}")
     return Prompt(text, ids, images=images)
 

@@ -215,12 +215,12 @@ def test_a_hostile_index_is_refused_and_runs_nothing(saved, tmp_path):
     marker = tmp_path / "it ran"
     (saved / INDEX).write_bytes(pickle.dumps(Hostile(marker)))
     assert "it names pathlib.Path" in fault_of(saved) or "it names builtins.getattr" in fault_of(saved)
-    given = tensors()
+    state = tensors()
     with one_rank(), restricted_loading(), pytest.raises(BaseException, match="names"):
-        dcp.load(given, checkpoint_id=saved)
+        dcp.load(state, checkpoint_id=saved)
     assert not marker.exists()
     with one_rank(), pytest.raises(BaseException, match="ranks"):
-        dcp.load(given, checkpoint_id=saved)
+        dcp.load(state, checkpoint_id=saved)
     assert marker.exists(), "the file has to be hostile for the test to mean anything"
 
 
@@ -293,13 +293,13 @@ def test_an_index_refers_to_no_file_outside_of_the_checkpoint(saved):
 
 
 def test_restricted_loading_loads_what_was_saved(saved):
-    wanted, found = tensors(), tensors()
-    found["model"]["w"].zero_()
-    found["optimizer"]["w"] |= {"lr": 0.0, "betas": (0.0, 0.0)}
+    wanted, state = tensors(), tensors()
+    state["model"]["w"].zero_()
+    state["optimizer"]["w"] |= {"lr": 0.0, "betas": (0.0, 0.0)}
     with one_rank(), restricted_loading():
-        dcp.load(found, checkpoint_id=saved)
-    assert torch.equal(found["model"]["w"], wanted["model"]["w"])
-    assert found["optimizer"]["w"]["lr"] == 0.5 and tuple(found["optimizer"]["w"]["betas"]) == (0.9, 0.999)
+        dcp.load(state, checkpoint_id=saved)
+    assert torch.equal(state["model"]["w"], wanted["model"]["w"])
+    assert state["optimizer"]["w"]["lr"] == 0.5 and tuple(state["optimizer"]["w"]["betas"]) == (0.9, 0.999)
 
 
 def test_restricted_loading_ends_with_its_block(saved, monkeypatch):
@@ -331,10 +331,10 @@ SMALL = st.one_of(
 
 def changed(data, cuts, flips):
     """Return ``data`` cut and with some bytes changed."""
-    found = bytearray(data[: len(data) - cuts % (len(data) + 1)])
-    for place, value in flips if found else ():
-        found[place % len(found)] = value
-    return bytes(found)
+    buffer = bytearray(data[: len(data) - cuts % (len(data) + 1)])
+    for place, value in flips if buffer else ():
+        buffer[place % len(buffer)] = value
+    return bytes(buffer)
 
 
 FLIPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4)

@@ -56,7 +56,7 @@ def test_an_export_that_is_killed_anywhere_leaves_a_whole_one_for_the_next_start
     """Every change of the folders is one call; the kill comes before the first, the second, …, until none is left."""
     template, moment, ended = str(tmp_path / name), 0, False
     folder = Path(template.replace("{iteration}", "7").replace("{rollout_id}", "7"))
-    found = []
+    contents = []
     while not ended:
         shutil.rmtree(folder, ignore_errors=True)
         export(folder, **OLD)
@@ -83,12 +83,12 @@ def test_an_export_that_is_killed_anywhere_leaves_a_whole_one_for_the_next_start
             except Killed:
                 moment += 1
         recover_exports(template)
-        found.append(weights(folder))
+        contents.append(weights(folder))
         assert (folder / "mine" / "README").read_text() == "mine"
         assert not (folder.parent / f".replaced_{folder.name}").exists()
     old, new = ({name.replace("__", "."): text for name, text in files.items()} for files in (OLD, NEW))
-    assert all(each in (old, new) for each in found)
-    assert found[0] == old and found[-1] == new and len(found) > 4
+    assert all(each in (old, new) for each in contents)
+    assert contents[0] == old and contents[-1] == new and len(contents) > 4
 
 
 def test_what_others_have_left_beside_an_export_stays(tmp_path):

@@ -21,14 +21,14 @@ def test_newest_has_the_most_iterations(tmp_path):
     assert newest(tmp_path) is None and newest(tmp_path / "missing") is None
     for rollout in (9, 100, 20):
         write(tmp_path, rollout, str(rollout))
-    found = newest(tmp_path)
-    assert found is not None and (found / "weights").read_text() == "100"
+    folder = newest(tmp_path)
+    assert folder is not None and (folder / "weights").read_text() == "100"
 
 
 def test_a_checkpoint_is_named_itself_or_by_its_folder(tmp_path):
-    found = write(tmp_path / "run", 3, "")
-    (found / "state.json").write_text("{}")
-    assert at(found) == at(tmp_path / "run") == found
+    folder = write(tmp_path / "run", 3, "")
+    (folder / "state.json").write_text("{}")
+    assert at(folder) == at(tmp_path / "run") == folder
     (tmp_path / "hugging_face").mkdir()
     assert at(tmp_path / "hugging_face") is None and at(tmp_path / "owner" / "model") is None
 
@@ -87,8 +87,8 @@ def test_a_checkpoint_saved_again_is_replaced_completely(tmp_path):
 def test_a_run_killed_while_replacing_leaves_the_older_checkpoint(tmp_path):
     write(tmp_path, 4, "older")
     (tmp_path / "iter_0000004").rename(tmp_path / ".replaced_iter_0000004")
-    found = newest(tmp_path)
-    assert found is not None and (found / "weights").read_text() == "older"
+    folder = newest(tmp_path)
+    assert folder is not None and (folder / "weights").read_text() == "older"
 
 
 def test_half_written_checkpoints_of_killed_runs_are_removed_and_nothing_else(tmp_path):

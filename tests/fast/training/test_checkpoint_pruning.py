@@ -20,7 +20,7 @@ def left(root):
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "retain_interval", "kept"),
+    ("keep_last", "retain_interval", "expected"),
     [
         (None, None, [2, 4, 6, 8, 10]),
         (2, None, [8, 10]),
@@ -29,10 +29,10 @@ def left(root):
         (9, None, [2, 4, 6, 8, 10]),
     ],
 )
-def test_both_sets_are_kept(root, keep_last, retain_interval, kept):
+def test_both_sets_are_kept(root, keep_last, retain_interval, expected):
     removed = prune(root / "iter_0000010", keep_last, retain_interval)
-    assert left(root) == kept
-    assert len(removed) + len(kept) == 5
+    assert left(root) == expected
+    assert len(removed) + len(expected) == 5
 
 
 def test_a_damaged_checkpoint_is_neither_counted_nor_removed(root):

@@ -56,9 +56,9 @@ def batch_of(loss: LossArguments) -> TrainBatch:
 
 
 @pytest.mark.parametrize("row_multiple", [None, 1], ids=["packed", "padded"])
-@pytest.mark.parametrize("given", LOSSES.values(), ids=LOSSES)
-def test_the_policy(given, row_multiple):
-    loss = LossArguments(**given)
+@pytest.mark.parametrize("fields", LOSSES.values(), ids=LOSSES)
+def test_the_policy(fields, row_multiple):
+    loss = LossArguments(**fields)
     policy = Policy(tiny_llama(0, attn_implementation=NAME), 0.7, 64).to(META)
     role = policy_role(SimpleNamespace(optimizer=None), build_objective(loss))
     micro = collate(batch_of(loss), range(4), META, row_multiple=row_multiple)

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 def make_model(kv_heads: int, attention: str) -> LlamaForCausalLM:
-    given = dict(num_key_value_heads=kv_heads, initializer_range=0.2, attn_implementation=attention)
-    return tiny_llama(seed=3, **given).train()
+    fields = dict(num_key_value_heads=kv_heads, initializer_range=0.2, attn_implementation=attention)
+    return tiny_llama(seed=3, **fields).train()
 
 
 def packed_logits(model, sequences):
@@ -45,10 +45,10 @@ def test_packed_sequences_equal_each_sequence_alone(monkeypatch, lengths, kv_hea
     sequences = [torch.randint(0, 64, (n,), generator=generator) for n in lengths]
     weights = torch.randn(sum(lengths), 64, generator=generator)
     packed, alone = make_model(kv_heads, NAME), make_model(kv_heads, "sdpa")
-    found = packed_logits(packed, sequences)
+    logits = packed_logits(packed, sequences)
     wanted = torch.cat([alone(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=log_prob_error(alone, sequences))
-    (found * weights).sum().backward()
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=log_prob_error(alone, sequences))
+    (logits * weights).sum().backward()
     (wanted * weights).sum().backward()
     size = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None]).norm()
     for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
@@ -69,7 +69,7 @@ def test_a_shared_prompt_is_packed_once_with_the_gradients_of_all(monkeypatch, r
     spans = list(zip(starts, responses, strict=True))
     own = [torch.cat([torch.arange(prompt), start + torch.arange(response)]) for start, response in spans]
     shared, alone = make_model(2, NAME), make_model(2, "sdpa")
-    found = shared(
+    logits = shared(
         input_ids=ids[None],
         position_ids=torch.cat([torch.arange(prompt), *(prompt + torch.arange(r) for r in responses)])[None],
         use_cache=False,
@@ -78,9 +78,9 @@ def test_a_shared_prompt_is_packed_once_with_the_gradients_of_all(monkeypatch, r
     for tokens, (start, response) in zip(own, spans, strict=True):
         weights = torch.randn(response, 64, generator=generator)
         wanted = alone(input_ids=ids[tokens][None], use_cache=False).logits[0]
-        torch.testing.assert_close(found[tokens], wanted, rtol=0, atol=log_prob_error(alone, [ids[tokens]]))
+        torch.testing.assert_close(logits[tokens], wanted, rtol=0, atol=log_prob_error(alone, [ids[tokens]]))
         (wanted[prompt:] * weights).sum().backward()
-        (found[start : start + response] * weights).sum().backward(retain_graph=True)
+        (logits[start : start + response] * weights).sum().backward(retain_graph=True)
     for (name, a), b in zip(shared.named_parameters(), alone.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= RELATIVE_ERROR * b.grad.norm(), name
 
@@ -94,15 +94,15 @@ def test_values_may_be_narrower_than_queries(monkeypatch, short):
     shapes = ((4, 12), (2, 12), (2, 8))  # heads and width of queries, keys and values
     q, k, v = (torch.randn(1, heads, sum(lengths), width, generator=generator) for heads, width in shapes)
     layout = PackedLayout.of_packed(np.arange(sum(lengths)), lengths, CPU)
-    found, _ = packed_attention.packed_attention(torch.nn.Identity(), q, k, v, None, packed=layout, scaling=0.3)
+    output, _ = packed_attention.packed_attention(torch.nn.Identity(), q, k, v, None, packed=layout, scaling=0.3)
     parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     wanted = [
         torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=0.3, enable_gqa=True)
         for part in parts
     ]
-    assert found.shape == (1, sum(lengths), 4, 8)
+    assert output.shape == (1, sum(lengths), 4, 8)
     error = attention_error(q, k, v, scaling=0.3, terms=max(lengths))
-    torch.testing.assert_close(found, torch.cat(wanted, 2).transpose(1, 2), rtol=0, atol=error)
+    torch.testing.assert_close(output, torch.cat(wanted, 2).transpose(1, 2), rtol=0, atol=error)
 
 
 def plain_attention(q, k, v, scaling, visible):
@@ -212,8 +212,8 @@ def test_windows_and_sinks_equal_a_float64_reference(monkeypatch, short, window,
     leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
     q, k, v, *sinks = leaves
     layout = PackedLayout.of_packed(index, lengths, CPU)
-    given = dict(packed=layout, scaling=0.3, sliding_window=window, s_aux=sinks[0] if sinks else None)
-    found, _ = packed_attention.packed_attention(torch.nn.Identity(), q[None], k[None], v[None], None, **given)
+    options = dict(packed=layout, scaling=0.3, sliding_window=window, s_aux=sinks[0] if sinks else None)
+    output, _ = packed_attention.packed_attention(torch.nn.Identity(), q[None], k[None], v[None], None, **options)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     parts = [
         reference_attention(*(x[:, own] for x in exact[:3]), window, exact[3] if sinks else None)
@@ -222,7 +222,7 @@ def test_windows_and_sinks_equal_a_float64_reference(monkeypatch, short, window,
     wanted = torch.cat(parts, 1)[:, np.unique(index, return_index=True)[1]]
     weights = torch.randn(4, tokens, 8, generator=generator)
     results = zip(
-        (found[0].transpose(0, 1), *torch.autograd.grad((found[0].transpose(0, 1) * weights).sum(), leaves)),
+        (output[0].transpose(0, 1), *torch.autograd.grad((output[0].transpose(0, 1) * weights).sum(), leaves)),
         (wanted, *torch.autograd.grad((wanted * weights).sum(), exact)),
         strict=True,
     )
@@ -269,10 +269,10 @@ def test_ranks_that_share_sequences_see_the_same_windows(monkeypatch, short, win
     for rank, mine in enumerate(own):
         context = Sharing(ranks, rank, everyone)
         layout = PackedLayout.of_packed(index, lengths, CPU, context)
-        given = dict(packed=layout, scaling=0.3, sliding_window=window)
+        options = dict(packed=layout, scaling=0.3, sliding_window=window)
         inputs = (x[:, mine][None] for x in (q, k, v))
-        found, _ = packed_attention.packed_attention(torch.nn.Identity(), *inputs, None, **given)
-        torch.testing.assert_close(found[0].transpose(0, 1), wanted[:, mine], rtol=0, atol=error)
+        output, _ = packed_attention.packed_attention(torch.nn.Identity(), *inputs, None, **options)
+        torch.testing.assert_close(output[0].transpose(0, 1), wanted[:, mine], rtol=0, atol=error)
 
 
 def test_rows_of_a_window_grow_with_the_tokens_and_not_with_their_square():

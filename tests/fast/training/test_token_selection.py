@@ -50,10 +50,10 @@ def chosen(flags, scores, tokens, noise, size, monkeypatch):
     objective = build_objective(LossArguments(**flags))
     selector, backend = TokenSelector(objective), SimpleNamespace(policy=None)
     if objective.ranks_entropies:
-        found = selector.rank_entropies(backend, shard).batch.top_entropy
+        columns = selector.rank_entropies(backend, shard).batch.top_entropy
     else:
-        found = selector.select(backend, shard, step=1).batch.selected
-    return [column.tolist() for column in found]
+        columns = selector.select(backend, shard, step=1).batch.selected
+    return [column.tolist() for column in columns]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_equal_contexts_are_chosen_alike_in_every_layout(flags, seed):
         for _ in range(ANSWERS)
     ]
     scores = rng.permutation(200).astype(float)  # far apart
-    found = []
+    selections = []
     with pytest.MonkeyPatch.context() as patch:
         for size in (1, 3, 12):
             noise = rng.uniform(-1e-4, 1e-4, 12)
-            found.append(chosen(flags, scores, tokens, noise, size, patch))
-    assert found[0] == found[1] == found[2]
+            selections.append(chosen(flags, scores, tokens, noise, size, patch))
+    assert selections[0] == selections[1] == selections[2]

@@ -31,6 +31,6 @@ def test_gathered_index_puts_every_sequence_back_in_order(lengths, size):
     everywhere = np.concatenate(
         [np.concatenate([zigzag_positions(n, size, rank) for n in lengths]) for rank in range(size)]
     )
-    found = everywhere[gathered_index(lengths, size)]
+    positions = everywhere[gathered_index(lengths, size)]
     wanted = np.concatenate([np.arange(padded_length(n, size)) for n in lengths])
-    assert found.tolist() == wanted.tolist()
+    assert positions.tolist() == wanted.tolist()

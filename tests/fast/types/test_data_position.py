@@ -61,12 +61,12 @@ def test_what_a_run_saves_is_a_position(kind):
     stream.restore(state)
 
 
-def places(value, path=()):
+def paths_in(value, path=()):
     """Yield the path of every part."""
     if path:
         yield path
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from places(value[key], (*path, key))
+        yield from paths_in(value[key], (*path, key))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +75,7 @@ def test_a_part_that_is_wrong_is_named_or_restored(kind, wrong):
     """No part leads to another error than ``ValueError``, here or when the stream restores it and draws."""
     _, state = kind()
     refused = 0
-    for path in places(state):
+    for path in paths_in(state):
         damaged = copy.deepcopy(state)
         inner = damaged
         for key in path[:-1]:

@@ -82,7 +82,7 @@ def test_the_picture_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("sizes", "expected"),
     [
         (dict(tensor_model_parallel_size=0), ["--tensor-model-parallel-size 0", "at least 1"]),
         (dict(context_parallel_size=0), ["--context-parallel-size 0", "at least 1"]),
@@ -105,9 +105,9 @@ def test_the_picture_of_the_docstring() -> None:
         ),
     ],
 )
-def test_a_split_that_is_not_possible_names_its_flag(given: dict[str, int], expected: list[str]) -> None:
+def test_a_split_that_is_not_possible_names_its_flag(sizes: dict[str, int], expected: list[str]) -> None:
     with pytest.raises(ValueError) as error:
-        ParallelDims(8, **given)  # type: ignore[arg-type]
+        ParallelDims(8, **sizes)  # type: ignore[arg-type]
     assert str(error.value).startswith(expected[0])
     assert all(words in str(error.value) for words in expected), error.value
 

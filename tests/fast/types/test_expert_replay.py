@@ -194,9 +194,9 @@ def test_prefixes_with_other_experts_are_not_shared(groups):
 
 
 def test_samples_without_experts_are_refused(groups):
-    kept = groups[1].samples[0].experts
-    for given in (None, kept[:-1]):
-        groups[1].samples[0].experts = given
+    experts = groups[1].samples[0].experts
+    for replacement in (None, experts[:-1]):
+        groups[1].samples[0].experts = replacement
         with pytest.raises(ValueError, match="--use-rollout-routing-replay: trajectory 2 of group 1 does not say"):
             convert(groups, loss=LossArguments(), global_batch_size=6, with_experts=True)
     groups[1].samples[0].loss_mask[-1] = 0  # whose token alone needs the missing one
@@ -206,8 +206,8 @@ def test_samples_without_experts_are_refused(groups):
 def test_experts_are_saved_with_the_samples(groups, tmp_path):
     template = str(tmp_path / "{iteration}.jsonl")
     save_rollout(template, 0, groups)
-    for group, found in zip(groups, load_rollout(template, 0), strict=True):
-        for sample, other in zip(group.samples, found.samples, strict=True):
+    for group, loaded in zip(groups, load_rollout(template, 0), strict=True):
+        for sample, other in zip(group.samples, loaded.samples, strict=True):
             assert np.array_equal(sample.experts, other.experts) and sample.experts.dtype == other.experts.dtype
 
 
@@ -243,8 +243,8 @@ def test_positions_keep_their_first_choice():
     first, more = np.zeros((2, 1, 1), np.uint8), np.ones((5, 1, 1), np.uint8)
     assert continued(None, more) is more and continued(first, None) is first
     assert continued(first, more)[:, 0, 0].tolist() == [0, 0, 1, 1, 1]
-    found = at_tokens([first, more], np.array([1, 0, 0, -1]), np.array([4, 1, 2, 0]), 1, 1)
-    assert found[:, 0, 0].tolist() == [1, 0, -1, -1] and found.dtype == np.int16
+    experts = at_tokens([first, more], np.array([1, 0, 0, -1]), np.array([4, 1, 2, 0]), 1, 1)
+    assert experts[:, 0, 0].tolist() == [1, 0, -1, -1] and experts.dtype == np.int16
     assert dtype_for(256) is np.uint8 and dtype_for(257) is np.int16
 
 

@@ -41,8 +41,8 @@ class Words:
         return ""
 
 
-def model(**given):
-    return tiny_llama(0, vocab_size=300, max_position_embeddings=64, initializer_range=0.4, **given)
+def model(**fields):
+    return tiny_llama(0, vocab_size=300, max_position_embeddings=64, initializer_range=0.4, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +59,19 @@ def policy(folder):
     return made
 
 
-def sampling_of(**given: object) -> SamplingParams:
-    return sampling_params(RolloutArguments(rollout_max_response_len=12, rollout_temperature=TEMPERATURE, **given))
+def sampling_of(**fields: object) -> SamplingParams:
+    return sampling_params(RolloutArguments(rollout_max_response_len=12, rollout_temperature=TEMPERATURE, **fields))
 
 
 async def generated(engine, sampling):
     groups = [PromptGroup(i, Prompt("", prompt)) for i, prompt in enumerate(PROMPTS)]
     seed_of = lambda group, k: 100 * group + k  # noqa: E731
     made = [generate_group(g, engine, sampling, Words(), n_samples=3, seed_of=seed_of) for g in groups]
-    found = await asyncio.gather(*made)
-    for group in found:
+    results = await asyncio.gather(*made)
+    for group in results:
         for sample in group.samples:
             sample.reward = float(sample.response_ids[0] % 3)
-    return found
+    return results
 
 
 def generate(folder, sampling):
@@ -92,9 +92,9 @@ def scored(policy, groups, supports="required"):
     return loss, micro, policy.scorer(micro)(with_entropy=True)
 
 
-@pytest.mark.parametrize("given", SAMPLING.values(), ids=SAMPLING)
-def test_log_probs_of_engine_and_trainer_agree(folder, policy, given):
-    groups = generate(folder, sampling_of(**given))
+@pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
+def test_log_probs_of_engine_and_trainer_agree(folder, policy, fields):
+    groups = generate(folder, sampling_of(**fields))
     _, micro, scores = scored(policy, groups)
     whole = [sample.tokens for group in groups for sample in group.samples]
     error = 2 * log_prob_error(model(), whole, TEMPERATURE)
@@ -104,23 +104,23 @@ def test_log_probs_of_engine_and_trainer_agree(folder, policy, given):
     assert (sizes >= 1).all() and sizes.double().mean() > 1.5, "something is left to draw from"
 
 
-@pytest.mark.parametrize("given", SAMPLING.values(), ids=SAMPLING)
-def test_without_replay_every_ratio_is_the_mass_that_was_kept(folder, policy, given):
+@pytest.mark.parametrize("fields", SAMPLING.values(), ids=SAMPLING)
+def test_without_replay_every_ratio_is_the_mass_that_was_kept(folder, policy, fields):
     """So is the mean ratio, which is 1 between two distributions over the same tokens."""
-    groups = generate(folder, sampling_of(**given))
+    groups = generate(folder, sampling_of(**fields))
     _, micro, scores = scored(policy, groups, "left out")
     error = 2 * log_prob_error(model(), [s.tokens for g in groups for s in g.samples], TEMPERATURE)
     ratios = (scores.log_probs - micro.rollout_log_probs).exp()
     sets = [one for g in groups for s in g.samples for one in s.support.sets()]
-    kept = []
+    masses = []
     for sample in (s for g in groups for s in g.samples):
         plain = model()(input_ids=torch.tensor([sample.tokens])).logits[0, len(sample.prompt.token_ids) - 1 : -1]
         probs = (plain.double() / TEMPERATURE).softmax(-1)
-        kept += [p.sum() if s is None else p[s].sum() for p, s in zip(probs, sample.support.sets(), strict=True)]
-    kept = torch.stack(kept)
-    assert len(sets) == len(kept) == len(ratios)
-    torch.testing.assert_close(ratios.double(), kept, atol=0, rtol=error)
-    assert ratios.mean() < 0.97 and abs(ratios.mean() - kept.mean()) < error
+        masses += [p.sum() if s is None else p[s].sum() for p, s in zip(probs, sample.support.sets(), strict=True)]
+    masses = torch.stack(masses)
+    assert len(sets) == len(masses) == len(ratios)
+    torch.testing.assert_close(ratios.double(), masses, atol=0, rtol=error)
+    assert ratios.mean() < 0.97 and abs(ratios.mean() - masses.mean()) < error
 
 
 def test_the_first_step_has_ratios_of_one_and_a_gradient_within_the_support(folder, policy):
@@ -143,9 +143,9 @@ def test_the_first_step_has_ratios_of_one_and_a_gradient_within_the_support(fold
 
 
 def test_greedy_and_unrestricted_sampling_have_no_support(folder):
-    for given in (dict(), dict(rollout_top_p=0.8, no_support_replay=True)):
-        assert not sampling_of(**given).returns_support
-        groups = generate(folder, sampling_of(**given))
+    for fields in (dict(), dict(rollout_top_p=0.8, no_support_replay=True)):
+        assert not sampling_of(**fields).returns_support
+        groups = generate(folder, sampling_of(**fields))
         assert all(sample.support is None for group in groups for sample in group.samples)
     greedy = sampling_params(RolloutArguments(rollout_max_response_len=4, rollout_temperature=0.0, rollout_top_k=3))
     assert not greedy.returns_support

@@ -47,9 +47,9 @@ def test_sets_are_restored_taken_and_joined(drawn, data):
 def test_membership(drawn, data):
     vocab_size, given_sets = drawn
     tokens = [data.draw(st.integers(-1, vocab_size)) for _ in given_sets]
-    found = TokenSets.of(vocab_size, given_sets).contain(tokens)
+    membership = TokenSets.of(vocab_size, given_sets).contain(tokens)
     wanted = expected(vocab_size, given_sets)
-    assert found.tolist() == [token in one for token, one in zip(tokens, wanted, strict=True)]
+    assert membership.tolist() == [token in one for token, one in zip(tokens, wanted, strict=True)]
 
 
 @given(sets_of_tokens(), st.data())
@@ -62,8 +62,8 @@ def test_logits_outside_a_set_are_excluded_on_every_part_of_the_vocabulary(drawn
     rows = given_sets[start : start + 3]
     logits = support.exclude_(torch.zeros(len(rows), width), slice(start, start + 3), first)
     for row, one in zip(logits.tolist(), rows, strict=True):
-        kept = [one is None or len(one) == vocab_size or first + column in one for column in range(width)]
-        assert row == [0.0 if k else pytest.approx(EXCLUDED) for k in kept]
+        mask = [one is None or len(one) == vocab_size or first + column in one for column in range(width)]
+        assert row == [0.0 if k else pytest.approx(EXCLUDED) for k in mask]
 
 
 def test_a_set_takes_at_most_a_bit_per_token_of_the_vocabulary():

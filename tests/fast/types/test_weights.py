@@ -16,9 +16,9 @@ from miles.types.weights import WeightChunk, in_chunks, pack, unpack
 def test_chunks_keep_order_and_size(sizes, bucket_bytes):
     weights = [(f"w{i}", torch.full((n,), float(i))) for i, n in enumerate(sizes)]
     chunks = list(in_chunks(iter(weights), bucket_bytes))
-    found = [item for chunk in chunks for item in chunk.tensors.items()]
-    assert [name for name, _ in found] == [name for name, _ in weights]
-    assert all(a is b for (_, a), (_, b) in zip(found, weights, strict=True))
+    items = [item for chunk in chunks for item in chunk.tensors.items()]
+    assert [name for name, _ in items] == [name for name, _ in weights]
+    assert all(a is b for (_, a), (_, b) in zip(items, weights, strict=True))
     totals = [sum(t.nbytes for t in chunk.tensors.values()) for chunk in chunks]
     for chunk, total in zip(chunks, totals, strict=True):
         assert chunk.tensors
@@ -41,8 +41,8 @@ def test_chunks_are_made_as_they_are_read():
 def test_round_trip(dtype, shape):
     tensor = (torch.randn(shape) * 100).to(dtype)
     sent = pickle.loads(pickle.dumps(pack(WeightChunk({"w": tensor}))))
-    found = unpack(sent).tensors["w"]
-    assert found.dtype == dtype and found.shape == shape and torch.equal(found, tensor)
+    result = unpack(sent).tensors["w"]
+    assert result.dtype == dtype and result.shape == shape and torch.equal(result, tensor)
 
 
 def test_a_transposed_weight_arrives_in_logical_order():

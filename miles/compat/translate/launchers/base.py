@@ -74,12 +74,12 @@ def refuse_without_rl(document: Document) -> None:
         return
     for kind, texts in sought.items():
         for pattern, what in table[kind].items():
-            found = next((text for text in texts if re.search(pattern, text)), None)
-            if found is not None:
-                setting = document.settings.get(found)
+            match = next((text for text in texts if re.search(pattern, text)), None)
+            if match is not None:
+                setting = document.settings.get(match)
                 document.fail(
                     None if setting is None else setting.line,
-                    f"{found} is {what}, and only reinforcement learning is translated (--loss-type sft_loss trains on "
+                    f"{match} is {what}, and only reinforcement learning is translated (--loss-type sft_loss trains on "
                     "demonstrations here)",
                 )
 

@@ -35,11 +35,11 @@ class NemoRl(Launcher):
 
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate a configuration of GRPO, or of PPO: the block ``ppo`` has the names of ``grpo``."""
-        given = translation.document.settings
-        if any(key.startswith("ppo.") for key in given):
+        settings = translation.document.settings
+        if any(key.startswith("ppo.") for key in settings):
             start = "grpo.adv_estimator.name"
-            renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in given.items()}
-            renamed.setdefault(start, replace(next(iter(given.values())), key="ppo", value="gae", line=None))
+            renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in settings.items()}
+            renamed.setdefault(start, replace(next(iter(settings.values())), key="ppo", value="gae", line=None))
             translation.document = replace(translation.document, settings=renamed)
         parts = (
             _end,
@@ -76,14 +76,14 @@ def _estimator(translation: Translation) -> None:
     start = "grpo.adv_estimator."
     key, name = start + "name", translation.text(start + "name")
     own = ("normalize_rewards", "use_leave_one_out_baseline")
-    given = [start + setting if translation.has(start + setting) else f"grpo.{setting}" for setting in own]
+    keys = [start + setting if translation.has(start + setting) else f"grpo.{setting}" for setting in own]
     if name in ("grpo", "gdpo"):
         group = translation.count("grpo.num_generations_per_prompt")
-        by_std, leaves_one_out = (translation.switch(each) for each in given)
+        by_std, leaves_one_out = (translation.switch(each) for each in keys)
         words = ["--advantage-estimator", name if by_std or not leaves_one_out else "rloo"]
         if leaves_one_out and by_std and group > 1:
             why = f"the baseline leaves its own sample out there: advantages {group / (group - 1):.3g} times as large"
-            translation.differ(given[1], why, *words)
+            translation.differ(keys[1], why, *words)
         else:
             words += [] if by_std or leaves_one_out else ["--disable-grpo-std-normalization"]
             translation.carry(key, *words)
@@ -105,7 +105,7 @@ def _estimator(translation: Translation) -> None:
     else:
         translation.fail(key, "is no estimator here; write yours with --custom-advantage-function-path")
     names = ("minus_baseline", "gae_lambda", "gae_gamma", "normalize_advantages", "length_adaptive_alpha")
-    translation.take([*given, *(start + each for each in (*own, *names, "gae_lambda_value", "gae_lambda_policy"))])
+    translation.take([*keys, *(start + each for each in (*own, *names, "gae_lambda_value", "gae_lambda_policy"))])
     translation.take([f"grpo.{each}" for each in own])
 
 
@@ -252,12 +252,12 @@ def _torch_schedule(translation: Translation, key: str) -> None:
         translation.fail(key, "must be a list of PyTorch's schedulers")
     if translation.has(key + ".name"):
         prefix = key + ".kwargs."
-        given = {
+        arguments = {
             name[len(prefix) :]: translation.raw(name)
             for name in translation.document.settings
             if name.startswith(prefix)
         }
-        stages = [{"name": translation.text(key + ".name"), "kwargs": given}]
+        stages = [{"name": translation.text(key + ".name"), "kwargs": arguments}]
     words: list[object] = []
     shape, why = "constant", ""
     for stage in stages:

@@ -43,8 +43,8 @@ class OpenRlhf(Launcher):
         if before & translation.document.settings.keys():
             translation.table = earlier()
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
-            given = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
-            translation.document = replace(translation.document, settings=given)
+            renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
+            translation.document = replace(translation.document, settings=renamed)
         parts = (
             _wandb,
             _images,

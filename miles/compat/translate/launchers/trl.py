@@ -84,8 +84,8 @@ def _processes(translation: Translation) -> int | None:
     if translation.has("num_processes"):
         return translation.count("num_processes")
     words = " ".join(translation.document.words).replace("-", "_")
-    found = [re.search(rf"__{name}[= ](\d+)", words) for name in ("num_processes", "nproc_per_node", "nnodes")]
-    counts = [int(match[1]) if match else None for match in found]
+    matches = [re.search(rf"__{name}[= ](\d+)", words) for name in ("num_processes", "nproc_per_node", "nnodes")]
+    counts = [int(match[1]) if match else None for match in matches]
     return counts[0] or (counts[1] * (counts[2] or 1) if counts[1] else None)
 
 

@@ -38,8 +38,8 @@ def batched_decode(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         longest, tokens = int(seq_lens.max()), int(seq_lens.sum())
         plain = encoder_lens is None and not is_cross_attn and sliding_window_size is None
         if not plain or longest * len(seq_lens) > MOST_PADDING * tokens:
-            given = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
-            return loop(backend, *given, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size)
+            inputs = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return loop(backend, *inputs, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size)
         present = torch.arange(longest, device=seq_lens.device) < seq_lens[:, None]
         slots = req_to_token[req_pool_indices, :longest].masked_fill(~present, 0)
         keys = k_cache[slots].transpose(1, 2).to(query.dtype)

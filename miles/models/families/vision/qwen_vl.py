@@ -43,9 +43,9 @@ class QwenVL(VisionFamily):
         """Return the features instead of embeddings, and those that DeepStack adds."""
         import torch
 
-        found = body.get_image_features(**tensors, return_dict=True)
-        deeper = getattr(found, "deepstack_features", None) or []
-        return [torch.cat(tuple(found.pooler_output)), *(torch.cat(tuple(layer)) for layer in deeper)]
+        output = body.get_image_features(**tensors, return_dict=True)
+        deeper = getattr(output, "deepstack_features", None) or []
+        return [torch.cat(tuple(output.pooler_output)), *(torch.cat(tuple(layer)) for layer in deeper)]
 
 
 VISION = tuple(QwenVL(kind, ("pixel_values", "image_grid_thw"), ("visual",)) for kind in ("qwen2_5_vl", "qwen3_vl"))

@@ -39,9 +39,9 @@ class ToolCalls(EnvironmentKind):
 
 def _specs(path: str) -> Sequence[Mapping[str, Any]]:
     """Return the list at ``path``, or the list that the function there returns."""
-    found = load_object(path, f"{_FLAG}:specs")
+    source = load_object(path, f"{_FLAG}:specs")
     with ordinary_errors(f"{_FLAG}:specs {path}:"):
-        specs = found() if callable(found) else found
+        specs = source() if callable(source) else source
     if not isinstance(specs, list | tuple) or not specs or not all(isinstance(spec, Mapping) for spec in specs):
         raise InputError(f"{_FLAG}:specs {path}: holds {one_line(repr(specs), 80)}; give a list of tools, as objects")
     return specs
@@ -73,13 +73,13 @@ class ToolCallsTrajectory(ToolEnvironment):
         if name not in known:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(known)}"
         try:
-            given = strict_json.loads(arguments)
+            values = strict_json.loads(arguments)
         except strict_json.StrictJsonError as error:
             return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
         try:
             if inspect.iscoroutinefunction(self._run):
-                return content_of(await self._run(name, given))
-            return content_of(await run_blocking(self._run, name, given))
+                return content_of(await self._run(name, values))
+            return content_of(await run_blocking(self._run, name, values))
         except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
             return said_of(error)
 

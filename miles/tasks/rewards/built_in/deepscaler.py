@@ -33,8 +33,8 @@ def boxed_answer(response: str) -> str | None:
     '\\frac{1}{2}'
     """
     for end in _ENDS_OF_REASONING:
-        _, found, solution = response.rpartition(end)
-        if found:
+        _, separator, solution = response.rpartition(end)
+        if separator:
             return last_box(solution)
     return None
 

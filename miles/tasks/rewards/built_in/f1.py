@@ -40,11 +40,11 @@ def f1(answer: str, label: str) -> float:
     >>> f1("The Eiffel Tower, Paris", "Eiffel tower")
     0.8
     """
-    given, wanted = Counter(words(answer)), Counter(words(label))
-    if not given or not wanted:
-        return float(given == wanted)
-    common = (given & wanted).total()
-    return 2 * common / (given.total() + wanted.total())
+    actual, wanted = Counter(words(answer)), Counter(words(label))
+    if not actual or not wanted:
+        return float(actual == wanted)
+    common = (actual & wanted).total()
+    return 2 * common / (actual.total() + wanted.total())
 
 
 def words(text: str) -> list[str]:
@@ -55,8 +55,8 @@ def words(text: str) -> list[str]:
     >>> words("The Eiffel Tower."), words("A"), words("")
     (['eiffel', 'tower'], ['a'], [])
     """
-    found = text.lower().translate(_NO_PUNCTUATION).split()
-    return [word for word in found if word not in _ARTICLES] or found or text.lower().split()
+    tokens = text.lower().translate(_NO_PUNCTUATION).split()
+    return [word for word in tokens if word not in _ARTICLES] or tokens or text.lower().split()
 
 
 REWARD = F1()

@@ -75,11 +75,11 @@ def _pattern(text: str, number: int) -> re.Pattern[str]:
 def _only_letter(text: str, number: int) -> str | None:
     """Return the letter that a line begins with; None if there is another line, or another letter after it."""
     text = text.strip()
-    found = _pattern(_WRAPPED, number).match(text)
-    if found is None or "\n" in text or _pattern(_ANOTHER, number).match(text, found.end(1)):
+    match = _pattern(_WRAPPED, number).match(text)
+    if match is None or "\n" in text or _pattern(_ANOTHER, number).match(text, match.end(1)):
         return None
-    rest = text[found.end(1) :].lstrip("*_$ ")
-    return found[1] if not rest or rest[0] in ")]}.:" else None
+    rest = text[match.end(1) :].lstrip("*_$ ")
+    return match[1] if not rest or rest[0] in ")]}.:" else None
 
 
 def _number(prompt: Prompt) -> int:

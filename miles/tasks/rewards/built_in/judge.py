@@ -176,7 +176,7 @@ class JudgeScorer:
             "label": "" if label is None else _shown(label),
             "max_score": f"{self._flags.judge_max_score:g}",
         }
-        text = _PLACE.sub(lambda found: values[found[1]], self._template)
+        text = _PLACE.sub(lambda match: values[match[1]], self._template)
         return {
             "model": self._flags.judge_model,
             "messages": [{"role": "user", "content": text}],
@@ -273,8 +273,8 @@ def last_score(reply: str) -> float | None:
     >>> last_score("Score: 3\nNo:\n**Score: 7**/10 (max score 10)")
     7.0
     """
-    found = _SCORE.findall(after_reasoning(reply))
-    return float(found[-1]) if found else None
+    scores = _SCORE.findall(after_reasoning(reply))
+    return float(scores[-1]) if scores else None
 
 
 def _read_template(path: Path) -> str:

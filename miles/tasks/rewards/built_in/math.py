@@ -183,7 +183,7 @@ def _is_mathematics(words: str) -> bool:
 
     Products have small letters, no ``o``, and no vowels if they are long: ``abc`` aside, such letters spell words.
     """
-    found = words.split()
+    parts = words.split()
     if words.replace(" ", "").isupper() and len(words.strip()) > 1:
         return False
     return all(
@@ -191,7 +191,7 @@ def _is_mathematics(words: str) -> bool:
         or len(word) == 1
         or (not word.isupper() and (len(word) == 2 and "o" not in word.lower() or not set("aeiou") & set(word.lower())))
         or set(word) <= set("abc")
-        for word in found
+        for word in parts
     )
 
 
@@ -319,9 +319,9 @@ def _of_response(response: str, boxed: str | None) -> list[Any]:
     """Return the readings of the box's content, else of the answer that math-verify finds in a response without one."""
     if boxed is not None:
         return _of_content(boxed)
-    found = _parse(spelled_numbers(_MONEY.sub("", response)))
-    numbers = [value for value in found if not isinstance(value, str) and not value.free_symbols]
-    return [*numbers, *(value for text in found if isinstance(text, str) for value in _of_content(text))]
+    readings = _parse(spelled_numbers(_MONEY.sub("", response)))
+    numbers = [value for value in readings if not isinstance(value, str) and not value.free_symbols]
+    return [*numbers, *(value for text in readings if isinstance(text, str) for value in _of_content(text))]
 
 
 def _of_content(text: str) -> list[Any]:

@@ -63,13 +63,13 @@ class Regex(Reward[RegexFlags]):
 def _score(sample: Sample, pattern: str | None) -> float:
     wanted = reference_text(sample.prompt, "regex") if pattern is None else pattern
     try:
-        found = subprocess_call(is_found, wanted, after_reasoning(sample.response), seconds=SECONDS)
+        verdict = subprocess_call(is_found, wanted, after_reasoning(sample.response), seconds=SECONDS)
     except (SubprocessCallTimeout, SubprocessDied) as error:
         log_no_verdict("regex", sample, error)
         return 0.0
-    if found is None:
+    if verdict is None:
         raise _no_pattern(sample.prompt)
-    return float(found)
+    return float(verdict)
 
 
 def _no_pattern(prompt: Prompt) -> ValueError:

@@ -118,12 +118,12 @@ class LayerAdapter(nn.Module):
             for part in PARTS:
                 yield self.hf_names[int(number)], part, getattr(self, part)[number]
 
-    def add_to(self, linear: nn.Module, given: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    def add_to(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
         """Add the adapter's product to what ``linear`` returns: a forward hook."""
         if not self.mode.is_on:
             return output
         product, bias = output
-        return product + self(given[0]), bias
+        return product + self(inputs[0]), bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return (alpha / rank) B A x, laid out as the layer's output. ``inputs`` [s, B, in] are the layer's inputs."""
@@ -149,14 +149,14 @@ class LayerAdapter(nn.Module):
     def _exchanged(self, narrow: torch.Tensor) -> torch.Tensor:
         """Return the products of A for the tokens that B is applied to. Collective over tensor parallelism."""
         if self.is_row_parallel and self.is_sequence_parallel:
-            found = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp)
+            result = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp)
         elif self.is_row_parallel:
-            found = reduce_from_tensor_model_parallel_region(narrow, group=self.tp)
+            result = reduce_from_tensor_model_parallel_region(narrow, group=self.tp)
         elif self.is_sequence_parallel:
-            found = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp)
+            result = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp)
         else:
-            found = copy_to_tensor_model_parallel_region(narrow, group=self.tp)  # backward sums the ranks' gradients
-        exchanged: torch.Tensor = found
+            result = copy_to_tensor_model_parallel_region(narrow, group=self.tp)  # backward sums the ranks' gradients
+        exchanged: torch.Tensor = result
         return exchanged
 
     def _interleaved(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -272,12 +272,12 @@ class Adapter(nn.Module):
             else:
                 outputs = parameter.shape[0] * (size if layer.divides(part) else 1)
             mine[name] = inputs, outputs
-        found: list[Any] = [None] * pipeline.size()
-        dist.all_gather_object(found, (self.linear_names, mine), group=pipeline)
-        linear = [name for names, _ in found for name in names]
+        stages: list[Any] = [None] * pipeline.size()
+        dist.all_gather_object(stages, (self.linear_names, mine), group=pipeline)
+        linear = [name for names, _ in stages for name in names]
         _check_names(self.lora, linear)
         self.places = {
-            name: Place(stage, *sizes) for stage, (_, sizes_of) in enumerate(found) for name, sizes in sizes_of.items()
+            name: Place(stage, *sizes) for stage, (_, sizes_of) in enumerate(stages) for name, sizes in sizes_of.items()
         }
         short = {_last(name) for name in self.places}
         others = [name for name in linear if name not in self.places]

@@ -196,24 +196,24 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         position_ids: torch.Tensor,
         embedding: Any,
         hidden_states: torch.Tensor,
-        **given: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        ahead = given["packed_seq_params"].ahead.inputs[self.layer_number - 1]
+        ahead = kwargs["packed_seq_params"].ahead.inputs[self.layer_number - 1]
         embedded = embedding(input_ids=ahead, position_ids=position_ids)
-        return inputs_of_head(input_ids, position_ids, given.get("padding_mask"), embedded, hidden_states)
+        return inputs_of_head(input_ids, position_ids, kwargs.get("padding_mask"), embedded, hidden_states)
 
-    def _checkpointed_forward(self, *function: Any, **given: Any) -> torch.Tensor:
+    def _checkpointed_forward(self, *function: Any, **kwargs: Any) -> torch.Tensor:
         """Recompute the layer in backward. Megatron's own would save every argument as a tensor; the layout is none.
 
         Releases that pass the ``function`` to run again (versions.py) always pass
         ``_proj_and_transformer_layer``.
         """
         assert function == recomputed_function(self._proj_and_transformer_layer)
-        activations = given.pop("hidden_states"), given.pop("decoder_input")
+        activations = kwargs.pop("hidden_states"), kwargs.pop("decoder_input")
 
         def run(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self._proj_and_transformer_layer(
-                hidden_states=hidden_states, decoder_input=decoder_input, **given
+                hidden_states=hidden_states, decoder_input=decoder_input, **kwargs
             )
             return out
 

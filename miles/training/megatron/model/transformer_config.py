@@ -49,7 +49,7 @@ def transformer_config(
         # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py
         # is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
-    given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
+    values = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
     chunks = sizes.chunks(shape["num_layers"])
     return kind(
         **of_model,
@@ -72,7 +72,7 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        **{name: value for name, value in given.items() if name not in of_model},  # a flag may repeat the model's
+        **{name: value for name, value in values.items() if name not in of_model},  # a flag may repeat the model's
     )
 
 
@@ -103,7 +103,7 @@ def ddp_config(sizes: MegatronArguments, overrides: Overrides) -> DistributedDat
 
 
 def optimizer_config(
-    given: OptimizerArguments, sizes: MegatronArguments, dtype: torch.dtype, device: torch.device
+    arguments: OptimizerArguments, sizes: MegatronArguments, dtype: torch.dtype, device: torch.device
 ) -> OptimizerConfig:
     """Return the configuration of AdamW with fp32 master weights. optimizer.py sets the rate before every step.
 
@@ -119,12 +119,12 @@ def optimizer_config(
     config = OptimizerConfig(
         **offload,
         optimizer="adam",
-        lr=given.lr,
-        weight_decay=given.weight_decay,
-        adam_beta1=given.adam_beta1,
-        adam_beta2=given.adam_beta2,
-        adam_eps=given.adam_eps,
-        clip_grad=given.clip_grad,
+        lr=arguments.lr,
+        weight_decay=arguments.weight_decay,
+        adam_beta1=arguments.adam_beta1,
+        adam_beta2=arguments.adam_beta2,
+        adam_eps=arguments.adam_eps,
+        clip_grad=arguments.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=sizes.divides_optimizer,

@@ -58,15 +58,15 @@ def test_the_cpu_answers(cpu_with_amx: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "then"),
+    ("variables", "then"),
     [({}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}), *(({name: "AVX2"}, {name: "AVX2"}) for name in LIMITS)],
     ids=["none", *LIMITS],
 )
 def test_onednn_is_limited_unless_a_limit_is_given(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], then: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], then: dict[str, str]
 ) -> None:
     monkeypatch.setattr(host, "lacks_tile_palettes", lambda: True)
-    environment = dict(given)
+    environment = dict(variables)
     monkeypatch.setattr(os, "environ", environment)
     avoid_unusable_amx()
     assert environment == then

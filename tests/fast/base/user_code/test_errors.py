@@ -42,8 +42,8 @@ def called(name, error):
     """Call a function in a task of an event loop, as a rollout does."""
 
     async def call():
-        found = load_function(f"functions_of_the_user:{name}", "--x")(error)
-        return await found if inspect.isawaitable(found) else found
+        result = load_function(f"functions_of_the_user:{name}", "--x")(error)
+        return await result if inspect.isawaitable(result) else result
 
     return asyncio.run(call())
 

@@ -96,9 +96,9 @@ def test_the_message_is_that_of_the_import_with_a_near_name(module):
     name = module("def scores(): ...")
     with pytest.raises(InputError) as caught:
         import_function(f"{name}:score", "--flag")
-    found = missing_name(name, "score", "function")
-    assert found == f"module {name} has no function score; did you mean scores? define it there or fix the name"
-    assert str(caught.value) == f"--flag {name}:score: {found.replace('did you mean scores? ', '')}"
+    message = missing_name(name, "score", "function")
+    assert message == f"module {name} has no function score; did you mean scores? define it there or fix the name"
+    assert str(caught.value) == f"--flag {name}:score: {message.replace('did you mean scores? ', '')}"
 
 
 def test_a_module_without_a_source_may_have_any_name(module):

@@ -41,9 +41,9 @@ def modules(tmp_path, monkeypatch) -> Path:
 
 def test_quick_report_of_this_machine(capsys):
     assert doctor.main(["--quick", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["can_train"] is True
-    found = {finding["name"]: finding for finding in shown["findings"]}
+    report = json.loads(capsys.readouterr().out)
+    assert report["can_train"] is True
+    by_name = {finding["name"]: finding for finding in report["findings"]}
     assert {
         "python",
         "torch",
@@ -54,8 +54,8 @@ def test_quick_report_of_this_machine(capsys):
         "shared memory",
         "ports",
         "leftovers",
-    } <= found.keys()
-    assert found["torch"]["state"] == "ok" and found["memory"]["facts"]["limit_bytes"] > 2**28
+    } <= by_name.keys()
+    assert by_name["torch"]["state"] == "ok" and by_name["memory"]["facts"]["limit_bytes"] > 2**28
 
 
 def test_the_doctor_itself_needs_python_alone():
@@ -63,12 +63,12 @@ def test_the_doctor_itself_needs_python_alone():
     code += "sys.exit(doctor.main(['--quick', '--json']))"
     ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr
-    found = {finding["name"]: finding for finding in json.loads(ended.stdout)["findings"]}
+    by_name = {finding["name"]: finding for finding in json.loads(ended.stdout)["findings"]}
     assert (
-        found["torch"]["state"] == "fault"
-        and "not installed: aiohttp, argparse-dataclass" in (found["other packages"]["found"])
+        by_name["torch"]["state"] == "fault"
+        and "not installed: aiohttp, argparse-dataclass" in (by_name["other packages"]["found"])
     )
-    assert found["memory"]["state"] != "fault" and found["wandb"]["state"] == "missing"
+    assert by_name["memory"]["state"] != "fault" and by_name["wandb"]["state"] == "missing"
 
 
 def test_every_dependency_is_checked():
@@ -92,32 +92,32 @@ def test_a_failing_or_endless_import_is_found_in_a_process_of_its_own(modules):
     (modules / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     (modules / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     (modules / "fine.py").write_text("import sys\nprint('noise')\n")
-    found = {
+    by_name = {
         name: check_package(Package("pytest", name, "something"), quick=False, seconds=seconds)
         for name, seconds in (("broken", 60), ("killed", 60), ("endless", 1), ("fine", 60))
     }
-    assert "cannot be imported: ImportError: libnone.so: cannot open" in found["broken"].found
-    assert "cannot be imported: exit code -9" in found["killed"].found
-    assert "no end within 1 s (--timeout)" in found["endless"].found
-    assert [found[name].state for name in found] == [State.MISSING] * 3 + [State.OK]
+    assert "cannot be imported: ImportError: libnone.so: cannot open" in by_name["broken"].found
+    assert "cannot be imported: exit code -9" in by_name["killed"].found
+    assert "no end within 1 s (--timeout)" in by_name["endless"].found
+    assert [by_name[name].state for name in by_name] == [State.MISSING] * 3 + [State.OK]
 
 
 def test_torch_without_the_gpus_of_the_machine_is_reported(monkeypatch):
     facts = {"version": "2", "cuda": None, "devices": [], "gloo": True}
     assert packages._torch(facts).state == State.OK
     monkeypatch.setattr(packages, "has_gpu", lambda: True)
-    found = packages._torch(facts)
-    assert found.state == State.MISSING and "sees none of this machine's GPUs: a build for CPU" in found.found
+    finding = packages._torch(facts)
+    assert finding.state == State.MISSING and "sees none of this machine's GPUs: a build for CPU" in finding.found
     gpu = {"name": "H", "memory_bytes": 2**37}
     assert packages._torch(facts | {"cuda": "13", "devices": [gpu, gpu]}).found == "2; 2 x H of 128 GiB"
 
 
 def test_a_machine_with_a_gpu_is_asked_for_more(monkeypatch):
-    assert "torch-memory-saver" not in {found.name for found in packages.check_packages(quick=True, seconds=1)}
+    assert "torch-memory-saver" not in {finding.name for finding in packages.check_packages(quick=True, seconds=1)}
     monkeypatch.setattr(packages, "has_gpu", lambda: True)
-    found = {found.name: found for found in packages.check_packages(quick=True, seconds=1)}
-    assert found["torch-memory-saver"].effect == "disables --colocate with --rollout-engine sglang on GPUs"
-    assert found["torch-memory-saver"].remedy.endswith("[gpu]'")
+    finding = {finding.name: finding for finding in packages.check_packages(quick=True, seconds=1)}
+    assert finding["torch-memory-saver"].effect == "disables --colocate with --rollout-engine sglang on GPUs"
+    assert finding["torch-memory-saver"].remedy.endswith("[gpu]'")
     (sglang,) = [package for package in PACKAGES if package.name == "sglang"]
     assert sglang.remedy.startswith("use SGLang's own image"), "its kernels need another torch"
 
@@ -165,12 +165,12 @@ def test_leftovers_are_listed_and_removed_and_live_runs_stay(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert process.stdout is not None
         process.stdout.readline()
-        (found,), alive = leftovers(tmp_path, clean=False)
-        assert (found.folder, found.size, found.pids, found.removed, alive) == (
+        (leftover,), alive = leftovers(tmp_path, clean=False)
+        assert (leftover.folder, leftover.size, leftover.pids, leftover.removed, alive) == (
             str(tmp_path / "dead"), 5, [process.pid], False, 1
         )  # fmt: skip
-        (found,), alive = leftovers(tmp_path, clean=True)
-        assert found.removed and alive == 1
+        (leftover,), alive = leftovers(tmp_path, clean=True)
+        assert leftover.removed and alive == 1
         process.wait(timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["live", LOCK, "other"]
     assert leftovers(tmp_path, clean=True)[0] != [], "the run has ended meanwhile"

@@ -57,32 +57,32 @@ def figures(name: str, folder: Path) -> list[Figure]:
     layout = LAYOUTS[name]
     settings: Settings = validate(layout.settings(folder)).settings
     traces: dict[Any, RankTrace] = {}
-    found = []
+    all_figures = []
     for rank in range(layout.ranks):
-        given = json.loads((folder / f"measured {name} {rank}.json").read_text())
-        measured = Measured(**given)
+        fields = json.loads((folder / f"measured {name} {rank}.json").read_text())
+        measured = Measured(**fields)
         stage = rank // settings.dims.ranks_per_stage
         of_context = settings.dims.token_rank(rank) % settings.dims.context_parallel_size
         alike = stage, of_context, measured.load  # other ranks do the same
         if alike not in traces:
             with plain_masks():
                 traces[alike] = trace_rank(settings, rank, measured.load, on_gpu=False)
-        found += _of_rank(rank, traces[alike], measured)
-    return found
+        all_figures += _of_rank(rank, traces[alike], measured)
+    return all_figures
 
 
 def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
     held = total(trace.resident)
-    found = [Figure(rank, "held", held, measured.held)]
+    all_figures = [Figure(rank, "held", held, measured.held)]
     part_of_step = measured.micro_batches / trace.micro_batches
     sent: Counter[str] = Counter()
     for part, phases in PHASES.items():
         peak = max((total(trace.peaks[phase]) for phase in phases if phase in trace.peaks), default=held)
         if part != OPTIMIZER:
-            found.append(Figure(rank, f"peak {part}", peak - held, measured.peaks[part]))
-        found.append(Figure(rank, f"memory {part}", peak, measured.held + measured.peaks[part]))
+            all_figures.append(Figure(rank, f"peak {part}", peak - held, measured.peaks[part]))
+        all_figures.append(Figure(rank, f"memory {part}", peak, measured.held + measured.peaks[part]))
         flops = sum(trace.tallies[phase].flops for phase in phases if phase in trace.tallies)
-        found.append(
+        all_figures.append(
             Figure(rank, f"FLOP {part}", flops / trace.micro_batches, measured.flops[part] / measured.micro_batches)
         )
         for phase in phases:
@@ -92,8 +92,8 @@ def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
                 sent[f"{message.name} of {len(message.ranks)}"] += message.bytes * count * times
     counted = sum((Counter(part) for part in measured.sent.values()), Counter())
     for name in sorted({*sent, *counted}):
-        found.append(Figure(rank, f"sent {name}", sent[name], counted[name]))
-    return found
+        all_figures.append(Figure(rank, f"sent {name}", sent[name], counted[name]))
+    return all_figures
 
 
 COLUMNS = ("held", "memory", "peak score", "peak passes", "FLOP", "sent")
@@ -101,10 +101,10 @@ COLUMNS = ("held", "memory", "peak score", "peak passes", "FLOP", "sent")
 
 def row(name: str, folder: Path) -> str:
     """Return a line of the table: the layout, and the largest distance of any rank in each column."""
-    found = figures(name, folder)
+    all_figures = figures(name, folder)
     cells = []
     for column in COLUMNS:
-        distances = [figure.distance for figure in found if figure.name.startswith(column) and figure.measured]
+        distances = [figure.distance for figure in all_figures if figure.name.startswith(column) and figure.measured]
         cells.append(f"{max(distances):.1%}" if distances else "")
     return f"| {' | '.join([name, *cells])} |"
 

@@ -106,12 +106,12 @@ def peaks(prof: profile) -> dict[str, int]:
         elif event.name in (SCORE, PASSES, OPTIMIZER):
             parts.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
     assert first is not None, "a step allocates something"
-    found: dict[str, int] = dict.fromkeys(parts, 0)
+    maxima: dict[str, int] = dict.fromkeys(parts, 0)
     for at, allocated in counts:
         for part, times in parts.items():
             if any(start <= at <= end for start, end in times):
-                found[part] = max(found[part], allocated - first[1])
-    return found
+                maxima[part] = max(maxima[part], allocated - first[1])
+    return maxima
 
 
 def _events(tree: Any) -> Iterator[Any]:
@@ -124,9 +124,9 @@ def tensor_bytes() -> int:
     """Return the bytes of all tensors of this process, each storage once."""
     gc.collect()
     storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
-            storages[found.untyped_storage()._cdata] = found.untyped_storage().nbytes()
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and not isinstance(item, DTensor):
+            storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
     return sum(storages.values())
 
 
@@ -142,21 +142,21 @@ def wait_for_gloo() -> None:
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
     """Count the bytes of the largest tensors that this rank gives to each method of its process groups."""
-    found: Counter[str] = Counter()
+    sent_bytes: Counter[str] = Counter()
     originals = {name: dist.ProcessGroup.__dict__[name] for name in COLLECTIVES if hasattr(dist.ProcessGroup, name)}
 
     def counting(name: str) -> Any:
-        def counted(group: Any, *given: Any, **named: Any) -> Any:
+        def counted(group: Any, *arguments: Any, **named: Any) -> Any:
             if group.size() > 1:
-                found[f"{COLLECTIVES[name]} of {group.size()}"] += max(map(_bytes, given))
-            return originals[name].__get__(group)(*given, **named)
+                sent_bytes[f"{COLLECTIVES[name]} of {group.size()}"] += max(map(_bytes, arguments))
+            return originals[name].__get__(group)(*arguments, **named)
 
         return counted
 
     for name in originals:
         setattr(dist.ProcessGroup, name, counting(name))
     try:
-        yield found
+        yield sent_bytes
     finally:
         for name, original in originals.items():
             setattr(dist.ProcessGroup, name, original)
@@ -190,31 +190,31 @@ def grouped_product_flops(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, 
 grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # torch's counter gives tensors, not shapes
 
 
-def _bytes(given: Any) -> int:
-    if isinstance(given, torch.Tensor):
-        return given.numel() * given.element_size()
-    return sum(map(_bytes, given)) if isinstance(given, list) else 0
+def _bytes(argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(map(_bytes, argument)) if isinstance(argument, list) else 0
 
 
 @contextmanager
 def chosen_experts(backend: str) -> Iterator[list[torch.Tensor]]:
     """Collect how many tokens of this rank chose each expert, layer by layer."""
-    found: list[torch.Tensor] = []
+    counts: list[torch.Tensor] = []
     if backend != "megatron":
-        yield found
+        yield counts
         return
     from miles.training.megatron.moe import BalancedRouter
 
     routing = BalancedRouter.routing
 
-    def counted(self: Any, *given: Any, **named: Any) -> Any:
-        probabilities, chosen = routing(self, *given, **named)
-        found.append(chosen.sum(0).float())
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        probabilities, chosen = routing(self, *arguments, **named)
+        counts.append(chosen.sum(0).float())
         return probabilities, chosen
 
     BalancedRouter.routing = counted  # type: ignore[method-assign]
     try:
-        yield found
+        yield counts
     finally:
         BalancedRouter.routing = routing  # type: ignore[method-assign]
 

@@ -37,9 +37,9 @@ def test_long_responses_are_converted_as_in_a_run(loss):
         ]
         groups.append(PromptGroup(index, made[0].prompt, made, baseline_reward=0.5))
     (expected,) = convert(groups, loss=LossArguments(**loss), global_batch_size=5)
-    found = _batch(5, 2, 3, 5, LossArguments(**loss))
+    batch = _batch(5, 2, 3, 5, LossArguments(**loss))
     for name in (field.name for field in fields(expected)):
-        np.testing.assert_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_equal(getattr(batch, name), getattr(expected, name), err_msg=name)
 
 
 def test_many_samples_differ_in_their_first_tokens():
@@ -55,9 +55,9 @@ def test_a_rank_of_megatron_creates_its_own_process_groups_only(tmp_path, monkey
     settings = validate(MEGATRON["megatron, TP 2, PP 2"].settings(tmp_path)).settings
     created, create = [], dist.new_group
 
-    def noted(ranks=None, *given, **named):
+    def noted(ranks=None, *arguments, **named):
         created.append(ranks)
-        return create(ranks, *given, **named)
+        return create(ranks, *arguments, **named)
 
     monkeypatch.setattr(dist, "new_group", noted)
     trace = trace_rank(settings, 2)

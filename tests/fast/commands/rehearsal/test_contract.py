@@ -28,14 +28,14 @@ DIVIDED = dict(loss_aggregation_divisor=48.0)
 )
 def test_denominators_and_mass_are_those_of_a_step_without_masked_tokens(tmp_path, loss, mass, denominator):
     settings = replace(FSDP["fsdp, 1 rank"].settings(tmp_path), loss=LossArguments(**loss))
-    found = json.loads(json.dumps(contract_data(settings)))
-    assert found["aggregation"] == settings.loss.loss_aggregation and found["trajectories"] == TRAJECTORIES
-    denominators = found["denominators"]
+    contract = json.loads(json.dumps(contract_data(settings)))
+    assert contract["aggregation"] == settings.loss.loss_aggregation and contract["trajectories"] == TRAJECTORIES
+    denominators = contract["denominators"]
     assert denominators["of_a_sample"] == MODES[settings.loss.loss_aggregation].denominator
     assert denominators["of_a_sample_without_masked_tokens"] == pytest.approx(denominator)
     assert (denominators["prompts"], denominators["loss_tokens"]) == (4, TRAJECTORIES * RESPONSE)
     assert denominators["weight_of_a_token"] * denominators["loss_tokens"] == pytest.approx(mass)
-    assert found["expected_mass"] == pytest.approx(mass)
+    assert contract["expected_mass"] == pytest.approx(mass)
     text = "\n".join(contract_text(settings))
     assert f"must add up to {mass:g}" in text and "divided by" in text
 
@@ -43,8 +43,8 @@ def test_denominators_and_mass_are_those_of_a_step_without_masked_tokens(tmp_pat
 def test_nothing_is_said_about_a_reducer_of_the_user(tmp_path):
     loss = LossArguments(custom_pg_loss_reducer_function_path="mine:reduce")
     settings = replace(FSDP["fsdp, 1 rank"].settings(tmp_path), loss=loss)
-    found = contract_data(settings)
-    assert found["denominators"] is None and found["expected_mass"] is None
+    contract = contract_data(settings)
+    assert contract["denominators"] is None and contract["expected_mass"] is None
     assert not [line for line in contract_text(settings) if line.startswith(("canary", "divided by"))]
 
 
@@ -62,7 +62,7 @@ def test_groups_of_ranks_are_those_of_the_layout(tmp_path):
 
 
 def test_no_group_shares_every_sequence_if_micro_batches_choose(tmp_path):
-    given = FSDP["fsdp, DP 2, CP 2"].settings(tmp_path)
-    parallel = replace(given.parallel, context_parallel_size=1, dynamic_context_parallel=True)
-    ranks = contract_data(replace(given, parallel=parallel))["ranks"]
+    settings = FSDP["fsdp, DP 2, CP 2"].settings(tmp_path)
+    parallel = replace(settings.parallel, context_parallel_size=1, dynamic_context_parallel=True)
+    ranks = contract_data(replace(settings, parallel=parallel))["ranks"]
     assert ranks["share_each_sequence"] is None and ranks["context_parallel_sizes"] == (1, 2, 4)

@@ -66,10 +66,10 @@ def test_layers_that_do_not_do_the_same_all_run(tmp_path: Path, monkeypatch: pyt
     layout = LAYOUTS["fsdp, 2 ranks"]
     save_model(tmp_path / "dense", LlamaConfig(**DENSE | dict(num_hidden_layers=LAYERS)), weights=False)
     settings = validate(layout.settings(tmp_path)).settings
-    found = trace_rank(settings, 0)
+    trace = trace_rank(settings, 0)
     monkeypatch.setattr(Record, "is_equal", lambda *_: False)
     copies = _watch(monkeypatch)
-    assert _comparable(trace_rank(settings, 0)) == _comparable(found)
+    assert _comparable(trace_rank(settings, 0)) == _comparable(trace)
     assert len(copies) <= 1
 
 

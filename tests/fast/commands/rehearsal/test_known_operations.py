@@ -87,26 +87,26 @@ def _watch_repeats(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
     repeated: list[Known] = []
     repeat = KnownOperations.repeat
 
-    def watched(self: KnownOperations, known: Known, given: list[torch.Tensor]):
+    def watched(self: KnownOperations, known: Known, inputs: list[torch.Tensor]):
         repeated.append(known)
-        return repeat(self, known, given)
+        return repeat(self, known, inputs)
 
     monkeypatch.setattr(KnownOperations, "repeat", watched)
     return repeated
 
 
-def _tensors(found: object) -> list[torch.Tensor]:
-    if found is None:
+def _tensors(output: object) -> list[torch.Tensor]:
+    if output is None:
         return []
-    return [found] if isinstance(found, torch.Tensor) else list(found)  # type: ignore[call-overload]
+    return [output] if isinstance(output, torch.Tensor) else list(output)  # type: ignore[call-overload]
 
 
-def _described(tensor: torch.Tensor, given: torch.Tensor) -> tuple[object, ...]:
+def _described(tensor: torch.Tensor, base: torch.Tensor) -> tuple[object, ...]:
     """Return all that there is to a fake tensor, and whether it is a view of the given one."""
     assert isinstance(tensor, FakeTensor)
     storage = tensor.untyped_storage()
     return (
         (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.requires_grad)
-        + (storage.nbytes(), storage._cdata == given.untyped_storage()._cdata)
+        + (storage.nbytes(), storage._cdata == base.untyped_storage()._cdata)
         + (torch._C._dispatch_key_set(tensor), sorted(vars(tensor)))
     )

@@ -41,12 +41,12 @@ from tests.fast.commands.rehearsal.agreement import figures
 
 def test_an_fsdp_run(tmp_path):
     save_models(tmp_path, weights=False)
-    given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
+    base = FSDP["fsdp, 2 ranks"].settings(tmp_path)
     section = RehearsalArguments(rehearse=True, gpu_memory=3.0)
-    settings = validate(replace(given, rehearsal=section)).settings
-    found = rehearse_settings(settings, Tracers())
-    (rank,) = found.ranks
-    part = 4 * found.size.parameters / 2
+    settings = validate(replace(base, rehearsal=section)).settings
+    rehearsal = rehearse_settings(settings, Tracers())
+    (rank,) = rehearsal.ranks
+    part = 4 * rehearsal.size.parameters / 2
     assert rank.trace.resident[MemoryKind.WEIGHTS] == pytest.approx(part, rel=0.05)
     assert rank.trace.peaks[Phase.BUILD][MemoryKind.WEIGHTS] == pytest.approx(part, rel=0.05), (
         "no rank holds a whole model"
@@ -58,18 +58,18 @@ def test_an_fsdp_run(tmp_path):
     assert chunk <= rank.trace.peaks[Phase.TRAIN][MemoryKind.LOGITS] <= 4 * chunk
     tokens = settings.global_batch_size * (96 + 40 / 2) / 2  # two answers share a prompt
     assert rank.trace.step_tokens == tokens, "utilization counts no token that is not computed"
-    assert 6 * found.size.active * tokens * 0.7 < rank.trace.tallies[Phase.TRAIN].flops
+    assert 6 * rehearsal.size.active * tokens * 0.7 < rank.trace.tallies[Phase.TRAIN].flops
     sent = rank.trace.tallies[Phase.TRAIN].messages
     gathered = sum(message.bytes * n for message, n in sent.items() if "allgather" in message.name)
-    assert gathered == pytest.approx(4 * found.size.parameters * 2 * (1 + 7 / 9), rel=0.4)
-    text = as_text(found, [], 1.0)
+    assert gathered == pytest.approx(4 * rehearsal.size.parameters * 2 * (1 + 7 / 9), rel=0.4)
+    text = as_text(rehearsal, [], 1.0)
     assert "FITS: rank 0" in text and "canary       the weights of all tokens must add up to 1" in text
-    figures = json.loads(json.dumps(figures_of(found, [], 1.0)))
+    figures = json.loads(json.dumps(figures_of(rehearsal, [], 1.0)))
     assert figures["fits"] and figures["ranks"][0]["peak_bytes"] == total(
         rank.phases[figures["ranks"][0]["peak_phase"]]
     )
-    assert "<svg" in as_page(found, [], 1.0)
-    needs_more = replace(found, memory=1)
+    assert "<svg" in as_page(rehearsal, [], 1.0)
+    needs_more = replace(rehearsal, memory=1)
     assert "DOES NOT FIT" in as_text(needs_more, [], 1.0)
 
 
@@ -87,45 +87,45 @@ def test_a_vision_tower_and_the_tokens_of_images_are_counted(tmp_path):
     weights = list(model.model.visual.parameters())
     tower = sum(weight.numel() for weight in weights)
     assert large.size.parameters == model.num_parameters() and large.size.active <= model.num_parameters() - tower
-    flops = [found.worst.trace.tallies[Phase.TRAIN].flops for found in (small, large, frozen)]
+    flops = [rehearsal.worst.trace.tallies[Phase.TRAIN].flops for rehearsal in (small, large, frozen)]
     assert flops[0] < flops[1] and flops[2] < flops[1]
     rows = [-(-len(weight) // 2) * weight[0].numel() for weight in weights]  # of each on the first of two ranks
     states = sum(2 * -(-4 * size // 512) * 512 + 512 for size in rows)  # two moments and the step, 512 bytes at once
-    moments = [found.worst.trace.resident[MemoryKind.OPTIMIZER] for found in (large, frozen)]
+    moments = [rehearsal.worst.trace.resident[MemoryKind.OPTIMIZER] for rehearsal in (large, frozen)]
     assert moments[0] - moments[1] == states
-    shown = as_text(large, [], 1.0)
-    assert "40 tokens of prompt, 16 of them of an image" in shown and "32 x 32 pixels; 9.16e-05 GiB" in shown
+    report = as_text(large, [], 1.0)
+    assert "40 tokens of prompt, 16 of them of an image" in report and "32 x 32 pixels; 9.16e-05 GiB" in report
     with pytest.raises(ValueError, match=r"an image of 64 x 64 pixels takes 64 tokens.* --rehearse-prompt-len"):
         rehearsed(64)
 
 
 def test_ranks_are_on_the_nodes_of_the_command(tmp_path):
     save_models(tmp_path, weights=False)
-    given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
+    base = FSDP["fsdp, 2 ranks"].settings(tmp_path)
     texts = {}
     for nodes, per_node in ((1, 2), (2, 1)):
-        cluster = replace(given.cluster, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
-        found = rehearse_settings(validate(replace(given, cluster=cluster)).settings, Tracers())
-        texts[nodes] = as_text(found, [], 1.0)
+        cluster = replace(base.cluster, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
+        rehearsal = rehearse_settings(validate(replace(base, cluster=cluster)).settings, Tracers())
+        texts[nodes] = as_text(rehearsal, [], 1.0)
     assert "allgather of 2 ranks in a node" in texts[1] and "over nodes" not in texts[1]
     assert "allgather of 2 ranks over nodes" in texts[2] and "ranks in a node" not in texts[2]
 
 
 def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tmp_path):
     save_models(tmp_path, weights=False)
-    given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
-    loss = replace(given.loss, use_kl_loss=True, use_opd=True)
-    model = replace(given.model, opd_teacher_load=given.model.hf_checkpoint)
+    base = FSDP["fsdp, 2 ranks"].settings(tmp_path)
+    loss = replace(base.loss, use_kl_loss=True, use_opd=True)
+    model = replace(base.model, opd_teacher_load=base.model.hf_checkpoint)
     lora = LoraArguments(lora_rank=4, target_modules=("q_proj",))
-    settings = validate(replace(given, model=model, lora=lora, loss=loss)).settings
-    found = rehearse_settings(settings, Tracers())
-    (rank,) = found.ranks
+    settings = validate(replace(base, model=model, lora=lora, loss=loss)).settings
+    rehearsal = rehearse_settings(settings, Tracers())
+    (rank,) = rehearsal.ranks
     config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
     out = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     adapter = config.num_hidden_layers * 4 * (config.hidden_size + out) * 4 / 2  # bytes on one of two ranks
-    whole = 4 * found.size.parameters / 2
+    whole = 4 * rehearsal.size.parameters / 2
     assert rank.trace.resident[MemoryKind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at once
     assert rank.trace.resident[MemoryKind.OPTIMIZER] < whole / 4
     assert rank.trace.resident[MemoryKind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
@@ -134,16 +134,16 @@ def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tm
 @pytest.mark.slow
 def test_megatron_holds_an_adapters_state_and_an_optimizer_in_host_memory_holds_none(tmp_path):
     save_models(tmp_path, weights=False)
-    given = next(iter(MEGATRON.values())).settings(tmp_path)
-    offload = replace(given.megatron, optimizer_cpu_offload=True)
+    base = next(iter(MEGATRON.values())).settings(tmp_path)
+    offload = replace(base.megatron, optimizer_cpu_offload=True)
     held = {}
     for name, changed in {
-        "all": given,
-        "adapter": replace(given, lora=LoraArguments(lora_rank=4, target_modules=("q_proj", "o_proj"))),
-        "offloaded": replace(given, megatron=offload),
+        "all": base,
+        "adapter": replace(base, lora=LoraArguments(lora_rank=4, target_modules=("q_proj", "o_proj"))),
+        "offloaded": replace(base, megatron=offload),
     }.items():
-        found = rehearse_settings(validate(changed).settings, Tracers())
-        held[name] = found.ranks[0].phases[Phase.TRAIN].get(MemoryKind.OPTIMIZER, 0)
+        rehearsal = rehearse_settings(validate(changed).settings, Tracers())
+        held[name] = rehearsal.ranks[0].phases[Phase.TRAIN].get(MemoryKind.OPTIMIZER, 0)
     assert 0 < held["adapter"] < held["all"] / 4
     assert held["offloaded"] == 0
 
@@ -151,15 +151,15 @@ def test_megatron_holds_an_adapters_state_and_an_optimizer_in_host_memory_holds_
 @pytest.mark.slow
 def test_a_rank_of_an_interleaved_pipeline_holds_its_parts_of_the_model(tmp_path):
     save_models(tmp_path, weights=False)
-    given = MEGATRON["megatron, PP 3, interleaved"].settings(tmp_path)
+    base = MEGATRON["megatron, PP 3, interleaved"].settings(tmp_path)
     held = []
     for each in (None, 1):
-        sizes = replace(given.megatron, num_layers_per_virtual_pipeline_stage=each)
-        found = rehearse_settings(validate(replace(given, megatron=sizes)).settings, Tracers())
-        held.append([rank.trace.weight_bytes for rank in found.ranks])
+        sizes = replace(base.megatron, num_layers_per_virtual_pipeline_stage=each)
+        rehearsal = rehearse_settings(validate(replace(base, megatron=sizes)).settings, Tracers())
+        held.append([rank.trace.weight_bytes for rank in rehearsal.ranks])
     assert held[0] == held[1], "as many layers on each stage, and the embedding and the head on the same ones"
-    assert (found.chunks, found.bubble) == (2, 2 / (found.worst.trace.micro_batches * 2 + 2))
-    assert "part 2 of 2" in as_page(found, [], 1.0)
+    assert (rehearsal.chunks, rehearsal.bubble) == (2, 2 / (rehearsal.worst.trace.micro_batches * 2 + 2))
+    assert "part 2 of 2" in as_page(rehearsal, [], 1.0)
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_samples_have_the_assumed_lengths_and_the_page_is_written(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("given", "max_prompt_len", "lengths"),
+    ("arguments", "max_prompt_len", "lengths"),
     [
         ({}, 40, (40, 56)),
         ({}, None, (24, 72)),  # a quarter of the context
@@ -253,13 +253,13 @@ def test_samples_have_the_assumed_lengths_and_the_page_is_written(tmp_path, monk
         (dict(rehearse_response_len=20), 40, (40, 20)),
     ],
 )
-def test_a_response_ends_where_the_context_does(tmp_path, given, max_prompt_len, lengths):
+def test_a_response_ends_where_the_context_does(tmp_path, arguments, max_prompt_len, lengths):
     settings = FSDP["fsdp, 1 rank"].settings(tmp_path)  # with responses of at most 96 tokens
     settings = replace(
         settings,
         rollout=replace(settings.rollout, rollout_max_context_len=96),
         data=replace(settings.data, rollout_max_prompt_len=max_prompt_len),
-        rehearsal=RehearsalArguments(rehearse=True, **given),
+        rehearsal=RehearsalArguments(rehearse=True, **arguments),
     )
     assert (prompt_length(settings), response_length(settings)) == lengths
 
@@ -328,30 +328,30 @@ def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Measure
 )
 def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str, tmp_path: Path) -> None:
     config_of(kind).save_pretrained(tmp_path / kind)
-    found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings, Tracers())
-    assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
-    assert found.worst.trace.peaks[Phase.TRAIN][MemoryKind.ACTIVATIONS] > 0
+    rehearsal = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings, Tracers())
+    assert rehearsal.worst.trace.tallies[Phase.TRAIN].flops > 2 * rehearsal.worst.trace.tokens * rehearsal.size.active
+    assert rehearsal.worst.trace.peaks[Phase.TRAIN][MemoryKind.ACTIVATIONS] > 0
 
 
 def test_an_engine_has_the_precision_of_the_run(tmp_path):
     settings = FSDP["fsdp, 1 rank"].settings(tmp_path)
     half = replace(settings, training=replace(settings.training, fp32=False, bf16=True))
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
-    found = [foresee_generation(s, config, 1000, 1000, KNOWN["h100"], 80 * 2**30) for s in (settings, half)]
-    assert [(f.weight_bytes, f.kv_bytes_per_token) for f in found] == [(4000, 2048), (2000, 1024)]
+    engines = [foresee_generation(s, config, 1000, 1000, KNOWN["h100"], 80 * 2**30) for s in (settings, half)]
+    assert [(f.weight_bytes, f.kv_bytes_per_token) for f in engines] == [(4000, 2048), (2000, 1024)]
 
 
 def test_an_engine_has_the_cache_and_the_requests_of_its_flags(tmp_path):
     settings = FSDP["fsdp, 1 rank"].settings(tmp_path)
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
-    found = {}
+    by_flags = {}
     for words in ((), ("--kv-cache-dtype", "fp8_e4m3"), ("--kv-cache-dtype=auto",), ("--max-running-requests", "1")):
-        given = replace(settings, server_flags=ServerFlags(server=words))
-        engine = foresee_generation(given, config, 1000, 1000, KNOWN["h100"], 80 * 2**30)
-        found[" ".join(words)] = (engine.kv_bytes_per_token, engine.sequences)
-    everything = found[""][1]
+        variant = replace(settings, server_flags=ServerFlags(server=words))
+        engine = foresee_generation(variant, config, 1000, 1000, KNOWN["h100"], 80 * 2**30)
+        by_flags[" ".join(words)] = (engine.kv_bytes_per_token, engine.sequences)
+    everything = by_flags[""][1]
     assert everything > 1
-    assert list(found.values()) == [(2048, everything), (512, everything), (2048, everything), (2048, 1)]
+    assert list(by_flags.values()) == [(2048, everything), (512, everything), (2048, everything), (2048, 1)]
 
 
 def test_an_engine_has_the_share_of_memory_that_its_flag_says(tmp_path):
@@ -361,10 +361,10 @@ def test_an_engine_has_the_share_of_memory_that_its_flag_says(tmp_path):
     device, numbers = 8 * 2**30, 2**30
     caches = []
     for words in ((), ("--mem-fraction-static", "0.5"), ("--mem-fraction-static=0.25",)):
-        given = replace(settings, server_flags=ServerFlags(server=words))
+        variant = replace(settings, server_flags=ServerFlags(server=words))
         answers = replace(settings.rollout, rollout_max_response_len=2**22)  # no device has room for all
-        found = foresee_generation(replace(given, rollout=answers), config, numbers, numbers, KNOWN["h100"], device)
-        caches.append(found.cache_bytes / 2**30)
+        engine = foresee_generation(replace(variant, rollout=answers), config, numbers, numbers, KNOWN["h100"], device)
+        caches.append(engine.cache_bytes / 2**30)
     assert caches == [pytest.approx(7.2 - 2 - 3), 2, 0]
 
 
@@ -377,8 +377,8 @@ def test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced(tmp_path, 
     monkeypatch.setattr(rehearsals, "megatron_shape", lambda config: shape)
     config = {"model_type": next(iter(CONVERTED))}
     assert rehearsals._stages(settings(4), config) == [0, 1, 2, 3]
-    given = dict(decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=1)
-    assert rehearsals._stages(settings(4, **given), config) == [0, 1, 3]
+    layer_counts = dict(decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=1)
+    assert rehearsals._stages(settings(4, **layer_counts), config) == [0, 1, 3]
 
     save_models(tmp_path, weights=False)
     assert rehearsals.stages_of_change(settings(4)) == [0, 1, 2, 3], "more dense layers on the first stage than others"
@@ -389,44 +389,44 @@ def test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced(tmp_path, 
 def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_left_out(tmp_path, monkeypatch):
     save_models(tmp_path, weights=False)
     settings = validate(FSDP["fsdp, 2 ranks"].settings(tmp_path)).settings
-    found = rehearse_settings(settings, Tracers())
+    rehearsal = rehearse_settings(settings, Tracers())
     tried = list(rehearsals.changes(settings))[:2]
-    monkeypatch.setattr(rehearsals, "changes", lambda given: tried)
+    monkeypatch.setattr(rehearsals, "changes", lambda argument: tried)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    one_by_one = list(rehearsals.advise(found, Tracers()))
-    assert one_by_one and all(advice.peak < found.worst.peak for advice in one_by_one)
+    one_by_one = list(rehearsals.advise(rehearsal, Tracers()))
+    assert one_by_one and all(advice.peak < rehearsal.worst.peak for advice in one_by_one)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     for has_gpu in (False, True):  # with one, no rank is traced before the fork
         monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
         with Tracers() as tracers:
-            assert list(rehearsals.advise(found, tracers)) == one_by_one
+            assert list(rehearsals.advise(rehearsal, tracers)) == one_by_one
     larger = replace(settings, cluster=replace(settings.cluster, actor_num_nodes=2))
-    refused = SimpleNamespace(words="--none", applied=lambda given: larger)
-    monkeypatch.setattr(rehearsals, "changes", lambda given: [refused])
+    refused = SimpleNamespace(words="--none", applied=lambda argument: larger)
+    monkeypatch.setattr(rehearsals, "changes", lambda argument: [refused])
     refusing = SimpleNamespace(trace=lambda jobs: ["cannot be rehearsed"] * len(jobs))
-    assert list(rehearsals.advise(found, refusing)) == []
+    assert list(rehearsals.advise(rehearsal, refusing)) == []
 
 
 def test_changes_that_leave_the_worst_rank_as_it_is_are_not_traced(tmp_path):
     save_models(tmp_path, weights=False)
-    given = MEGATRON["megatron, PP 2"].settings(tmp_path)
+    base = MEGATRON["megatron, PP 2"].settings(tmp_path)
     training = TrainingArguments(
         train_backend="megatron", fp32=True, global_batch_size=8, use_dynamic_batch_size=True, max_tokens_per_gpu=300
     )
-    settings = validate(replace(given, training=training)).settings
+    settings = validate(replace(base, training=training)).settings
     ranks = [SimpleNamespace(stage=stage) for stage in (0, 1)]
-    found = [SimpleNamespace(settings=settings, worst=rank, stages=2) for rank in ranks]
+    by_stage = [SimpleNamespace(settings=settings, worst=rank, stages=2) for rank in ranks]
     chunks = replace(settings, loss=replace(settings.loss, log_probs_chunk_size=8))
-    assert [rehearsals._leaves_worst_rank(each, chunks) for each in found] == [True, False]
+    assert [rehearsals._leaves_worst_rank(each, chunks) for each in by_stage] == [True, False]
     entropy = replace(chunks, loss=replace(chunks.loss, entropy_coef=0.1))
-    assert not rehearsals._leaves_worst_rank(found[0], entropy)
+    assert not rehearsals._leaves_worst_rank(by_stage[0], entropy)
     for tokens, leaves in ((299, True), (136, False), (100, False)):  # two samples, of 136 tokens each; then one
         fewer = replace(settings, training=replace(settings.training, max_tokens_per_gpu=tokens))
-        assert rehearsals._leaves_worst_rank(found[1], fewer) == leaves
+        assert rehearsals._leaves_worst_rank(by_stage[1], fewer) == leaves
     one = replace(settings, training=replace(settings.training, max_tokens_per_gpu=136))
     none = replace(settings, training=replace(settings.training, max_tokens_per_gpu=68))
     assert rehearsals._leaves_worst_rank(SimpleNamespace(settings=one, worst=ranks[0], stages=2), none)
-    assert not rehearsals._leaves_worst_rank(found[0], replace(settings, cluster=None))
+    assert not rehearsals._leaves_worst_rank(by_stage[0], replace(settings, cluster=None))
 
 
 @pytest.mark.slow
@@ -434,13 +434,13 @@ def test_advice_is_that_of_tracing_every_stage_of_every_change(tmp_path):
     save_models(tmp_path, weights=False)
     with Tracers() as tracers:
         settings = validate(MEGATRON["megatron, PP 2"].settings(tmp_path)).settings
-        found = rehearse_settings(settings, tracers)
+        rehearsal = rehearse_settings(settings, tracers)
         peaks = []
-        for change in rehearsals.changes(found.settings):
+        for change in rehearsals.changes(rehearsal.settings):
             with suppress(FlagError, ValueError):
-                peaks.append(rehearse_settings(change.applied(found.settings), tracers).worst.peak)
-        best = [peak for peak in sorted(peaks)[: rehearsals.ADVICE] if peak < found.worst.peak]
-        assert best and [advice.peak for advice in rehearsals.advise(found, tracers)] == best
+                peaks.append(rehearse_settings(change.applied(rehearsal.settings), tracers).worst.peak)
+        best = [peak for peak in sorted(peaks)[: rehearsals.ADVICE] if peak < rehearsal.worst.peak]
+        assert best and [advice.peak for advice in rehearsals.advise(rehearsal, tracers)] == best
 
 
 def test_active_parameters_are_those_of_the_chosen_experts(tmp_path):

@@ -25,22 +25,22 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     return rehearse_settings(validate(FSDP["fsdp, 2 ranks, reference"].settings(folder)).settings, Tracers())
 
 
-def with_flags(given: Rehearsal, async_steps: int = 0, batches: int = 1, epochs: int = 1) -> Rehearsal:
-    """Return ``given`` with prompts for so many steps, as many passes over them, and generation ahead."""
-    settings = given.settings
+def with_flags(rehearsal: Rehearsal, async_steps: int = 0, batches: int = 1, epochs: int = 1) -> Rehearsal:
+    """Return ``rehearsal`` with prompts for so many steps, as many passes over them, and generation ahead."""
+    settings = rehearsal.settings
     rollout = replace(settings.rollout, async_steps=async_steps, rollout_batch_size=4 * batches)
     training = replace(settings.training, ppo_epochs=epochs)
-    return replace(given, settings=replace(settings, rollout=rollout, training=training))
+    return replace(rehearsal, settings=replace(settings, rollout=rollout, training=training))
 
 
-def with_generation(given: Rehearsal, low: float, high: float) -> Rehearsal:
-    """Return ``given`` with engines that take ``low`` to ``high`` times as long as the trainer."""
-    training = given.training
+def with_generation(rehearsal: Rehearsal, low: float, high: float) -> Rehearsal:
+    """Return ``rehearsal`` with engines that take ``low`` to ``high`` times as long as the trainer."""
+    training = rehearsal.training
     duration = Seconds(training.low * low, training.high * high)
-    return replace(given, generation=replace(given.generation, duration=duration))
+    return replace(rehearsal, generation=replace(rehearsal.generation, duration=duration))
 
 
-def found(rehearsal: Rehearsal) -> Timeline:
+def timeline_for(rehearsal: Rehearsal) -> Timeline:
     timeline = timeline_of(rehearsal)
     assert timeline is not None
     return timeline
@@ -64,22 +64,22 @@ def near(seconds: Seconds) -> object:
 
 @pytest.mark.parametrize(("batches", "epochs"), [(1, 1), (3, 1), (2, 2)])
 def test_the_trainers_lanes_add_up_to_the_seconds_of_the_report(rehearsal, batches, epochs):
-    given = with_flags(rehearsal, batches=batches, epochs=epochs)
-    lanes = lanes_of(found(given), Side.TRAINER)
+    variant = with_flags(rehearsal, batches=batches, epochs=epochs)
+    lanes = lanes_of(timeline_for(variant), Side.TRAINER)
     assert [*lanes] == [WAITS, Phase.SCORE, Phase.TRAIN, Phase.OPTIMIZE], "FSDP reduces gradients in the passes"
     of_steps = summed([lanes[phase] for phase in (Phase.TRAIN, Phase.OPTIMIZE)])
-    assert (of_steps.low, of_steps.high) == near(given.step * (batches * epochs))
+    assert (of_steps.low, of_steps.high) == near(variant.step * (batches * epochs))
     scored = lanes[Phase.SCORE].seconds
-    assert (scored.low, scored.high) == near(given.phase_seconds(Phase.SCORE) * batches), "once for all passes"
+    assert (scored.low, scored.high) == near(variant.phase_seconds(Phase.SCORE) * batches), "once for all passes"
     whole = of_steps + scored
-    assert (whole.low, whole.high) == near(given.training)
+    assert (whole.low, whole.high) == near(variant.training)
     for name, lane in lanes.items():
         assert sum(span.length for span in lane.spans) == pytest.approx(middle(lane.seconds))
         assert len(lane.spans) == (1 if name in (WAITS, Phase.SCORE) else batches * epochs)
 
 
 def test_sides_take_turns(rehearsal):
-    timeline = found(rehearsal)
+    timeline = timeline_for(rehearsal)
     generation, training, sync = rehearsal.generation.duration, rehearsal.training, rehearsal.sync
     assert not timeline.overlaps
     assert (timeline.seconds.low, timeline.seconds.high) == near(generation + training + sync)
@@ -98,12 +98,12 @@ def test_sides_take_turns(rehearsal):
 
 @pytest.mark.parametrize(("low", "high", "waits"), [(0.01, 0.02, "rollout"), (100.0, 200.0, "trainer")])
 def test_ahead_both_sides_begin_at_once_and_the_faster_waits(rehearsal, low, high, waits):
-    given = with_generation(with_flags(rehearsal, async_steps=1), low, high)
-    timeline = found(given)
-    generation, training = given.generation.duration, given.training
+    variant = with_generation(with_flags(rehearsal, async_steps=1), low, high)
+    timeline = timeline_for(variant)
+    generation, training = variant.generation.duration, variant.training
     slower, faster = (training, generation) if waits == "rollout" else (generation, training)
     assert timeline.overlaps
-    assert (timeline.seconds.low, timeline.seconds.high) == near(slower + given.sync)
+    assert (timeline.seconds.low, timeline.seconds.high) == near(slower + variant.sync)
     (waiting,) = [lane for lane in timeline.lanes if lane.name == WAITS and lane.spans[0].length]
     assert waiting.side == waits
     assert waiting.seconds.high == pytest.approx(slower.high - faster.low)
@@ -119,7 +119,7 @@ def test_ahead_both_sides_begin_at_once_and_the_faster_waits(rehearsal, low, hig
 
 
 def test_whoever_may_wait_is_named_if_the_ranges_overlap(rehearsal):
-    timeline = found(with_generation(with_flags(rehearsal, async_steps=1), 1.0, 1.0))
+    timeline = timeline_for(with_generation(with_flags(rehearsal, async_steps=1), 1.0, 1.0))
     assert [(lane.side, lane.seconds.low) for lane in timeline.lanes if lane.name == WAITS] == [
         ("rollout", 0),
         ("trainer", 0),
@@ -127,31 +127,31 @@ def test_whoever_may_wait_is_named_if_the_ranges_overlap(rehearsal):
 
 
 def test_nothing_is_drawn_of_engines_that_cannot_generate(rehearsal):
-    given = replace(
+    variant = replace(
         rehearsal, generation=replace(rehearsal.generation, sequences=0, duration=Seconds(float("inf"), float("inf")))
     )
-    assert timeline_of(given) is None
-    assert as_json(given, [], 1.0)["iteration"] is None
-    assert "iteration  " not in as_text(given, [], 1.0)
-    assert "the engines have no room to generate" in as_page(given, [], 1.0)
+    assert timeline_of(variant) is None
+    assert as_json(variant, [], 1.0)["iteration"] is None
+    assert "iteration  " not in as_text(variant, [], 1.0)
+    assert "the engines have no room to generate" in as_page(variant, [], 1.0)
 
 
 def test_a_run_without_engines_has_a_trainer_only(rehearsal):
     none = replace(rehearsal.generation, engines=0, duration=Seconds(0.0, 0.0))
-    given = replace(rehearsal, generation=none)
-    timeline = found(given)
+    variant = replace(rehearsal, generation=none)
+    timeline = timeline_for(variant)
     assert {lane.side for lane in timeline.lanes} == {Side.TRAINER} and WAITS not in lanes_of(timeline, Side.TRAINER)
-    assert timeline.seconds == given.training
+    assert timeline.seconds == variant.training
 
 
 @pytest.mark.parametrize("async_steps", [0, 2])
 def test_the_picture_has_the_bars_and_labels_of_the_lanes(rehearsal, async_steps):
-    given = with_flags(rehearsal, async_steps=async_steps, batches=2)
-    timeline = found(given)
-    page = as_page(given, [], 1.0)
+    variant = with_flags(rehearsal, async_steps=async_steps, batches=2)
+    timeline = timeline_for(variant)
+    page = as_page(variant, [], 1.0)
     picture = page[page.index("Timeline of an iteration") :].split("</svg>")[0]
     rect = re.compile(r"<rect x=([\d.]+) y=(\d+) width=([\d.]+) .*?<title>(\w+), ([\w ]+): (.*?)</title>")
-    bars = [(found[4], found[5], float(found[1]), float(found[3])) for found in rect.finditer(picture)]
+    bars = [(match[4], match[5], float(match[1]), float(match[3])) for match in rect.finditer(picture)]
     expected = [(lane.side, lane.name, *span) for lane in timeline.lanes for span in lane.spans]
     assert [bar[:2] for bar in bars] == [span[:2] for span in expected]
     scale = max(x + width for _, _, x, width in bars) - bars[0][2]
@@ -166,7 +166,7 @@ def test_the_picture_has_the_bars_and_labels_of_the_lanes(rehearsal, async_steps
 
 
 def test_the_report_says_who_waits_and_the_json_has_the_lanes(rehearsal):
-    timeline = found(rehearsal)
+    timeline = timeline_for(rehearsal)
     text = as_text(rehearsal, [], 1.0)
     assert f"iteration    {timeline.seconds}, generation before training\n" in text
     assert f"the rollout side waits {rehearsal.training}" in text
@@ -192,7 +192,7 @@ def test_all_weights_reach_each_engine_of_a_broadcast_and_files_take_an_unknown_
         rehearsal, settings=replace(settings, sglang=replace(settings.sglang, update_weight_transfer_mode="disk-delta"))
     )
     assert rehearsal.sync is not None and files.sync is None
-    assert not lanes_of(found(files), Side.BOTH)
+    assert not lanes_of(timeline_for(files), Side.BOTH)
     assert "weight sync  not known" in as_text(files, [], 1.0)
     assert "The time of weight sync is not known." in as_page(files, [], 1.0)
     assert as_json(files, [], 1.0)["weight_sync_seconds"] is None

@@ -44,19 +44,19 @@ def test_each_is_asked_and_scored_as_its_table_says(run, words, tiny_model, tmp_
     here = settings_for(run.settings, Path(tiny_model), tmp_path, None)
     assert {*SETS} == {*BENCHMARKS}
     for each in benchmark_settings(here, words, tmp_path, 8):
-        (found,) = load_held_out(each, load_tokenizer(str(tiny_model)))
-        expected = (16, 0.6, 8) if found.name == "aime24" else (1, 0.0, 8)
-        assert (found.samples_per_prompt, found.sampling.temperature, found.sampling.max_new_tokens) == expected
-        assert all("put your final answer within \\boxed{}" in p.text for p in found.prompts if "math" in found.name)
-        given = [Sample(prompt, i, i, response=ANSWERS[found.name]) for i, prompt in enumerate(found.prompts)]
-        assert list(asyncio.run(get_reward_function(each.reward)(given))) == REWARDS[found.name], found.name
+        (suite,) = load_held_out(each, load_tokenizer(str(tiny_model)))
+        expected = (16, 0.6, 8) if suite.name == "aime24" else (1, 0.0, 8)
+        assert (suite.samples_per_prompt, suite.sampling.temperature, suite.sampling.max_new_tokens) == expected
+        assert all("put your final answer within \\boxed{}" in p.text for p in suite.prompts if "math" in suite.name)
+        samples = [Sample(prompt, i, i, response=ANSWERS[suite.name]) for i, prompt in enumerate(suite.prompts)]
+        assert list(asyncio.run(get_reward_function(each.reward)(samples))) == REWARDS[suite.name], suite.name
 
 
 def test_the_command_prints_a_table_per_benchmark(run, words, tiny_model, capsys):
     command = [str(run.folder), "--weights", str(tiny_model), "--json", "--max-response-len", "4", "--n-samples", "2"]
     assert eval_command.main([*command, "--benchmarks", words[0]]) == 0
-    found = json.loads(capsys.readouterr().out)["gsm8k"]
-    assert (found["prompts"], found["samples_per_prompt"]) == (2, 2) and "pass@2" in found["estimates"]
+    result = json.loads(capsys.readouterr().out)["gsm8k"]
+    assert (result["prompts"], result["samples_per_prompt"]) == (2, 2) and "pass@2" in result["estimates"]
 
 
 def test_what_is_no_benchmark_or_no_such_set_is_told(run, tiny_model, tmp_path, words):

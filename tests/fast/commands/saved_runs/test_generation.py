@@ -61,8 +61,8 @@ def test_answers_differ_by_their_seeds_and_repeat(run, tiny_model, tmp_path):
 
 def test_a_server_gets_new_keys_as_the_old_ones_were_not_stored(run, tiny_model, tmp_path):
     words = ("--api-key", "sesame", "--context-length", "64", "--admin-api-key=open")
-    given = dataclasses.replace(run.settings, server_flags=ServerFlags(server=words))
-    RunHeader.from_sections("miles", given, "", "", 2).save(run.folder)
+    settings = dataclasses.replace(run.settings, server_flags=ServerFlags(server=words))
+    RunHeader.from_sections("miles", settings, "", "", 2).save(run.folder)
     stored = SavedRun(run.folder).settings
     assert HIDDEN in stored.server_flags.server
     here = settings_for(stored, Path(tiny_model), tmp_path, None)
@@ -71,22 +71,22 @@ def test_a_server_gets_new_keys_as_the_old_ones_were_not_stored(run, tiny_model,
 
 def test_one_rank_has_no_pipeline(run):
     sizes = MegatronArguments(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=3)
-    found = on_one_rank(dataclasses.replace(run.settings, megatron=sizes)).megatron
-    assert (found.pipeline_model_parallel_size, found.decoder_first_pipeline_num_layers) == (1, None)
+    megatron = on_one_rank(dataclasses.replace(run.settings, megatron=sizes)).megatron
+    assert (megatron.pipeline_model_parallel_size, megatron.decoder_first_pipeline_num_layers) == (1, None)
 
 
 def test_pass_at_k_counts_prompts(run):
     """Answers that were dropped are failures."""
     rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], []]
-    found = estimates(rewards, [[True, False], [True, True], [False, False], [False, False]])
-    assert found["accuracy"].value == 0.5 and found["accuracy"].method == "bootstrap"
-    assert found["pass@2"].value == 0.5 and found["pass@2"].method == "Wilson"
+    by_name = estimates(rewards, [[True, False], [True, True], [False, False], [False, False]])
+    assert by_name["accuracy"].value == 0.5 and by_name["accuracy"].method == "bootstrap"
+    assert by_name["pass@2"].value == 0.5 and by_name["pass@2"].method == "Wilson"
 
 
 def test_damaged_checkpoints_are_not_replaced_by_the_export_in_silence(run, tiny_model):
-    kept = dataclasses.replace(run.settings.checkpoint, save_hf=str(tiny_model))
-    given = dataclasses.replace(run.settings, checkpoint=kept)
-    RunHeader.from_sections("miles", given, "", "", 2).save(run.folder)
+    checkpoint = dataclasses.replace(run.settings.checkpoint, save_hf=str(tiny_model))
+    settings = dataclasses.replace(run.settings, checkpoint=checkpoint)
+    RunHeader.from_sections("miles", settings, "", "", 2).save(run.folder)
     (run.checkpoint(1).folder / "random_state_rank0.pt").unlink()
     refused = pytest.raises(InputError, match="no complete checkpoint in ")
     with refused, hugging_face_folder(SavedRun(run.folder), None, None):

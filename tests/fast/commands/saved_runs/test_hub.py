@@ -64,7 +64,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, format: str, *given: object) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         pass
 
 

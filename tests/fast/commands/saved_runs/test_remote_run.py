@@ -59,10 +59,10 @@ def test_a_damaged_checkpoint_is_an_error_of_one_sentence(url, tmp_path):
 
 def test_runs_lists_a_url(url, tmp_path, capsys):
     above = url.rpartition("/")[0]
-    assert [shown for shown, _ in runs_at(above)] == [url]
+    assert [address for address, _ in runs_at(above)] == [url]
     assert runs.main([above, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["run"], found["state"], found["iterations"]) == (url, "finished", 5)
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["run"], entry["state"], entry["iterations"]) == (url, "finished", 5)
     assert runs.main([above]) == 0
     assert f"{url}  finished  5/5" in capsys.readouterr().out
     assert runs.main([f"{above}/nothing"]) == 0

@@ -125,8 +125,8 @@ def test_the_best_checkpoint_is_listed(tmp_path, capsys):
     assert runs.main([str(tmp_path)]) == 0
     assert "best: iter_0000002 (rollout/reward 0.4)" in capsys.readouterr().out
     assert runs.main([str(tmp_path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["best"]["folder"], found["best"]["value"]) == ("iter_0000002", 0.4)
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["best"]["folder"], entry["best"]["value"]) == ("iter_0000002", 0.4)
     assert SavedRun(tmp_path / "a").checkpoint("best").iterations == 2
     (tmp_path / "a" / "checkpoints" / "best.json").unlink()
     with pytest.raises(InputError, match="--step best: no best checkpoint in .*; give its number"):
@@ -144,9 +144,9 @@ def test_runs_are_listed_without_torch(tmp_path, capsys):
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    shown = [re.split(r"\s{2,}", line) for line in ended.stdout.splitlines()]
-    assert shown[1][1] == "unreadable"
-    assert shown[2][1:] == ["finished", "5/5", "1.000", "-", "1, newest complete: iter_0000005"]
+    rows = [re.split(r"\s{2,}", line) for line in ended.stdout.splitlines()]
+    assert rows[1][1] == "unreadable"
+    assert rows[2][1:] == ["finished", "5/5", "1.000", "-", "1, newest complete: iter_0000005"]
     assert runs.main([str(tmp_path), "--json"]) == 0
     broken, whole = json.loads(capsys.readouterr().out)
     assert "run.json: cannot be read" in broken["error"]

@@ -24,8 +24,8 @@ METRICS = {"eval/x/accuracy": [0.2, 0.9], "train/grad_norm": [3.0, 1.0, 2.0], "t
     ],
 )
 def test_bounds(text, fault):
-    found = Expectation.parse(text).fault(METRICS)
-    assert found == fault if fault is None else found.startswith(fault)
+    message = Expectation.parse(text).fault(METRICS)
+    assert message == fault if fault is None else message.startswith(fault)
 
 
 @pytest.mark.parametrize("text", ["eval/x", "eval/x >= high", ">= 1", "a b > 1", "eval/x => 1", "median(a) > 1", ""])

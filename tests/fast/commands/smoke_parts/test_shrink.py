@@ -86,19 +86,19 @@ def folder(tmp_path_factory):
 def test_the_small_run_is_valid_and_of_the_same_kind(kind, folder, tmp_path):
     model = "experts" if kind == "experts" else "model"
     words = f"--hf-checkpoint {folder / model} {BASE} {LINES[kind]}".replace("{D}", str(folder)).split()
-    given = judge(read_command(words)).settings
+    settings = judge(read_command(words)).settings
     (tmp_path / MODEL).mkdir()
     tiny = shrunk_config(json.loads((folder / model / "config.json").read_text()))
     (tmp_path / MODEL / "config.json").write_text(json.dumps(tiny))
-    small, notes = shrink(given, tmp_path, 2)
+    small, notes = shrink(settings, tmp_path, 2)
     small = validate(small).settings
     assert small.cluster.world_size == 2 and small.trajectories_per_iteration <= 16 and small.rollout.num_rollout == 2
-    assert small.steps_per_iteration == min(given.steps_per_iteration, 2)
-    assert small.loss.advantage_estimator == given.loss.advantage_estimator
-    assert small.rollout.rollout_engine == given.rollout.rollout_engine
-    assert small.rollout.dynamic_sampling_filter_path == given.rollout.dynamic_sampling_filter_path
+    assert small.steps_per_iteration == min(settings.steps_per_iteration, 2)
+    assert small.loss.advantage_estimator == settings.loss.advantage_estimator
+    assert small.rollout.rollout_engine == settings.rollout.rollout_engine
+    assert small.rollout.dynamic_sampling_filter_path == settings.rollout.dynamic_sampling_filter_path
     assert small.num_engines <= 2
-    assert (small.checkpoint.save is None) == (given.checkpoint.save is None)
+    assert (small.checkpoint.save is None) == (settings.checkpoint.save is None)
     for path in (small.checkpoint.save, small.checkpoint.save_hf, small.tracking.output_dir, small.data.prompt_data):
         assert path is None or path.startswith(str(tmp_path))
     assert lines(small.data.prompt_data) == ROWS
@@ -130,15 +130,15 @@ SCRIPTS = [line for line in read_lines() if not line.refuses]
 )
 def test_the_small_run_of_a_launch_script_is_valid(line, tmp_path):
     write_files(tmp_path)
-    given = judge(read_command(line.words(tmp_path))).settings
+    settings = judge(read_command(line.words(tmp_path))).settings
     folder = tmp_path / "smoke"
     (folder / MODEL).mkdir(parents=True)
     tiny = shrunk_config(json.loads((tmp_path / line.model / "config.json").read_text()))
     (folder / MODEL / "config.json").write_text(json.dumps(tiny))
-    small, notes = shrink(given, folder, 2)
+    small, notes = shrink(settings, folder, 2)
     assert validate(small).settings.cluster.world_size <= 2
-    changed = small.rollout.rollout_engine != given.rollout.rollout_engine
-    needs_torch = given.rollout.use_rollout_routing_replay or given.training.deterministic_mode
+    changed = small.rollout.rollout_engine != settings.rollout.rollout_engine
+    needs_torch = settings.rollout.use_rollout_routing_replay or settings.training.deterministic_mode
     assert changed == needs_torch == any("torch engine" in n for n in notes)
 
 

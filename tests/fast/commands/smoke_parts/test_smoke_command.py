@@ -73,10 +73,10 @@ def test_a_line_runs_and_its_metrics_are_checked(line, tmp_path, capsys):
     saving = ["--save", "somewhere", "--save-hf", "elsewhere"]
     options = ["--folder", str(folder), "--timeout", "900", "--expect", "rollout/reward_errors == 0"]
     assert cli.main(["smoke", *options, "--expect", "rollout/reward > 5", "--", *line, *saving]) == 1
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for passed in ("the run ends", "a gradient arrives", "rollout/reward_errors == 0"):
-        assert f"passed  {passed}\n" in shown
-    assert "FAILED  rollout/reward > 5: last(rollout/reward) is " in shown
+        assert f"passed  {passed}\n" in output
+    assert "FAILED  rollout/reward > 5: last(rollout/reward) is " in output
     assert (folder / "export" / "model.safetensors").is_file() and (folder / "checkpoints" / "iter_0000002").is_dir()
 
 

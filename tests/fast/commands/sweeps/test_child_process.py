@@ -86,8 +86,8 @@ def forks(tmp_path: Path):
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
 
     def run(*names: str) -> tuple[dict[str, list[int]], dict[str, str]]:
-        places = [(name, cores[i % len(cores)]) for i, name in enumerate(names)]
-        words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), json.dumps(places)]
+        assignments = [(name, cores[i % len(cores)]) for i, name in enumerate(names)]
+        words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), json.dumps(assignments)]
         done = subprocess.run(
             words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
         )

@@ -30,21 +30,21 @@ def written(folder: Path, text: str, name: str = "sweep.yaml") -> Path:
 
 
 def test_a_grid_has_every_combination_and_scalars_are_as_written(tmp_path: Path) -> None:
-    found = read_definition(written(tmp_path, GRID))
-    assert [(variant.name, dict(variant.flags)) for variant in found.variants] == [
+    definition = read_definition(written(tmp_path, GRID))
+    assert [(variant.name, dict(variant.flags)) for variant in definition.variants] == [
         ("eps_clip_high=0.20,use_kl_loss=true", {"eps_clip_high": "0.20", "use_kl_loss": True}),
         ("eps_clip_high=0.20,use_kl_loss=false", {"eps_clip_high": "0.20", "use_kl_loss": False}),
         ("eps_clip_high=0.28,use_kl_loss=true", {"eps_clip_high": "0.28", "use_kl_loss": True}),
         ("eps_clip_high=0.28,use_kl_loss=false", {"eps_clip_high": "0.28", "use_kl_loss": False}),
     ]
-    assert found.words == ("--config=base.yaml", "--lr", "1e-5", "--bf16")
-    assert (found.seeds, found.baseline, found.metrics, found.last) == (
+    assert definition.words == ("--config=base.yaml", "--lr", "1e-5", "--bf16")
+    assert (definition.seeds, definition.baseline, definition.metrics, definition.last) == (
         (1, 2, 3),
         "eps_clip_high=0.20,use_kl_loss=true",
         ("rollout/reward",),
         10,
     )
-    assert found.output == Path("outputs/sweep")
+    assert definition.output == Path("outputs/sweep")
 
 
 def test_toml_says_the_same_as_yaml(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ use_kl_loss = [true, false]
 
 def test_named_variants_keep_their_order_flags_and_offset(tmp_path: Path) -> None:
     variants = "variants:\n  b: {}\n  a: {--loss-aggregation: constant, lr: 1e-3}\n  b-again: {seed_offset: 1000}\n"
-    found = read_definition(written(tmp_path, variants + "seeds: [7, 3]\n"))
-    assert [(variant.name, dict(variant.flags), variant.seed_offset) for variant in found.variants] == [
+    definition = read_definition(written(tmp_path, variants + "seeds: [7, 3]\n"))
+    assert [(variant.name, dict(variant.flags), variant.seed_offset) for variant in definition.variants] == [
         ("b", {}, 0),
         ("a", {"loss_aggregation": "constant", "lr": "1e-3"}, 0),
         ("b-again", {}, 1000),
     ]
-    assert (found.baseline, found.seeds) == ("b", (7, 3))
+    assert (definition.baseline, definition.seeds) == ("b", (7, 3))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_the_example_of_the_docs_is_a_sweep(tmp_path: Path) -> None:
     text = (REPO / "docs" / "report.md").read_text()
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    found = read_definition(written(tmp_path, example))
-    assert [variant.seed_offset for variant in found.variants] == [0, 0, 1000] and len(found.seeds) == 8
+    definition = read_definition(written(tmp_path, example))
+    assert [variant.seed_offset for variant in definition.variants] == [0, 0, 1000] and len(definition.seeds) == 8
     table = text.partition("| key | meaning |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(KEYS)

@@ -26,20 +26,20 @@ from miles.commands.sweeps.swept_run import Attempt, SweptRun
     running=st.lists(st.floats(0.01, 1.0), max_size=8),
 )
 def test_runs_of_one_speed_end_when_foreseen(
-    places: int, runs: int, speed: float, ended: int, running: list[float]
+    slots: int, runs: int, speed: float, ended: int, running: list[float]
 ) -> None:
     """Whole runs take ``speed`` seconds; some have ended and some are running."""
     ended = min(ended, runs)
     running = running[: runs - ended]
-    left = QueueTimeLeft(places, [1.0] * runs)
+    left = QueueTimeLeft(slots, [1.0] * runs)
     for _ in range(ended):
         left.ended(1.0, speed)
-    found = left.seconds([(share, share * speed) for share in running])
+    seconds = left.seconds([(share, share * speed) for share in running])
     if not ended and not running:
-        assert found is None
+        assert seconds is None
     else:
         # Shares that are done may leave almost nothing of the runs.
-        assert found == pytest.approx((runs - ended - sum(running)) * speed / places, abs=DOUBLE_ERROR * runs * speed)
+        assert seconds == pytest.approx((runs - ended - sum(running)) * speed / slots, abs=DOUBLE_ERROR * runs * speed)
 
 
 class Watch:
@@ -101,8 +101,8 @@ def test_a_terminal_has_a_bar_with_what_is_running(tmp_path: Path) -> None:
     watch.now = 40.0
     watch.progress.tick()
     watch.progress.close()
-    shown = watch.out.getvalue()
-    assert "run seed 1 40%" in shown and "left 4m20s" in shown and "2/5" in shown
+    output = watch.out.getvalue()
+    assert "run seed 1 40%" in output and "left 4m20s" in output and "2/5" in output
 
 
 @pytest.mark.parametrize(("times", "words"), [(1, "finish an iteration"), (2, "last checkpoint"), (3, "killing")])

@@ -86,9 +86,9 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
 
 def test_percentiles_are_of_the_ratios_of_all_tokens_of_an_iteration() -> None:
     scored = [answer(1.0, 100, 0.5, log_probs=[-1.0 + math.log(1 + i) for i in range(100)]), answer(0.0, 1, 0.5)]
-    found = {percent: results.OF_ANSWERS[f"ratio_{percent}"](scored) for percent in results.PERCENTILES}
+    by_percent = {percent: results.OF_ANSWERS[f"ratio_{percent}"](scored) for percent in results.PERCENTILES}
     # Ratios of 1 to 100; between two of them the percentile is interpolated by their logarithms.
-    assert found == {percent: pytest.approx(1 + 0.99 * percent, rel=0.01) for percent in results.PERCENTILES}
+    assert by_percent == {percent: pytest.approx(1 + 0.99 * percent, rel=0.01) for percent in results.PERCENTILES}
     assert results.OF_ANSWERS["far"](scored) == 0.98, "all but 1 and 2"
 
 
@@ -118,10 +118,10 @@ def test_runs_are_compared_where_they_have_cost_the_same() -> None:
 
     cheap, costly = run(10.0, math.nan, 0.25, math.nan, 0.5), run(30.0, 0.25, 0.75)
     figure = results.Figure("held_out", "", results.AT_EQUAL_COST, cost="tokens")
-    found = results.of_runs({"cheap": {1: cheap, 2: cheap}, "costly": {1: costly, 2: costly[:1]}}, figure)
+    by_variant = results.of_runs({"cheap": {1: cheap, 2: cheap}, "costly": {1: costly, 2: costly[:1]}}, figure)
     # Seed 1: 40 tokens, a third of the way from the first to the second evaluation of the costly run. Seed 2: 30.
-    assert found["cheap"] == pytest.approx({1: 0.5, 2: 0.375})
-    assert found["costly"] == pytest.approx({1: 0.25 + 0.5 / 3, 2: 0.25})
+    assert by_variant["cheap"] == pytest.approx({1: 0.5, 2: 0.375})
+    assert by_variant["costly"] == pytest.approx({1: 0.25 + 0.5 / 3, 2: 0.25})
 
 
 MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
@@ -130,12 +130,12 @@ MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_shows_what_was_measured_or_says_that_nothing_was(name: str) -> None:
     text = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    found = results.BLOCK.search(text)
-    assert found is not None
+    match = results.BLOCK.search(text)
+    assert match is not None
     if name in MEASURED:
-        assert found[0] == f"{results.CAPTION}\n{results.table(FOLDER / name)}"
+        assert match[0] == f"{results.CAPTION}\n{results.table(FOLDER / name)}"
     else:
-        assert found[0] == results.NOT_RUN
+        assert match[0] == results.NOT_RUN
 
 
 def test_the_table_of_the_docs_has_a_row_for_each() -> None:

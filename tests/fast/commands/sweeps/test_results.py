@@ -47,8 +47,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def row(results: Results, metric: str, summary: str, variant: str) -> Any:
-    (found,) = [r for r in results.rows() if (r.metric, r.summary, r.variant) == (metric, summary, variant)]
-    return found
+    (match,) = [r for r in results.rows() if (r.metric, r.summary, r.variant) == (metric, summary, variant)]
+    return match
 
 
 def test_every_run_gives_one_value_to_each_row(whole: Results) -> None:
@@ -56,8 +56,8 @@ def test_every_run_gives_one_value_to_each_row(whole: Results) -> None:
     assert len(whole.rows()) == 3 * 3 * 3
     expected = {"final": 10, "mean_of_last": (8 + 9 + 10) / 3, "area": 5.5}
     for summary, step in expected.items():
-        found = row(whole, "rollout/reward", summary, "base").values
-        assert found == pytest.approx({seed: seed / 10 + step / 100 for seed in SEEDS})
+        values = row(whole, "rollout/reward", summary, "base").values
+        assert values == pytest.approx({seed: seed / 10 + step / 100 for seed in SEEDS})
     assert row(whole, "eval/held/accuracy", "area", "base").values == pytest.approx({s: s / 10 + 0.075 for s in SEEDS})
 
 

@@ -108,7 +108,7 @@ def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles.commands.sweeps.run_queue.TICK_SECONDS", 0.05)
 
 
-def places(number: int) -> list[Slot]:
+def slots_here(number: int) -> list[Slot]:
     return [Slot(HERE)] * number
 
 
@@ -135,13 +135,13 @@ def test_two_places_work_at_the_same_time(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     modes = {"writes": "w", "reads": "r"}
     tasks = [Command(tmp_path / name, [f"open({str(pipe)!r}, {mode!r}).close()"]) for name, mode in modes.items()]
-    assert len(RunQueue(tasks, places(2), Heard()).run().finished) == 2
+    assert len(RunQueue(tasks, slots_here(2), Heard()).run().finished) == 2
 
 
 def test_a_task_that_fails_is_tried_once_more(tmp_path: Path) -> None:
     task = Command(tmp_path / "once", [FAIL_ONCE, str(tmp_path / "tried")])
     heard = Heard()
-    ended = RunQueue([task], places(1), heard).run()
+    ended = RunQueue([task], slots_here(1), heard).run()
     assert ended.finished == [task]
     assert heard.events[1:] == [("repeats", "once", "it broke"), ("started", "once"), ("ended", "once", "finished")]
     assert [attempt.status for attempt in task.attempts] == [1, 0]
@@ -154,7 +154,7 @@ def test_a_task_that_fails_twice_is_told_with_its_last_line_and_others_go_on(tmp
     killed = Command(tmp_path / "killed", ["import os; os.kill(os.getpid(), 9)"])
     early = Command(tmp_path / "early", ["pass"], ends=False)
     good = Command(tmp_path / "good", ["pass"])
-    ended = RunQueue([bad, wrong, killed, early, good], places(1), Heard()).run()
+    ended = RunQueue([bad, wrong, killed, early, good], slots_here(1), Heard()).run()
     assert ended.finished == [good]
     assert [(task.name, attempt.status) for task, attempt in ended.failed] == [
         ("bad", 3),
@@ -173,7 +173,7 @@ def test_a_signal_stops_the_running_tasks_and_starts_no_other(tmp_path: Path, nu
     waiting = Command(tmp_path / "waiting", ["pass"])
     heard = Heard(number, ready)
     before = signal.getsignal(number)
-    ended = RunQueue([*tasks, waiting], places(2), heard).run()
+    ended = RunQueue([*tasks, waiting], slots_here(2), heard).run()
     assert ended.signal == number and not ended.finished and not ended.failed, "stopped is not failed"
     assert ("stopping", number.name, "1", "2") in heard.events
     assert [task.attempts[0].status for task in tasks] == [143, 143]
@@ -186,7 +186,7 @@ def test_a_third_signal_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DEAF", "1")
     task = Command(tmp_path / "deaf", [WAIT, str(tmp_path / "ready")])
     heard = Heard(signal.SIGINT, [tmp_path / "ready"], times=3)
-    ended = RunQueue([task], places(1), heard).run()
+    ended = RunQueue([task], slots_here(1), heard).run()
     assert [event[2] for event in heard.events if event[0] == "stopping"] == ["1", "2", "3"]
     assert task.attempts[0].status == -signal.SIGKILL and ended.signal == signal.SIGINT
 
@@ -201,7 +201,7 @@ def test_a_listener_that_fails_stops_the_tasks(tmp_path: Path) -> None:
 
     task = Command(tmp_path / "task", [WAIT, str(tmp_path / "ready")])
     with pytest.raises(BrokenPipeError):
-        RunQueue([task], places(1), Broken()).run()
+        RunQueue([task], slots_here(1), Broken()).run()
     assert task.attempts[0].status == 143
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sweep")]
 
@@ -212,4 +212,4 @@ def test_a_command_that_cannot_be_started_ends_the_queue(tmp_path: Path) -> None
             return [str(tmp_path / "no such program")]
 
     with pytest.raises(FileNotFoundError):
-        RunQueue([Missing(tmp_path / "task", [])], places(1), Heard()).run()
+        RunQueue([Missing(tmp_path / "task", [])], slots_here(1), Heard()).run()

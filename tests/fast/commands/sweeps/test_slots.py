@@ -27,8 +27,8 @@ def on_gpus(settings: Settings, ranks: int, **changes: object) -> Settings:
 
 @given(cores=st.sets(st.integers(0, 200), min_size=1, max_size=64), jobs=st.integers(1, 80))
 def test_places_share_the_cores_evenly(settings: Settings, cores: set[int], jobs: int) -> None:
-    found = slots(jobs, [settings] * 80, Machine(tuple(sorted(cores)), len(cores), ()))
-    shares = [slot.cores for slot in found]
+    all_slots = slots(jobs, [settings] * 80, Machine(tuple(sorted(cores)), len(cores), ()))
+    shares = [slot.cores for slot in all_slots]
     assert len(shares) == jobs and all(share <= cores for share in shares)
     if jobs <= len(cores):
         assert sorted(core for share in shares for core in share) == sorted(cores)
@@ -49,8 +49,8 @@ def test_by_default_as_many_runs_as_have_their_own_devices(settings: Settings) -
 def test_a_run_sees_its_own_gpus(settings: Settings) -> None:
     run = on_gpus(settings, 2, rollout_num_gpus=1)
     machine = Machine(tuple(range(8)), 8, ("4", "5", "6", "7", "GPU-a", "GPU-b", "x"))
-    found = slots(None, [run] * 9, machine)
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in found] == ["4,5,6", "7,GPU-a,GPU-b"]
+    all_slots = slots(None, [run] * 9, machine)
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in all_slots] == ["4,5,6", "7,GPU-a,GPU-b"]
     shared = slots(4, [run] * 9, machine)
     assert len(shared) == 4 and all(len({*(slot.gpus or ())}) == 3 for slot in shared), "asked for: GPUs are shared"
     assert slots(None, [on_gpus(settings, 4, colocate=True)] * 9, machine)[0].gpus == ("4", "5", "6", "7")
@@ -76,8 +76,8 @@ def test_runs_with_the_same_engines_are_one_at_a_time(settings: Settings) -> Non
     with pytest.raises(FlagError, match="--jobs 2: all runs write their weights .*; give --jobs 1, or drop"):
         slots(2, [external] * 4, machine)
     assert len(slots(2, [external, settings], machine)) == 2, "only one of them has these engines"
-    given = replace(external, rollout=replace(external.rollout, debug_train_only=True))
-    assert len(slots(2, [given] * 4, machine)) == 2, "nothing is generated"
+    train_only = replace(external, rollout=replace(external.rollout, debug_train_only=True))
+    assert len(slots(2, [train_only] * 4, machine)) == 2, "nothing is generated"
 
 
 def test_the_gpus_of_this_process_are_those_that_it_may_see(tmp_path: Path) -> None:

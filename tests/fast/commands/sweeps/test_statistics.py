@@ -36,17 +36,17 @@ def test_a_paired_difference_is_antisymmetric(a: dict[int, float], b: dict[int, 
 @given(BY_SEED, VALUES)
 def test_a_shift_of_every_pair_is_found_exactly(a: dict[int, float], shift: float) -> None:
     """Pairing removes the effect of the seeds: the interval has no width, however far apart the seeds are."""
-    found = paired_difference({seed: value + shift for seed, value in a.items()}, a)
+    difference = paired_difference({seed: value + shift for seed, value in a.items()}, a)
     scale = size(a) + abs(shift)
-    assert close(found.mean, shift, scale) and close(found.high - found.low, 0.0, scale)
+    assert close(difference.mean, shift, scale) and close(difference.high - difference.low, 0.0, scale)
 
 
 @given(BY_SEED)
 def test_an_interval_is_around_the_mean_and_within_the_values(values: dict[int, float]) -> None:
-    found = over_seeds(values)
+    interval = over_seeds(values)
     slack = DOUBLE_ERROR * max(size(values), 1.0)
-    assert min(values.values()) - slack <= found.low <= found.high <= max(values.values()) + slack
-    assert close(found.mean, float(np.mean([*values.values()])), size(values))
+    assert min(values.values()) - slack <= interval.low <= interval.high <= max(values.values()) + slack
+    assert close(interval.mean, float(np.mean([*values.values()])), size(values))
 
 
 @given(BY_SEED)
@@ -82,8 +82,8 @@ def test_summaries_see_only_what_was_measured(values: list[float], count: int) -
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         assert all(
-            math.isnan(found)
-            for found in (final(values), mean_of_last(values, count), area(range(20), [math.nan] * 20))
+            math.isnan(summary)
+            for summary in (final(values), mean_of_last(values, count), area(range(20), [math.nan] * 20))
         )
         return
     assert final(values) == finite[-1]

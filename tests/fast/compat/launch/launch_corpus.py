@@ -34,7 +34,7 @@ def read_lines(**changed: str) -> list[Line]:
         Line(
             entry["name"],
             entry["model"],
-            re.sub(r"\$(\w+)", lambda found: blocks[found[1]], entry.get("starts") or entry["text"]),
+            re.sub(r"\$(\w+)", lambda match: blocks[match[1]], entry.get("starts") or entry["text"]),
             tuple(entry.get("refuses", ())),
         )
         for entry in data["lines"]

@@ -18,11 +18,11 @@ ESTIMATOR = "--advantage-estimator on_policy_distillation"
 )
 def test_a_teacher_in_servers(accepted, flags):
     expected = accepted(OURS, without="--rm-type").settings
-    found = accepted(flags, without="--rm-type")
-    assert found.settings.reward == expected.reward
-    assert (found.settings.loss.teachers, found.settings.loss.teacher_is_served) == ({"": "http://h:1"}, True)
-    assert found.settings.loss.advantage_estimator == "grpo", "whose advantages are 0, as the rewards are"
-    assert any(note.written.startswith("--rm-url") for note in found.accepted)
+    result = accepted(flags, without="--rm-type")
+    assert result.settings.reward == expected.reward
+    assert (result.settings.loss.teachers, result.settings.loss.teacher_is_served) == ({"": "http://h:1"}, True)
+    assert result.settings.loss.advantage_estimator == "grpo", "whose advantages are 0, as the rewards are"
+    assert any(note.written.startswith("--rm-url") for note in result.accepted)
 
 
 def test_a_teacher_in_the_trainer(accepted):

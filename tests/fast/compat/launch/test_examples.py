@@ -89,7 +89,7 @@ def test_it_trains_on_a_cpu_as_the_page_shows(name, tmp_path):
     ended = subprocess.run(run, cwd=REPO, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {metric for row in rows for metric in row}
-    assert not METRICS[name] - found, sorted(found)
+    metrics = {metric for row in rows for metric in row}
+    assert not METRICS[name] - metrics, sorted(metrics)
     assert sum("rollout/reward" in row for row in rows) == 2
     assert any(tmp_path.glob("*/iter_0000002")), "a checkpoint in SAVE"

@@ -80,8 +80,8 @@ def test_the_routers_flags_keep_the_name_that_was_written(refusals):
 def test_scaled_rotary_embedding_is_that_of_the_model(accepted, refusals, model, backend):
     flags = f"--train-backend {backend} --use-rope-scaling --rope-scaling-factor 8.0 --rotary-scaling-factor 8.0"
     assert accepted(f"{model(**QWEN3, rope_scaling=LLAMA3)} {flags}")
-    found = refusals(f"{model(**QWEN3)} {flags}")
-    assert [message.split(":")[0] for message in found] == ["--use-rope-scaling", "--rope-scaling-factor 8.0"]
+    messages = refusals(f"{model(**QWEN3)} {flags}")
+    assert [message.split(":")[0] for message in messages] == ["--use-rope-scaling", "--rope-scaling-factor 8.0"]
 
 
 def test_latent_attention_has_no_bias_and_scales_only_if_the_model_does(accepted, refusals, model):

@@ -34,9 +34,9 @@ def test_all_noted_flags_together_leave_every_setting_as_it_is(command):
     rows = [row for row in FOREIGN_FLAGS.values() if row.heading is not None]
     plain = ["--actor-num-gpus-per-node", "1", "--train-backend", "megatron", *command()]
     noted = [word for row in rows for word in (row.flag, *WORDS[row.kind])]
-    found, expected = (judge(read_command([*plain, *words])) for words in (noted, []))
-    assert found.settings == expected.settings
-    assert {(note.written.split()[0], note.why) for note in found.accepted} >= {(row.flag, row.why) for row in rows}
+    result, expected = (judge(read_command([*plain, *words])) for words in (noted, []))
+    assert result.settings == expected.settings
+    assert {(note.written.split()[0], note.why) for note in result.accepted} >= {(row.flag, row.why) for row in rows}
 
 
 def test_a_field_of_megatron_that_is_noted_is_not_passed_on():

@@ -51,10 +51,10 @@ def test_their_default_is_our_default(accepted):
     ],
 )
 def test_their_endless_generation_is_ours(accepted, path):
-    found = accepted(f"--rollout-function-path {path} --rollout-num-gpus 1")
-    rollout = found.settings.rollout
+    result = accepted(f"--rollout-function-path {path} --rollout-num-gpus 1")
+    rollout = result.settings.rollout
     assert (rollout.rollout_function_path, rollout.fully_async, rollout.async_steps) == (None, True, 1)
-    assert any(note.why == "--fully-async --async-steps 1" for note in found.accepted)
+    assert any(note.why == "--fully-async --async-steps 1" for note in result.accepted)
 
 
 @pytest.mark.parametrize("flags", ["", "--loss-aggregation token_mean", "--pg-loss-divisor 8"])
@@ -63,10 +63,10 @@ def test_their_endless_generation_is_ours(accepted, path):
 def test_their_reducer_of_dr_grpo_is_a_mode_here(accepted, refusals, folder, name, flags):
     words = f"{flags} --custom-pg-loss-reducer-function-path {folder}.custom_reducer{name}"
     ours = "--loss-aggregation constant --loss-aggregation-divisor 1000"
-    found = accepted(words)
-    assert found.settings == accepted(ours).settings
-    assert [note.why for note in found.accepted][-1] == ours
-    assert [note.written.removesuffix(".0") for note in found.accepted][:-1] == [flags] * bool(flags)
+    result = accepted(words)
+    assert result.settings == accepted(ours).settings
+    assert [note.why for note in result.accepted][-1] == ours
+    assert [note.written.removesuffix(".0") for note in result.accepted][:-1] == [flags] * bool(flags)
     (message,) = refusals(f"{words} --calculate-per-token-loss")
     assert "would divide the normalization of --loss-aggregation constant away" in message
 

@@ -108,6 +108,6 @@ def test_it_runs_an_iteration(start, tmp_path):
     ended = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {name for row in rows for name in row}
-    assert not set(start.metrics) - found, sorted(found)
+    metrics = {name for row in rows for name in row}
+    assert not set(start.metrics) - metrics, sorted(metrics)
     assert any((tmp_path / "out" / "ckpt").iterdir()), "--save"

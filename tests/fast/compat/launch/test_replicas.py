@@ -18,18 +18,18 @@ SGLANG = "--rollout-engine sglang "
     ],
 )
 def test_replicas_are_engines(accepted, flags, devices, engines):
-    found = accepted(SGLANG + flags)
-    assert "--dp-size" not in found.settings.server_flags.server
-    assert (found.settings.cluster.rollout_num_gpus, found.settings.num_engines) == (devices, engines)
-    (note,) = [note for note in found.accepted if "-d" in note.written and note.heading == "read as"]
+    result = accepted(SGLANG + flags)
+    assert "--dp-size" not in result.settings.server_flags.server
+    assert (result.settings.cluster.rollout_num_gpus, result.settings.num_engines) == (devices, engines)
+    (note,) = [note for note in result.accepted if "-d" in note.written and note.heading == "read as"]
     assert f"{engines} engines of" in note.why and not note.is_refused_if_strict
-    assert f"{engines} SGLang engines" in " ".join(explain(found).split())
+    assert f"{engines} SGLang engines" in " ".join(explain(result).split())
 
 
 def test_attention_data_parallelism_stays_in_an_engine(accepted):
     flags = "--sglang-dp-size 2 --sglang-enable-dp-attention --rollout-num-gpus-per-engine 2"
-    found = accepted(SGLANG + flags).settings
-    assert found.server_flags.server[-3:] == ("--dp-size", "2", "--enable-dp-attention") and found.num_engines == 1
+    result = accepted(SGLANG + flags).settings
+    assert result.server_flags.server[-3:] == ("--dp-size", "2", "--enable-dp-attention") and result.num_engines == 1
 
 
 @pytest.mark.parametrize(

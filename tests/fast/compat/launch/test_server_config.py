@@ -20,10 +20,10 @@ def test_sglangs_own_file_is_the_flags_that_it_has(accepted, tmp_path):
     path = tmp_path / "sglang.yaml"
     path.write_text(CONFIG)
     # The command line comes after the file, and the last value counts.
-    found = accepted(f"--rollout-engine sglang --sglang-config {path} --sglang-dtype half")
+    result = accepted(f"--rollout-engine sglang --sglang-config {path} --sglang-dtype half")
     expected = accepted(f"--rollout-engine sglang {AS_FLAGS} --sglang-dtype half")
-    assert found.settings == expected.settings
-    assert [note.why.split()[0] for note in found.accepted if "sglang.yaml" in note.written] == ["--sglang-dtype"]
+    assert result.settings == expected.settings
+    assert [note.why.split()[0] for note in result.accepted if "sglang.yaml" in note.written] == ["--sglang-dtype"]
 
 
 GROUPS = "server_groups: [{worker_type: regular, num_gpus: 4}, {worker_type: placeholder, num_gpus: 4}]"

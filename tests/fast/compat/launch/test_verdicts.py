@@ -50,8 +50,8 @@ def verdict(words: list[str], needs: list[str], folder: Path) -> str:
     flag = words[0]
     base = MINIMAL | {"--hf-checkpoint": "{qwen3-4b}", "--device": "cuda", "--actor-num-gpus-per-node": "8"}
     left_out, needs = (needs[1], needs[2:]) if needs[:1] == ["without"] else ("", needs)
-    kept = [word for name, value in base.items() if name not in (flag, left_out, *needs) for word in (name, value)]
-    command = [*kept, *needs, *words]
+    defaults = [word for name, value in base.items() if name not in (flag, left_out, *needs) for word in (name, value)]
+    command = [*defaults, *needs, *words]
     for path in folder.iterdir():
         command = [word.replace(f"{{{path.name}}}", str(path)) for word in command]
     try:
@@ -101,7 +101,7 @@ def words_of(flag: str, value: object) -> list[str]:
 @pytest.mark.parametrize("flag", [flag for flag in OF_MODEL if flag != NEMOTRON])
 def test_what_the_model_determines_is_checked(flag, folder):
     """In a model of every family here that has it; a switch can only say that the model has it."""
-    field, found = FIELDS[flag], set()
+    field, outcomes = FIELDS[flag], set()
     configs = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*/config.json"))}
     families = {values["model_type"]: path for path, values in configs.items() if "quantization_config" not in values}
     for config in families.values():
@@ -113,15 +113,15 @@ def test_what_the_model_determines_is_checked(flag, folder):
             continue
         needs = ["--train-backend", "megatron", "--hf-checkpoint", str(config.parent)]
         has_it = field.kind != "bool" or shape[field.name] == field.switch_to
-        given = verdict(words_of(flag, shape[field.name]), needs, folder)
+        outcome = verdict(words_of(flag, shape[field.name]), needs, folder)
         if flag in UNREAD_IF_LATENT and shape.get("multi_latent_attention"):
-            assert given == "noted"
+            assert outcome == "noted"
             continue
-        assert given == ("obeyed" if has_it else "refused")
-        found.add(given)
+        assert outcome == ("obeyed" if has_it else "refused")
+        outcomes.add(outcome)
         if field.kind in ("int", "float"):
             assert verdict([flag, "77"], needs, folder) == "refused"
-    assert "obeyed" in found
+    assert "obeyed" in outcomes
 
 
 def test_each_line_is_a_flag_once():

@@ -70,8 +70,8 @@ def four(tmp_path, monkeypatch):
     (tmp_path / f"{module}.py").write_text(LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def settings(name: str, **given) -> LossArguments:
-        return LossArguments(loss_type="custom_loss", custom_loss_function_path=f"{module}:{name}", **given)
+    def settings(name: str, **fields) -> LossArguments:
+        return LossArguments(loss_type="custom_loss", custom_loss_function_path=f"{module}:{name}", **fields)
 
     return settings
 
@@ -92,13 +92,13 @@ def test_it_is_the_built_in_loss_if_written_alike(make_micro, four, per_token):
     built_in = torch.randn(6, generator=generator).requires_grad_()
     mine = built_in.detach().clone().requires_grad_()
     expected = policy_loss_function(build_objective(LossArguments(**KL, **mode)), micro, built_in, entropy)
-    found = loss_of(four("ppo", **KL, **mode), micro, mine, entropy)
+    result = loss_of(four("ppo", **KL, **mode), micro, mine, entropy)
     expected.loss.backward()
-    found.loss.backward()
+    result.loss.backward()
     assert torch.allclose(mine.grad, built_in.grad) and mine.grad.abs().sum() > 0
     for name in ("loss", "pg_loss", "pg_clipfrac", "entropy_loss", "kl_loss"):
         wanted = expected.metrics[name].item()
-        assert found.metrics[name].item() == pytest.approx(wanted, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS), name
+        assert result.metrics[name].item() == pytest.approx(wanted, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS), name
 
 
 def test_a_rank_without_samples_reports_the_same_metrics(make_micro, four):

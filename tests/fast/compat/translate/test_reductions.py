@@ -62,6 +62,6 @@ def test_token_weights_of_a_mean_of_micro_batches():
 
 
 def test_the_uneven_batch_holds_every_response_once_and_both_prompts_on_both_ranks():
-    places = [place for rank in UNEVEN.ranks for micro in rank for place in micro]
-    assert sorted(places) == list(range(len(UNEVEN.responses)))
+    indices = [place for rank in UNEVEN.ranks for micro in rank for place in micro]
+    assert sorted(indices) == list(range(len(UNEVEN.responses)))
     assert [{response.prompt for response in rank} for rank in UNEVEN.of_ranks] == [{0, 1}, {0, 1}]

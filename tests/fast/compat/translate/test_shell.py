@@ -48,11 +48,11 @@ def test_flags_that_are_set_elsewhere_are_no_values(tmp_path, capsys):
         "--eval-prompt-data = small $DATA/rows.jsonl",
     ]
     assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("NODE_ARGS", "MODEL_ARGS", "EVAL_ARGS"):
         sentence = f"${{{name}[@]}} is set elsewhere (source models/small.sh): give that file's flags too"
-        assert shown.count(sentence) == 1 and shown.count(name) == 1
-    assert shown.count("$@ is what the script is called with") == 1 and "Expression(" not in shown
+        assert output.count(sentence) == 1 and output.count(name) == 1
+    assert output.count("$@ is what the script is called with") == 1 and "Expression(" not in output
 
 
 def test_a_sourced_file_beside_the_script_is_read(tmp_path):

@@ -19,8 +19,8 @@ ROWS = [(name, key) for name in TRAINERS for key, row in table_of(name).rows.ite
 
 def translated(name: str, settings: dict[str, object]) -> Translation:
     launcher = all_launchers()[name]
-    given = {key: Setting(key, value, 1) for key, value in settings.items()}
-    translation = Translation(Document("file", launcher.reads[0], given), launcher.table())
+    by_key = {key: Setting(key, value, 1) for key, value in settings.items()}
+    translation = Translation(Document("file", launcher.reads[0], by_key), launcher.table())
     launcher.translate(translation)
     return translation
 
@@ -36,11 +36,11 @@ def other_value(row: KnownSetting) -> object:
 def answer(name: str, settings: dict[str, object]) -> tuple[list[str], list[str], list[str]] | str:
     """Return the command, the notes and the keys that are not read; or the refusal."""
     try:
-        found = translated(name, settings)
+        result = translated(name, settings)
     except ValueError as error:
         return str(error)
-    notes = [f"{entry.shown}: {entry.why}" for entry in found.differences]
-    return found.words, notes, [setting.key for setting in found.unread]
+    notes = [f"{entry.shown}: {entry.why}" for entry in result.differences]
+    return result.words, notes, [setting.key for setting in result.unread]
 
 
 # The settings that give another one an effect: without them it has none there either.
@@ -64,15 +64,15 @@ def test_a_flag_of_a_table_exists_here(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_default_that_changes_learning_is_written_or_asks_for_nothing(name: str) -> None:
     """Off, empty, or idle without another setting; everything else is in the command or in a note."""
-    found = translated(name, {})
-    shown = " ".join(entry.shown for entry in (*found.carried, *found.differing, *found.missing))
+    result = translated(name, {})
+    text = " ".join(entry.shown for entry in (*result.carried, *result.differing, *result.missing))
     silent = []
     for key, row in table_of(name).rows.items():
         is_idle = row.default in (None, False, 0, -1, "", [], {})
         is_idle |= row.default in row.neutral or row.kind in ("file", "prompts") or not row.learning
         is_idle |= any(key.startswith(start) for start in BESIDE[name]) or bool(row.needs)
-        is_idle |= not row.flag and key not in found._taken | found._read  # shown as soon as a file changes it
-        if not is_idle and key not in shown and key not in found._read:
+        is_idle |= not row.flag and key not in result._taken | result._read  # shown as soon as a file changes it
+        if not is_idle and key not in text and key not in result._read:
             silent.append(key)
     assert silent == []
 

@@ -205,8 +205,8 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
 def test_what_is_not_translated_is_refused_by_its_name(tmp_path, capsys, name, text, feature):
     (tmp_path / name).write_text(text)
     assert cli.main(["translate", str(tmp_path / name)]) == 2
-    shown = capsys.readouterr()
-    assert feature in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+    output = capsys.readouterr()
+    assert feature in output.err and len(output.err.splitlines()) == 1 and output.out == ""
 
 
 @pytest.mark.parametrize("words", ["--config-path={folder} --config-name=mine", "-cp {folder} -cn mine.yaml"])
@@ -219,11 +219,11 @@ def test_a_command_of_hydra_overrides_the_file_that_it_names(tmp_path, words):
     for folder in ("conf", tmp_path / "conf"):
         command = f"python3 -m verl.trainer.main_ppo {words.format(folder=folder)} actor_rollout_ref.rollout.n=2"
         _, translation, objective = translated(tmp_path, "run.sh", f"{command} trainer.nnodes=3\n")
-        shown = " ".join(translation.words)
-        assert "--n-samples-per-prompt 2" in shown and "--actor-num-nodes 3" in shown and "--lr 1e-06" in shown
-        assert "--advantage-estimator grpo" in shown and objective.mode == "sample_mean"
-        assert "--eval-prompt-data val b.parquet" in shown and "--eval-interval 5" in shown
-        assert "--label-key reward_model.ground_truth" in shown and "" not in translation.words
+        text = " ".join(translation.words)
+        assert "--n-samples-per-prompt 2" in text and "--actor-num-nodes 3" in text and "--lr 1e-06" in text
+        assert "--advantage-estimator grpo" in text and objective.mode == "sample_mean"
+        assert "--eval-prompt-data val b.parquet" in text and "--eval-interval 5" in text
+        assert "--label-key reward_model.ground_truth" in text and "" not in translation.words
         assert [setting.key for setting in translation.unread] == ["made.up"]
 
 
@@ -277,10 +277,10 @@ def test_weights_that_adapt_and_a_reference_that_follows(tmp_path, name, text, w
         "verl.yaml": f"{VERL}algorithm: {{use_kl_in_reward: true, kl_ctrl: {{{text}}}}}\n",
     }
     _, translation, _ = translated(tmp_path, name, in_file[name])
-    found = " ".join(map(str, translation.words))
+    command = " ".join(map(str, translation.words))
     flags = ("--ref-update-interval", "--ref-mixup-alpha", "--kl-target", "--kl-horizon", "--entropy-target")
-    assert all(pair in found for pair in re.findall(r"--\S+ \S+", words))
-    assert bool(words) == any(flag in found for flag in flags)
+    assert all(pair in command for pair in re.findall(r"--\S+ \S+", words))
+    assert bool(words) == any(flag in command for flag in flags)
     parse(translation.words)
 
 
@@ -316,10 +316,10 @@ def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, t
     path = tmp_path / name
     path.write_text(text)
     assert cli.main(["translate", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert f"{path}, {place}" in shown.err
-    assert len(shown.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert f"{path}, {place}" in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe\xfa", b"a\x00b", b""])
@@ -336,8 +336,8 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
     faults = {"none.yaml": "no such file", "none": "no such file", "": "is a folder", "a.txt": "'.txt' is not known"}
     for name, fault in faults.items():
         assert cli.main(["translate", str(tmp_path / name)]) == 2
-        shown = capsys.readouterr().err
-        assert fault in shown and len(shown.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert fault in output and len(output.splitlines()) == 1
 
 
 OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
@@ -345,7 +345,7 @@ VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "given", "absent"),
+    ("name", "text", "expected", "absent"),
     [
         ("a.sh", f"{OPENRLHF} --data.prompt_dataset owner/rows", "--prompt-data hf:owner/rows", "none"),
         ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
@@ -370,12 +370,12 @@ VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
         ("a.yaml", "loss_type: grpo\ndataset_name: owner/rows\n", "--prompt-data hf:owner/rows", "none"),
     ],
 )
-def test_the_command_has_what_its_flags_need(tmp_path, name, text, given, absent):
+def test_the_command_has_what_its_flags_need(tmp_path, name, text, expected, absent):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "rows").touch()
     translation = translated(tmp_path, name, text)[1]
     words = " ".join(translation.words)
-    assert given in words and absent not in words and translation.unread == []
+    assert expected in words and absent not in words and translation.unread == []
     parse(translation.words)
 
 
@@ -392,7 +392,7 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "given"),
+    ("name", "text", "expected"),
     [
         ("a.sh", VERL_KL.format("gae"), ESTIMATORS_OF_VERL["gae"]),
         ("a.sh", VERL_KL.format("gpg"), ESTIMATORS_OF_VERL["gpg"]),
@@ -429,14 +429,14 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
     ],
 )
-def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, given):
+def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, expected):
     words = translated(tmp_path, name, text)[1].words
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "data.jsonl").write_text('{"prompt": "", "input": ""}')
     added = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "data.jsonl"), "--rm-type", "length"]
     for flag, value in (("--rollout-max-response-len", "8"), ("--rollout-batch-size", "256"), ("--num-epoch", "1")):
         added += [flag, value] if flag not in words else []
-    assert given in " ".join(words)
+    assert expected in " ".join(words)
     judge(read_command([*added, *words, "--device", "cuda", "--explain"]))
 
 
@@ -464,9 +464,9 @@ def test_both_spellings_of_openrlhf_become_the_same_flags(tmp_path):
     both, differ = [], ("--loss-aggregation", "--adam-eps", "--micro-batch-size")  # other defaults, or no such flag
     for names in (dict.fromkeys(values), earlier):
         words = " ".join(f"{names[key] or key} {value}" for key, value in values.items())
-        found = translated(tmp_path, "train.sh", f"python3 -m openrlhf.cli.train_ppo_ray {words}\n")[1]
-        assert found.unread == []
-        both.append({group for group in found.groups if group[0] not in differ})
+        translation = translated(tmp_path, "train.sh", f"python3 -m openrlhf.cli.train_ppo_ray {words}\n")[1]
+        assert translation.unread == []
+        both.append({group for group in translation.groups if group[0] not in differ})
     assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo") in both[0]
 
 
@@ -474,8 +474,8 @@ def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsy
     path = tmp_path / "train.sh"
     path.write_text("python3 -m openrlhf.cli.train_ppo_ray --base_model model --zero 3\n")
     assert cli.main(["translate", str(path)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and f"{path}: none of its 2 settings, such as --base_model = model, is one of" in shown.err
+    output = capsys.readouterr()
+    assert output.out == "" and f"{path}: none of its 2 settings, such as --base_model = model, is one of" in output.err
 
 
 def flags_of_computed():
@@ -763,11 +763,9 @@ def test_a_program_on_top_of_verl_and_further_commands_are_named(tmp_path, capsy
     text = VERL_GRPO.replace("verl.trainer.main_ppo", "recipe.sppo.main_sppo")
     (tmp_path / "a.sh").write_text(f"{text}\n{text} data.train_batch_size=8\n")
     assert cli.main(["translate", str(tmp_path / "a.sh")]) == 0
-    shown = capsys.readouterr().out
-    assert "recipe.sppo.main_sppo: another program than verl.trainer.main_ppo" in shown
-    assert (
-        "2 commands train here (lines 1, 2): the last one is translated" in shown and "--rollout-batch-size 8" in shown
-    )
+    out = capsys.readouterr().out
+    assert "recipe.sppo.main_sppo: another program than verl.trainer.main_ppo" in out
+    assert "2 commands train here (lines 1, 2): the last one is translated" in out and "--rollout-batch-size 8" in out
 
 
 def test_a_trainer_without_a_configuration_has_the_defaults(tmp_path, capsys):

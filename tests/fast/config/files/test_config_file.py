@@ -71,7 +71,7 @@ def nested(tmp_path) -> str:
 
 
 def test_a_nested_file_means_its_flags(nested, command):
-    found = read("--config", nested)
+    settings = read("--config", nested)
     flags = "--apply-chat-template --rollout-seed 12 --lr 1e-5 --sglang-mem-fraction-static 0.5 --num-experts 8"
     expected = read(
         *command(flags),
@@ -83,7 +83,7 @@ def test_a_nested_file_means_its_flags(nested, command):
         "--train-env-vars",
         '{"NCCL_DEBUG": "INFO", "N": 3}',
     )
-    assert found == expected
+    assert settings == expected
 
 
 def test_a_flat_file_means_its_flags(tmp_path, command):
@@ -95,9 +95,9 @@ def test_a_flat_file_means_its_flags(tmp_path, command):
 def test_what_comes_later_wins(nested, tmp_path):
     assert read("--lr", "1", "--config", nested).optimizer.lr == 1e-5
     assert read("--config", nested, "optimizer.lr=2", "--lr", "3").optimizer.lr == 3
-    found = read("--config", nested, "lr=2", "apply-chat-template=false", "colocate=true", "eval_prompt_data=[a, b]")
-    assert (found.optimizer.lr, found.data.apply_chat_template, found.cluster.colocate) == (2, False, True)
-    assert found.evaluation.eval_prompt_data == ("a", "b")
+    settings = read("--config", nested, "lr=2", "apply-chat-template=false", "colocate=true", "eval_prompt_data=[a, b]")
+    assert (settings.optimizer.lr, settings.data.apply_chat_template, settings.cluster.colocate) == (2, False, True)
+    assert settings.evaluation.eval_prompt_data == ("a", "b")
     again = tmp_path / "again.yaml"
     again.write_text("lr: 7\ntrain_env_vars: null\nsglang_mem_fraction_static: null\n")
     both = read("--config", nested, "lr=2", "--config", str(again))
@@ -131,8 +131,8 @@ def test_false_asks_for_the_other_precision(tmp_path):
 
 def test_flags_files_may_name_configuration_files(nested, tmp_path):
     (tmp_path / "flags").write_text(f"--config {nested} lr=2\n--rollout-seed 5\n")
-    found = read(f"@{tmp_path / 'flags'}")
-    assert (found.optimizer.lr, found.data.rollout_seed) == (2, 5)
+    settings = read(f"@{tmp_path / 'flags'}")
+    assert (settings.optimizer.lr, settings.data.rollout_seed) == (2, 5)
 
 
 WRONG = [
@@ -158,16 +158,16 @@ WRONG = [
 def test_what_is_no_setting_is_refused_with_file_and_line(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    found = [error for error in errors_of("--config", str(path)) if error.startswith("--config ")]
-    assert len(found) == 1 and found[0].startswith(f"--config {path}{message}"), found
+    errors = [error for error in errors_of("--config", str(path)) if error.startswith("--config ")]
+    assert len(errors) == 1 and errors[0].startswith(f"--config {path}{message}"), errors
 
 
 def test_errors_about_values_name_the_line(nested, tmp_path):
     (tmp_path / "b.yaml").write_text("optimizer:\n\n  lr: fast\nmicro_batch_size: -1\n")
-    found = errors_of("--config", nested, "--config", str(tmp_path / "b.yaml"))
+    errors = errors_of("--config", nested, "--config", str(tmp_path / "b.yaml"))
     place = f"{tmp_path / 'b.yaml'}"
-    assert f"--lr fast: must be a number (float); correct the value [{place}:3]" in found
-    assert any(message.startswith("--micro-batch-size -1: ") and message.endswith(f"[{place}:4]") for message in found)
+    assert f"--lr fast: must be a number (float); correct the value [{place}:3]" in errors
+    assert any(message.startswith("--micro-batch-size -1: ") and message.endswith(f"[{place}:4]") for message in errors)
     assert not any("[" in message for message in errors_of("--config", nested, "lr=1", "--lr", "slow"))
 
 
@@ -206,9 +206,9 @@ COMMANDS = [
 @pytest.mark.parametrize("flags", COMMANDS)
 def test_the_file_of_a_run_repeats_its_settings(command, tmp_path, flags):
     path = tmp_path / "run.yaml"
-    given = settings_of(*command(flags))
-    path.write_text(run_config(given, ["a run", ""]))
-    assert settings_of("--config", str(path)) == given
+    settings = settings_of(*command(flags))
+    path.write_text(run_config(settings, ["a run", ""]))
+    assert settings_of("--config", str(path)) == settings
 
 
 def test_a_value_that_follows_from_others_is_not_pinned(command, tmp_path):
@@ -217,14 +217,14 @@ def test_a_value_that_follows_from_others_is_not_pinned(command, tmp_path):
     flags = "--eval-prompt-data test reasoning_gym:products --eval-interval 2 --advantage-estimator gspo"
     path.write_text(run_config(settings_of(*command(flags))))
     assert not re.search("\n  (global_batch_size|policy_loss|eval_max_response_len|eval_top_p):", path.read_text())
-    found = settings_of("--config", str(path), "rollout_batch_size=6", "advantage_estimator=grpo", "rollout_top_p=0.9")
-    assert (found.training.global_batch_size, found.loss.policy_loss, found.evaluation.eval_top_p) == (24, "ppo", 0.9)
+    setup = settings_of("--config", str(path), "rollout_batch_size=6", "advantage_estimator=grpo", "rollout_top_p=0.9")
+    assert (setup.training.global_batch_size, setup.loss.policy_loss, setup.evaluation.eval_top_p) == (24, "ppo", 0.9)
 
     steps = judge(read_command(command("--num-steps-per-rollout 2")))
-    path.write_text(run_config(steps.settings, given=steps.given))
+    path.write_text(run_config(steps.settings, set_fields=steps.set_fields))
     assert settings_of("--config", str(path), "rollout_batch_size=6").training.global_batch_size == 12
     sized = judge(read_command(command("--global-batch-size 32 --policy-loss ppo")))
-    path.write_text(run_config(sized.settings, given=sized.given))
+    path.write_text(run_config(sized.settings, set_fields=sized.set_fields))
     assert "global_batch_size: 32" in path.read_text() and "policy_loss: ppo" in path.read_text()
 
 
@@ -241,8 +241,8 @@ def test_no_secret_is_in_the_file_and_a_run_without_it_is_refused(command, tmp_p
     path = tmp_path / "run.yaml"
     words = command("--rollout-engine sglang --sglang-api-key sesame --use-wandb --wandb-host https://me:sesame@host")
     words += ["--train-env-vars", '{"HF_TOKEN": "sesame"}', "--wandb-key", "sesame"]
-    given = settings_of(*words)
-    path.write_text(run_config(given))
+    settings = settings_of(*words)
+    path.write_text(run_config(settings))
     assert "sesame" not in path.read_text()
     refused = errors_of("--config", str(path))
     assert len(refused) == 4
@@ -250,14 +250,14 @@ def test_no_secret_is_in_the_file_and_a_run_without_it_is_refused(command, tmp_p
         line = next(n for n, row in enumerate(path.read_text().splitlines(), 1) if name.replace("-", "_") in row)
         assert any(m.startswith(f"--config {path}:{line}: ") and "a secret was left out" in m for m in refused), refused
     again = ["wandb_host=null", "--wandb-key", "sesame", "--sglang-api-key", "sesame", *words[-4:-2]]
-    found = settings_of("--config", str(path), *again)
-    assert dataclasses.replace(found.tracking, wandb_host="https://me:sesame@host") == given.tracking
-    assert (found.server_flags, found.cluster) == (given.server_flags, given.cluster)
+    restored = settings_of("--config", str(path), *again)
+    assert dataclasses.replace(restored.tracking, wandb_host="https://me:sesame@host") == settings.tracking
+    assert (restored.server_flags, restored.cluster) == (settings.server_flags, settings.cluster)
 
 
 def test_a_secret_in_an_override_is_not_shown():
-    shown = public_words(["--config", "a.yaml", "tracking.wandb_key=sesame", "train_env_vars={A: sesame}", "lr=1"])
-    assert shown == ["--config", "a.yaml", "tracking.wandb_key=(hidden)", "train_env_vars=(hidden)", "lr=1"]
+    words = public_words(["--config", "a.yaml", "tracking.wandb_key=sesame", "train_env_vars={A: sesame}", "lr=1"])
+    assert words == ["--config", "a.yaml", "tracking.wandb_key=(hidden)", "train_env_vars=(hidden)", "lr=1"]
 
 
 def test_reading_a_file_imports_neither_torch_nor_ray(nested):

@@ -12,8 +12,8 @@ COMMON += " --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-respon
 ROUTERS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 
 
-@pytest.mark.parametrize(("flags", "shown"), rows(__file__, "test_losses_of_the_layers_are_shown"))
-def test_losses_of_the_layers_are_shown(flags, shown):
+@pytest.mark.parametrize(("flags", "expected"), rows(__file__, "test_losses_of_the_layers_are_shown"))
+def test_losses_of_the_layers_are_shown(flags, expected):
     text = explain(validate(parse(f"{COMMON} --train-backend megatron {flags}".split())))
-    assert all(each in " ".join(text.split()) for each in shown), text
-    assert bool(shown) == ("The model adds" in text)
+    assert all(each in " ".join(text.split()) for each in expected), text
+    assert bool(expected) == ("The model adds" in text)

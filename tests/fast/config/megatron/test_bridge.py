@@ -30,8 +30,8 @@ COMPLETE = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-
 def bridge(tmp_path, command):
     def run(config: dict, flags: str = ""):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        given = f"--actor-num-gpus-per-node 4 --train-backend megatron --megatron-to-hf-mode bridge {flags}"
-        words = command(given, without="--hf-checkpoint")
+        all_flags = f"--actor-num-gpus-per-node 4 --train-backend megatron --megatron-to-hf-mode bridge {flags}"
+        words = command(all_flags, without="--hf-checkpoint")
         return validate(parse([*words, "--hf-checkpoint", str(tmp_path)])).settings.megatron
 
     return run

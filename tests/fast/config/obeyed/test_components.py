@@ -101,8 +101,8 @@ def eval_sets(settings: Settings) -> Any:
 def prompts(settings: Settings) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ voice }}" + tokenizer.chat_template
-    found = load_prompts(ROWS, settings.data, tokenizer)
-    return [(prompt.text, prompt.metadata) for prompt in found]
+    dataset = load_prompts(ROWS, settings.data, tokenizer)
+    return [(prompt.text, prompt.metadata) for prompt in dataset]
 
 
 def sampling(settings: Settings) -> Any:
@@ -121,18 +121,18 @@ def scores(settings: Settings) -> Any:
 
 def reward_process(settings: Settings) -> Any:
     """The bound of the processes of a user's function."""
-    given = MagicMock()
+    mock = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewards_registry, "RewardProcess", given)
+        patch.setattr(rewards_registry, "RewardProcess", mock)
         patch.setattr(producer, "start_engine", AsyncMock(side_effect=EOFError))  # the reward comes before the engine
         with pytest.raises(EOFError):
             asyncio.run(producer.start_producer(settings, MagicMock(), None, None))
-    return given.call_args.args[3]
+    return mock.call_args.args[3]
 
 
 def recorder(settings: Settings) -> Any:
     """The arguments that the rollout process gives to its recorder of samples."""
-    given = MagicMock()
+    mock = MagicMock()
 
     async def build(*ignored: Any) -> Any:
         return SimpleNamespace(tokenizer=None, num_iterations=STEPS)
@@ -141,9 +141,9 @@ def recorder(settings: Settings) -> Any:
     actor._settings = settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout_actor, "build_pipeline", build)
-        patch.setattr(rollout_actor, "SampleRecorder", given)
+        patch.setattr(rollout_actor, "SampleRecorder", mock)
         asyncio.run(actor.build(MagicMock()))
-    return given.call_args.kwargs["max_bytes"], given.call_args.kwargs["token_values"]
+    return mock.call_args.kwargs["max_bytes"], mock.call_args.kwargs["token_values"]
 
 
 def drawn(settings: Settings) -> Any:
@@ -167,26 +167,26 @@ def step_sizes(settings: Settings) -> Any:
 def trained_model(settings: Settings) -> Any:
     """The rows of logits that a trainer rank computes at once, and the weights of its new adapter."""
     model = tiny_llama(0)
-    given = MagicMock(return_value=SimpleNamespace(language_model=model, tower=None))
+    mock = MagicMock(return_value=SimpleNamespace(language_model=model, tower=None))
     backend = object.__new__(FsdpBackend)
     backend.settings, backend.compute_dtype, backend.mesh = settings, torch.float32, MagicMock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_backend, "load_policy", given)
+        patch.setattr(fsdp_backend, "load_policy", mock)
         patch.setattr(fsdp_backend, "shard_model", MagicMock())
         patch.setattr(FsdpBackend, "_check", MagicMock())
         backend._load_policy("--hf-checkpoint", "m", torch.float32, settings.lora)
     adapter = {name: weight.tolist() for name, weight in model.named_parameters() if "lora" in name}
-    return given.call_args.args[2], adapter
+    return mock.call_args.args[2], adapter
 
 
 def embedded_engine(settings: Settings) -> Any:
     """The model of the engine, and its largest batch; none if another engine is started."""
-    given = MagicMock()
+    mock = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_engine, "TorchEngine", given)
+        patch.setattr(torch_engine, "TorchEngine", mock)
         patch.setattr(sglang_engine, "start", AsyncMock())
         asyncio.run(start_engine(settings, MagicMock(device="cpu")))
-    return given.call_args and (given.call_args.args[0], given.call_args.args[3])
+    return mock.call_args and (mock.call_args.args[0], mock.call_args.args[3])
 
 
 class Placed(Exception):
@@ -195,13 +195,13 @@ class Placed(Exception):
 
 def servers(settings: Settings) -> Any:
     """The processes of the first engine: the node of each, and its log file."""
-    found = []
+    placements = []
 
     class Host:
         device = "cuda"
 
         def place_server(self, number: int, build: Any, seconds: float, node: int) -> Any:
-            found.append((node, build.args[1].max_mb))
+            placements.append((node, build.args[1].max_mb))
             return MagicMock()
 
         def broadcast_device(self) -> Any:
@@ -211,25 +211,25 @@ def servers(settings: Settings) -> Any:
         patch.setattr(servers_engine, "read_config", MagicMock())
         patch.setattr(sglang_engine, "SpanningServer", MagicMock())
         asyncio.run(sglang_engine.start(settings, Host()))  # type: ignore[arg-type]
-    return found
+    return placements
 
 
 def weight_files(settings: Settings) -> Any:
     """The folder of the trainer's weights on their way to an engine."""
-    given = MagicMock(side_effect=Placed)
+    mock = MagicMock(side_effect=Placed)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Placed):
-        patch.setattr(servers_engine, "WeightSender", given)
+        patch.setattr(servers_engine, "WeightSender", mock)
         patch.setattr(servers_engine, "read_config", MagicMock())
         asyncio.run(sglang_engine.start(settings, MagicMock(device="cuda")))
-    return given.call_args.args[1]
+    return mock.call_args.args[1]
 
 
 def remote_storage(settings: Settings) -> Any:
-    given = MagicMock()
+    mock = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_checkpoints, "RemoteFolder", given)
+        patch.setattr(remote_checkpoints, "RemoteFolder", mock)
         remote_checkpoints.RemoteCheckpoints.of(settings.checkpoint, "memory://bucket/run")
-    return given.call_args.args[1]
+    return mock.call_args.args[1]
 
 
 def asked_teacher(settings: Settings) -> Any:
@@ -256,9 +256,9 @@ def adapted(settings: Settings) -> Any:
 def turns(settings: Settings) -> Any:
     """The calls of trainer and engine on the memory of GPUs that they share."""
     called = Recorder()
-    sides = Sides(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
-    sides.sync_weights(version=0)
-    sides.give_gpus_to_trainer()
+    actors = Sides(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
+    actors.sync_weights(version=0)
+    actors.give_gpus_to_trainer()
     return [call[0] for call in called.calls]
 
 
@@ -268,14 +268,14 @@ def first_evaluation(settings: Settings) -> Any:
 
 def passes(settings: Settings) -> Any:
     """The passes over an iteration's samples that the trainer is built for."""
-    given = MagicMock()
+    mock = MagicMock()
     actor = object.__new__(TrainActor)
     actor.settings, actor.device = settings, torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("miles.training.backend.build_backend", MagicMock())
-        patch.setattr("miles.training.trainer.Trainer", given)
+        patch.setattr("miles.training.trainer.Trainer", mock)
         actor.build(STEPS)
-    return given.call_args.args[3]
+    return mock.call_args.args[3]
 
 
 def loaded(settings: Settings) -> Any:
@@ -423,6 +423,6 @@ def alone() -> Any:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.field)
 def test_the_component_that_reads_a_flag_does_something_else_with_it(change: Change) -> None:
-    kept = " ".join(f"{flag} {value}" for flag, value in MINIMAL.items() if flag not in change.less.split())
-    usual = f"--actor-num-gpus-per-node 1 {kept} {change.beside}"
+    defaults = " ".join(f"{flag} {value}" for flag, value in MINIMAL.items() if flag not in change.less.split())
+    usual = f"--actor-num-gpus-per-node 1 {defaults} {change.beside}"
     assert change.seen(settings_of(usual)) != change.seen(settings_of(f"{usual} {change.words}"))

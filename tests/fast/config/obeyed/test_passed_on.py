@@ -81,8 +81,8 @@ def test_every_tried_field_of_megatron_is_in_its_configuration(command):
     from miles.training.megatron.model.transformer_config import ddp_config, transformer_config
 
     fields = [megatron_fields()[name] for name in TRIED]
-    given = {field.name: field.switch_to if field.kind == "bool" else VALUES[field.name] for field in fields}
-    words = [word for field in fields for word in (field.flag, *([] if field.kind == "bool" else [given[field.name]]))]
+    inputs = {field.name: field.switch_to if field.kind == "bool" else VALUES[field.name] for field in fields}
+    words = [word for field in fields for word in (field.flag, *([] if field.kind == "bool" else [inputs[field.name]]))]
     settings = judge(read_command([*command("--train-backend megatron --device cpu"), *map(str, words)])).settings
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
     fixed = {"gradient_checkpointing": False, "per_token_loss": True}
@@ -92,4 +92,4 @@ def test_every_tried_field_of_megatron_is_in_its_configuration(command):
     ]
     for field in fields:
         (config,) = (config for config in configs if hasattr(config, field.name))
-        assert getattr(config, field.name) == given[field.name] != field.default, field.name
+        assert getattr(config, field.name) == inputs[field.name] != field.default, field.name

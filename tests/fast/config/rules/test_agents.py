@@ -17,20 +17,20 @@ def read(command, agent, *flags):
 
 
 def test_a_program_is_named_with_what_it_needs(command):
-    found = read(command, "python agent.py --fast", *NEEDED, "--agent-timeout", "5")
-    rollout = found.settings.rollout
+    result = read(command, "python agent.py --fast", *NEEDED, "--agent-timeout", "5")
+    rollout = result.settings.rollout
     assert (rollout.agent_command, rollout.agent_concurrency) == ("python agent.py --fast", 16)
-    assert "each by a run of python agent.py --fast" in explain(found)
+    assert "each by a run of python agent.py --fast" in explain(result)
 
 
 def test_an_environment_is_named_with_what_it_needs(command):
-    found = read(command, "", *NEEDED, "--environment", "reasoning_gym:attempts=2", "--agent-timeout", "5")
-    assert "each in the environment reasoning_gym:attempts=2" in explain(found)
+    result = read(command, "", *NEEDED, "--environment", "reasoning_gym:attempts=2", "--agent-timeout", "5")
+    assert "each in the environment reasoning_gym:attempts=2" in explain(result)
 
 
 def test_an_environment_may_have_rows_without_labels(command):
-    found = read(command, "", *NEEDED, "--environment", "games:Chess", "--rm-type", "environment:1,length:-0.1")
-    assert found.settings.reward.labels_optional
+    result = read(command, "", *NEEDED, "--environment", "games:Chess", "--rm-type", "environment:1,length:-0.1")
+    assert result.settings.reward.labels_optional
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_conversations_are_not_generated(refused, flags, flag):
 
 def test_a_dynamic_step_has_all_trajectories_of_an_iteration(validated, refused):
     assert validated("--global-batch-size 8").settings.steps_per_iteration == 4
-    found = validated("--use-dynamic-global-batch-size --num-steps-per-rollout 1").settings
-    assert (found.global_batch_size, found.steps_per_iteration) == (32, 1)
+    settings = validated("--use-dynamic-global-batch-size --num-steps-per-rollout 1").settings
+    assert (settings.global_batch_size, settings.steps_per_iteration) == (32, 1)
     (message,) = refused("--use-dynamic-global-batch-size --num-steps-per-rollout 2")
     assert message.startswith("--num-steps-per-rollout 2")

@@ -25,9 +25,9 @@ def test_a_reward_that_compares_needs_the_column_of_the_answers(tmp_path, flags,
         validate(parse([*COMMAND.format(rows=rows).split(), *flags.split()]))
     except FlagError as error:
         messages = error.messages
-    found = [message for message in messages if "--label-key" in message]
+    errors = [message for message in messages if "--label-key" in message]
     if needs is None:
-        assert found == []
+        assert errors == []
     else:
-        [message] = found
+        [message] = errors
         assert f": {needs} compares answers with a reference answer, and no flag states" in message

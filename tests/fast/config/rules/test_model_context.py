@@ -60,8 +60,8 @@ def test_a_response_leaves_room_for_a_prompt(tmp_path, flags, scaling, expected)
         validate(parse([*COMMAND.format(model=tmp_path).split(), *flags.format().split()]))
     except FlagError as error:
         messages = error.messages
-    found = [message for message in messages if "leaves no room for a prompt" in message]
-    assert len(found) == bool(expected) and all(expected in message for message in found)
+    errors = [message for message in messages if "leaves no room for a prompt" in message]
+    assert len(errors) == bool(expected) and all(expected in message for message in errors)
 
 
 @pytest.mark.parametrize(("longest", "noted"), [("33", True), ("32", False)])

@@ -34,18 +34,18 @@ def test_other_models_are_refused(refused, model_of, flag):
 
 
 def test_servers_say_which_experts_they_chose_on_gpus(refused, validated, model_of):
-    given = f"{model_of('qwen3_moe')} --rollout-engine sglang"
-    (message,) = refused(f"{given} --use-rollout-routing-replay --device cpu", "--hf-checkpoint")
+    flags = f"{model_of('qwen3_moe')} --rollout-engine sglang"
+    (message,) = refused(f"{flags} --use-rollout-routing-replay --device cpu", "--hf-checkpoint")
     assert message.startswith(
         "--use-rollout-routing-replay: --rollout-engine sglang reports which experts it chose on GPUs"
     )
     assert "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay" in message
     assert validated(
-        f"{given} --use-routing-replay --device cpu", "--hf-checkpoint"
+        f"{flags} --use-routing-replay --device cpu", "--hf-checkpoint"
     ).settings.training.use_routing_replay
-    settings = validated(f"{given} --use-rollout-routing-replay --device cuda", "--hf-checkpoint").settings
+    settings = validated(f"{flags} --use-rollout-routing-replay --device cuda", "--hf-checkpoint").settings
     assert "--enable-return-routed-experts" in server_spec(settings, "cuda", 0, NO_KEYS).arguments("h", 1)
-    without = validated(f"{given} --device cuda", "--hf-checkpoint").settings
+    without = validated(f"{flags} --device cuda", "--hf-checkpoint").settings
     assert "--enable-return-routed-experts" not in server_spec(without, "cuda", 0, NO_KEYS).arguments("h", 1)
 
 

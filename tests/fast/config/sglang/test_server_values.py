@@ -108,9 +108,9 @@ COMPUTED = {
 @pytest.mark.slow
 def test_source_says_what_the_parser_of_sglang_says():
     pytest.importorskip("sglang")
-    shown = subprocess.run([sys.executable, "-c", SHOWN], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", SHOWN], capture_output=True, text=True, check=True).stdout
     parser = {
         name: Accepted(*COUNTS[nargs], READINGS.get(reader, "text"), () if name in COMPUTED else tuple(choices or ()))
-        for name, (nargs, reader, choices) in json.loads(shown.splitlines()[-1]).items()
+        for name, (nargs, reader, choices) in json.loads(output.splitlines()[-1]).items()
     }
     assert server_flags() == parser

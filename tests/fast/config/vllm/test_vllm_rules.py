@@ -67,9 +67,9 @@ def test_what_vllm_cannot_do_is_refused_by_name(validated, flags, message):
 
 
 def test_a_flag_of_vllm_chooses_it(validated):
-    found = validated("--vllm-max-num-seqs 4 --vllm-tensor-parallel-size 1 --vllm-api-server-count 1")
-    assert found.settings.rollout.rollout_engine == "vllm"
-    assert found.settings.server_flags.vllm[:2] == ("--max-num-seqs", "4")
+    result = validated("--vllm-max-num-seqs 4 --vllm-tensor-parallel-size 1 --vllm-api-server-count 1")
+    assert result.settings.rollout.rollout_engine == "vllm"
+    assert result.settings.server_flags.vllm[:2] == ("--max-num-seqs", "4")
 
 
 def test_vllms_own_parser_judges_its_flags(fake_vllm):

@@ -56,8 +56,8 @@ def largest_difference(path: str, groups: list[list[Generation]]) -> float:
 async def test_log_probs_are_those_of_transformers(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "MASKED_QUERIES", 8)
     path = save_model(kind, tmp_path)
-    found = await generate(TorchEngine(path, torch.float32, "cpu", ROWS))
-    assert largest_difference(path, found) < KIND_LOG_PROB_ERROR
+    generations = await generate(TorchEngine(path, torch.float32, "cpu", ROWS))
+    assert largest_difference(path, generations) < KIND_LOG_PROB_ERROR
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next", "glm_moe_dsa"])

@@ -21,9 +21,9 @@ def test_every_run_makes_its_own_keys():
 
 
 def test_keys_of_the_user_are_used():
-    given = ServerFlags(("--dtype", "float32", "--api-key", "one", "--admin-api-key=two"), ("--api-key", "three"))
-    assert keys_of(given, external=False) == Keys("one", "two", "three")
-    assert keys_of(given, external=True) == Keys("one", "two", "three")
+    flags = ServerFlags(("--dtype", "float32", "--api-key", "one", "--admin-api-key=two"), ("--api-key", "three"))
+    assert keys_of(flags, external=False) == Keys("one", "two", "three")
+    assert keys_of(flags, external=True) == Keys("one", "two", "three")
 
 
 def test_external_servers_have_the_keys_that_are_given():

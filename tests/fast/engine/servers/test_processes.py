@@ -173,8 +173,8 @@ def test_the_router_starts_on_other_ports_if_another_process_takes_one(tmp_path,
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        found = iter([taken, free_port("127.0.0.1")] if which == "its own" else [free_port("127.0.0.1"), taken])
-        monkeypatch.setattr(router_module, "free_port", lambda host: next(found, None) or free_port(host))
+        ports = iter([taken, free_port("127.0.0.1")] if which == "its own" else [free_port("127.0.0.1"), taken])
+        monkeypatch.setattr(router_module, "free_port", lambda host: next(ports, None) or free_port(host))
         router = Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=10)
         try:
             assert not router.url.endswith(f":{taken}")

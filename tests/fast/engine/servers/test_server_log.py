@@ -21,9 +21,9 @@ def test_both_files_stay_below_the_limit_and_end_with_the_last_lines(tmp_path_fa
     file = LogFile(folder / "engine_0.log", limit / 1e6)
     copied(file, lines)
     older, newer = folder / "engine_0.log.1", file.path.read_bytes()
-    kept = (older.read_bytes() if older.exists() else b"") + newer
-    assert b"".join(lines).endswith(kept)
-    assert kept == b"".join(lines) if sum(map(len, lines)) < limit else len(kept) >= limit / 2
+    content = (older.read_bytes() if older.exists() else b"") + newer
+    assert b"".join(lines).endswith(content)
+    assert content == b"".join(lines) if sum(map(len, lines)) < limit else len(content) >= limit / 2
     assert len(newer) <= limit and (not older.exists() or older.stat().st_size <= limit)
 
 

@@ -27,12 +27,12 @@ CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
 
 def pairs(words):
     """Return flag to value, None for a switch; fails if a flag is given twice."""
-    found = {}
+    by_flag = {}
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
-            assert word not in found, f"{word} is given twice"
-            found[word] = None if following.startswith("--") else following
-    return found
+            assert word not in by_flag, f"{word} is given twice"
+            by_flag[word] = None if following.startswith("--") else following
+    return by_flag
 
 
 def test_cpu_server_gets_the_flags_it_needs():
@@ -54,29 +54,29 @@ def test_colocated_server_can_release_its_memory():
 
 
 @pytest.mark.parametrize(
-    "given", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
+    "flags", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
 )
-def test_a_flag_of_the_user_replaces_the_default(given):
-    words = ServerSpec("m", "float32", "cpu", 2, seed=0, flags=given).arguments("h", 1)
-    assert words[-len(given) :] == [*given]
-    name = given[0].split("=")[0]
+def test_a_flag_of_the_user_replaces_the_default(flags):
+    words = ServerSpec("m", "float32", "cpu", 2, seed=0, flags=flags).arguments("h", 1)
+    assert words[-len(flags) :] == [*flags]
+    name = flags[0].split("=")[0]
     assert sum(word.split("=")[0] == name for word in words) == 1
 
 
 def test_only_cpu_servers_see_the_support_files():
-    given = {"PYTHONPATH": "mine", "OMP_NUM_THREADS": "3"}
-    environment = CPU.environment(given, STORE.parent)
+    variables = {"PYTHONPATH": "mine", "OMP_NUM_THREADS": "3"}
+    environment = CPU.environment(variables, STORE.parent)
     text = cpu_support() / "without_images"
     assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), str(text), "mine"]
     assert (text / "torchvision" / "__init__.py").is_file()
     images = replace(CPU, reads_images=True)
-    assert images.environment(given, STORE.parent)["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
+    assert images.environment(variables, STORE.parent)["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
     assert pairs(images.arguments("h", 1))["--mm-attention-backend"] == "sdpa"
     assert environment["OMP_NUM_THREADS"] == "3"
     assert (cpu_support() / f"{CPU.module}.py").is_file()
     cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)
     assert cuda.module == "sglang.launch_server"
-    assert cuda.environment(given, STORE.parent)["PYTHONPATH"] == "mine"
+    assert cuda.environment(variables, STORE.parent)["PYTHONPATH"] == "mine"
     assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()
 
 

@@ -107,8 +107,8 @@ class FakeVllm:
 
 def tops(token, wanted):
     """The sampled token and 0, and one that top-k dropped. With top-k 7, one that was kept is missing."""
-    kept = [{"token_id": t, "logprob": HALF} for t in (token, 0)]
-    return [*(kept if wanted != 7 + 64 else kept[:1]), {"token_id": 1, "logprob": -9999.0}]
+    entries = [{"token_id": t, "logprob": HALF} for t in (token, 0)]
+    return [*(entries if wanted != 7 + 64 else entries[:1]), {"token_id": 1, "logprob": -9999.0}]
 
 
 def guarded(app):

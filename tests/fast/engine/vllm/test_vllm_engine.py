@@ -40,8 +40,8 @@ class FakeProgram(VllmProgram):
     def check(self):
         """Do nothing: the fake is here."""
 
-    def environment(self, given, folder):
-        made = super().environment(given, folder)
+    def environment(self, base, folder):
+        made = super().environment(base, folder)
         return made | {"PYTHONPATH": os.pathsep.join([made["PYTHONPATH"], str(Path(__file__).parent)])}
 
 
@@ -78,8 +78,8 @@ async def test_a_request_per_seed_is_answered_with_tokens_log_probs_and_version(
         assert answers[0].log_probs == [HALF, HALF] and answers[0].weight_version == 0
         asked = (await seen(engine))["requests"]
         assert sorted(body["sampling_params"]["seed"] for body in asked) == [11, 12]
-        (kept,) = await engine.generate(request(3, 4, top_k=5, returns_support=True))
-        assert kept.support.sizes.tolist() == [2, 2] and bool(kept.support.contain([0, 0]).all())
+        (generation,) = await engine.generate(request(3, 4, top_k=5, returns_support=True))
+        assert generation.support.sizes.tolist() == [2, 2] and bool(generation.support.contain([0, 0]).all())
         with pytest.raises(RequestRefused, match="--rollout-top-k"):
             await engine.generate(request(3, top_k=7, returns_support=True))
         with pytest.raises(ValueError, match="outside the model's vocabulary"):
@@ -137,9 +137,9 @@ async def test_in_place_the_cache_stays_and_later_requests_do_not_find_it(tmp_pa
     async with started(tmp_path, monkeypatch, pause_generation_mode="in_place") as (engine, _):
         await engine.update_weights(WEIGHTS, 3)
         await engine.generate(request(3))
-        found = await seen(engine)
-        assert not [path for path, _ in found["calls"] if path.startswith("/reset_prefix_cache")]
-        assert found["requests"][-1]["cache_salt"] == "3"
+        record = await seen(engine)
+        assert not [path for path, _ in record["calls"] if path.startswith("/reset_prefix_cache")]
+        assert record["requests"][-1]["cache_salt"] == "3"
 
 
 async def test_an_answer_names_the_weights_of_each_token_and_an_abort_returns_what_there_is(tmp_path, monkeypatch):

@@ -64,9 +64,9 @@ async def started(model, logs, number=1, **flags):
         await engine.close()
 
 
-async def generate(engine, prompts=PROMPTS, seeds=4, **given):
+async def generate(engine, prompts=PROMPTS, seeds=4, **sampling):
     requests = [
-        GenerationRequest(p, tuple(range(seeds)), SamplingParams(**{"max_new_tokens": 12, **given})) for p in prompts
+        GenerationRequest(p, tuple(range(seeds)), SamplingParams(**{"max_new_tokens": 12, **sampling})) for p in prompts
     ]
     return [answer for answers in await asyncio.gather(*map(engine.generate, requests)) for answer in answers]
 
@@ -105,9 +105,9 @@ async def test_answers_are_the_models_before_and_after_an_update(folder, tmp_pat
         assert_of(other, updated)
         assert all(answer.token_versions == [5] * len(answer.token_ids) for answer in updated)
         for answer in await running:  # what was generated after the update is of the new weights alone
-            kept = answer.token_versions.count(0)
-            ids, new = answer.token_ids, torch.tensor(answer.log_probs[kept:]).double()
-            assert new == pytest.approx(log_probs_of(other, PROMPTS[0] + tuple(ids[:kept]), ids[kept:]), abs=1e-3)
+            split = answer.token_versions.count(0)
+            ids, new = answer.token_ids, torch.tensor(answer.log_probs[split:]).double()
+            assert new == pytest.approx(log_probs_of(other, PROMPTS[0] + tuple(ids[:split]), ids[split:]), abs=1e-3)
     other.save_pretrained(tmp_path / "other")
     byte_tokenizer().save_pretrained(tmp_path / "other")
     async with started(tmp_path / "other", tmp_path) as (fresh, _):
@@ -130,14 +130,14 @@ async def test_in_place_requests_keep_their_keys_and_values_and_later_ones_do_no
 
 
 async def assert_support(engine, model):
-    given = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "returns_support": True}
-    answers = await generate(engine, **given)
+    sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "returns_support": True}
+    answers = await generate(engine, **sampling)
     for prompt, answer in zip([p for p in PROMPTS for _ in range(4)], answers, strict=True):
         logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1].double() / 0.7
         expected = []
-        for row, kept, token in zip(logits, answer.support.sets(), answer.token_ids, strict=True):
-            assert 1 <= len(kept) <= 20
-            expected.append(row[kept].log_softmax(-1)[kept.tolist().index(token)])
+        for row, token_set, token in zip(logits, answer.support.sets(), answer.token_ids, strict=True):
+            assert 1 <= len(token_set) <= 20
+            expected.append(row[token_set].log_softmax(-1)[token_set.tolist().index(token)])
         assert_log_probs(answer, torch.stack(expected))
 
 
@@ -168,11 +168,11 @@ async def assert_stops(engine):
 async def assert_teaches(engine, model):
     """Ask for the log-probs of given tokens, as for a teacher's; the guard wants the key for control calls."""
     client = VllmClient(engine.servers.all[0].client.url, 4, 60.0, key=KEYS.admin)
-    found = await client.input_log_probs([*PROMPTS[0], 8, 9, 10], first=3)
+    pairs = await client.input_log_probs([*PROMPTS[0], 8, 9, 10], first=3)
     await client.close()
-    assert [token for token, _ in found] == [8, 9, 10]
+    assert [token for token, _ in pairs] == [8, 9, 10]
     expected = log_probs_of(model, PROMPTS[0], [8, 9, 10])
-    assert [value for _, value in found] == pytest.approx(expected.tolist(), abs=SERVER_LOG_PROB_ERROR)
+    assert [value for _, value in pairs] == pytest.approx(expected.tolist(), abs=SERVER_LOG_PROB_ERROR)
 
 
 @pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, "broadcast"), (signal.SIGSTOP, "ipc")])

@@ -115,8 +115,8 @@ async def test_the_sender_listens_at_the_address_that_its_engine_sees_only(monke
     """Store and group are at 127.0.0.3."""
 
     def listening():
-        found = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        return found.count("127.0.0.3"), found.count("::") + found.count("0.0.0.0")
+        addresses = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        return addresses.count("127.0.0.3"), addresses.count("::") + addresses.count("0.0.0.0")
 
     monkeypatch.setattr("miles.engine.weight_sync.broadcast._address_towards", lambda url: "127.0.0.3")
     before, everywhere = listening()

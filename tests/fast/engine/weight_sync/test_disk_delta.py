@@ -86,8 +86,8 @@ def raw(tensor):
     return (tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def same(found, expected):
-    return {n: raw(t) for n, t in found.items()} == {n: raw(t) for n, t in expected.items()}
+def same(actual, expected):
+    return {n: raw(t) for n, t in actual.items()} == {n: raw(t) for n, t in expected.items()}
 
 
 def random_bits(random, shape, dtype):
@@ -104,13 +104,13 @@ def first_weights(random):
 
 def changed(random, weights, share):
     """Return weights, about ``share`` of them with other bits, NaNs and negative zeros among them."""
-    found = {}
+    new_weights = {}
     for name, tensor in weights.items():
         old = tensor.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.dtype.itemsize)
         new = random_bits(random, tensor.shape, tensor.dtype).reshape(-1).view(torch.uint8).reshape(old.shape)
         moves = torch.from_numpy(random.random((tensor.numel(), 1)) < share)
-        found[name] = torch.where(moves, new, old).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
-    return found
+        new_weights[name] = torch.where(moves, new, old).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
+    return new_weights
 
 
 def flip(path, at):
@@ -256,11 +256,11 @@ def test_engines_of_one_host_share_its_copy(tmp_path):
 )
 def test_weights_of_another_form_have_no_delta(tmp_path, other):
     writer = DeltaWriter(tmp_path)
-    kept = {"v": torch.ones(2)}
-    assert writer.update([WeightChunk(kept | {"w": torch.ones(3)})]) is None
-    assert writer.update([WeightChunk(kept | other)]) is None
+    base = {"v": torch.ones(2)}
+    assert writer.update([WeightChunk(base | {"w": torch.ones(3)})]) is None
+    assert writer.update([WeightChunk(base | other)]) is None
     assert not list(tmp_path.iterdir())
-    assert writer.update([WeightChunk(kept | other)]) is not None
+    assert writer.update([WeightChunk(base | other)]) is not None
 
 
 def test_an_export_that_fails_halfway_leaves_nothing_to_compare_with(tmp_path):
@@ -288,8 +288,8 @@ def test_the_weights_of_the_last_two_updates_can_be_asked_for(tmp_path):
         sent.append(changed(random, sent[-1], share))
         identities.append(writer.update(in_chunks(sent[-1].items(), bucket_bytes=600)).result)
         for weights, identity in zip(sent[-1:-3:-1], identities[-1:-3:-1], strict=False):
-            found = [unpack(chunk).tensors for chunk in writer.whole(identity)]
-            assert same({name: tensor for tensors in found for name, tensor in tensors.items()}, weights)
+            chunks = [unpack(chunk).tensors for chunk in writer.whole(identity)]
+            assert same({name: tensor for tensors in chunks for name, tensor in tensors.items()}, weights)
     with pytest.raises(RuntimeError, match="older than the two newest"):
         next(writer.whole(identities[1]))
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["delta_0000005", "delta_0000006"]

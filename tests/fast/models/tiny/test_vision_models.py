@@ -43,9 +43,9 @@ def test_it_reads_an_image_and_says_what_is_trained(kind: str, tmp_path) -> None
     )
     assert 0 < tower < 400_000
 
-    def trained(**given) -> str:
+    def trained(**fields) -> str:
         arguments = ModelArguments(hf_checkpoint=f"{tmp_path}/tiny")
-        return _trained(SimpleNamespace(model=arguments, lora=LoraArguments(), training=TrainingArguments(**given)))
+        return _trained(SimpleNamespace(model=arguments, lora=LoraArguments(), training=TrainingArguments(**fields)))
 
     assert trained() == f"{total:,} parameters, {tower:,} of them of the vision tower"
     frozen = f"{total - tower:,} parameters of the language part; {tower:,} of the vision tower stay unchanged"

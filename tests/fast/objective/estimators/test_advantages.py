@@ -30,8 +30,8 @@ def test_matches_torch_group_by_group(groups, std):
         centred = values - values.mean()
         scale = values.std() + 1e-6 if std and len(group) > 1 else torch.tensor(1.0)
         expected += (centred / scale).tolist()
-    found = normalize_rewards(rewards, indices, range(len(rewards)), std=std)
-    assert found == pytest.approx(expected, abs=DEVIATION_ERROR)
+    advantages = normalize_rewards(rewards, indices, range(len(rewards)), std=std)
+    assert advantages == pytest.approx(expected, abs=DEVIATION_ERROR)
 
 
 @given(rewards_of_groups, st.booleans(), st.data())

@@ -31,8 +31,8 @@ def advantages(groups):
         parts=[dict(zip(WEIGHTS, pair, strict=True)) for _, pair in flat],
         part_weights=WEIGHTS,
     )
-    found = iter(build_objective(GDPO).sample_advantages(samples))
-    return [[next(found) for _ in group] for group in groups]
+    values = iter(build_objective(GDPO).sample_advantages(samples))
+    return [[next(values) for _ in group] for group in groups]
 
 
 @given(st.lists(st.lists(PAIR, min_size=1, max_size=6), min_size=1, max_size=4))
@@ -49,23 +49,23 @@ def test_each_reward_is_normalized_by_itself_then_the_sum_over_the_iteration(gro
     everything = [s for group in sums for s in group]
     spread = statistics.stdev(everything) if len(everything) > 1 else 0.0
     expected = [[s / (spread + 1e-6) for s in group] for group in sums]
-    for found, wanted in zip(advantages(groups), expected, strict=True):
-        assert found == pytest.approx(wanted, abs=DOUBLE_ERROR)
+    for values, wanted in zip(advantages(groups), expected, strict=True):
+        assert values == pytest.approx(wanted, abs=DOUBLE_ERROR)
 
 
 def test_combinations_of_one_sum_differ_where_grpo_has_them_equal():
     """Right without format, and wrong with four formats, add up to 1 each: GRPO cannot tell them apart."""
     pairs = [(1.0, 0.0), (0.0, 4.0), (0.0, 0.0), (1.0, 4.0), (1.0, 0.0)]
-    [found] = advantages([pairs])
-    assert abs(found[0] - found[1]) > 0.1
+    [values] = advantages([pairs])
+    assert abs(values[0] - values[1]) > 0.1
 
 
 def test_one_reward_is_grpo_over_the_spread_of_the_iteration(advantages_of):
     groups = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     grpo = advantages_of(LossArguments(advantage_estimator="grpo"), groups)
     spread = statistics.stdev([a for group in grpo for a in group])
-    for found, plain in zip(advantages_of(GDPO, groups), grpo, strict=True):
-        assert found == pytest.approx([a / (spread + 1e-6) for a in plain], rel=DOUBLE_ERROR)
+    for values, plain in zip(advantages_of(GDPO, groups), grpo, strict=True):
+        assert values == pytest.approx([a / (spread + 1e-6) for a in plain], rel=DOUBLE_ERROR)
 
 
 def test_rewards_reach_it_through_the_conversion():
@@ -87,8 +87,8 @@ def test_rewards_that_have_other_weights_or_none_are_refused(weights, parts):
         a = of_group / (of_group * 2**0.5 + 1e-6)
         assert build_objective(GDPO).sample_advantages(samples) == pytest.approx([a, -a], rel=DOUBLE_ERROR)
         return
-    found = ", ".join(parts) or "of no name"
-    with pytest.raises(ValueError, match=f"the samples have the rewards {found}, and .*; give --rm-type the names"):
+    names = ", ".join(parts) or "of no name"
+    with pytest.raises(ValueError, match=f"the samples have the rewards {names}, and .*; give --rm-type the names"):
         build_objective(GDPO).sample_advantages(samples)
 
 

@@ -30,23 +30,23 @@ def test_a_group_of_one_and_equal_rewards_have_exactly_no_advantage_and_no_gradi
     advantages_of, name, groups, reward
 ):
     loss = LossArguments(advantage_estimator=name)
-    found = advantages_of(loss, [*groups, [reward], [reward] * 3])
-    assert found[-2:] == [[0.0], [0.0] * 3]
-    assert build_objective(loss).samples_with_gradient(found[-1]) == [False] * 3
+    advantages = advantages_of(loss, [*groups, [reward], [reward] * 3])
+    assert advantages[-2:] == [[0.0], [0.0] * 3]
+    assert build_objective(loss).samples_with_gradient(advantages[-1]) == [False] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(groups=GROUPS, seed=st.randoms(use_true_random=False))
 def test_the_order_of_groups_and_trajectories_does_not_matter(advantages_of, name, groups, seed):
-    places = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
-    shuffled = list(places)
+    indices = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+    shuffled = list(indices)
     seed.shuffle(shuffled)
     rewards, ids = [groups[g][i] for g, i in shuffled], [10 * g + i for g, i in shuffled]
-    samples = SampleRewards(rewards, [g for g, _ in shuffled], ids, [1] * len(places))
+    samples = SampleRewards(rewards, [g for g, _ in shuffled], ids, [1] * len(indices))
     loss = LossArguments(advantage_estimator=name)
-    found = dict(zip(shuffled, build_objective(loss).sample_advantages(samples), strict=True))
+    values = dict(zip(shuffled, build_objective(loss).sample_advantages(samples), strict=True))
     expected = advantages_of(loss, groups)
-    assert [found[g, i] for g, i in places] == pytest.approx([expected[g][i] for g, i in places], abs=DOUBLE_ERROR)
+    assert [values[g, i] for g, i in indices] == pytest.approx([expected[g][i] for g, i in indices], abs=DOUBLE_ERROR)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,6 +56,6 @@ def test_a_trajectory_in_two_samples_counts_once(advantages_of, name, group):
     loss = LossArguments(advantage_estimator=name)
     n = len(group)
     samples = SampleRewards([*group, group[0]], [0] * (n + 1), [*range(n), 0], [3] + [2] * (n - 1) + [3])
-    found = build_objective(loss).sample_advantages(samples)
+    advantages = build_objective(loss).sample_advantages(samples)
     [expected] = advantages_of(loss, [group], [[6] + [2] * (n - 1)])
-    assert found == pytest.approx([*expected, expected[0]], abs=DOUBLE_ERROR)
+    assert advantages == pytest.approx([*expected, expected[0]], abs=DOUBLE_ERROR)

@@ -37,5 +37,5 @@ def in_deviations(group):
 )
 @given(groups=GROUPS)
 def test_advantages_are_those_of_the_formula(advantages_of, flags, formula, groups):
-    found = advantages_of(LossArguments(advantage_estimator="grpo", **flags), groups)
-    assert found == [pytest.approx(formula(group), abs=DEVIATION_ERROR) for group in groups]
+    advantages = advantages_of(LossArguments(advantage_estimator="grpo", **flags), groups)
+    assert advantages == [pytest.approx(formula(group), abs=DEVIATION_ERROR) for group in groups]

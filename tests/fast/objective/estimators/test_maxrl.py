@@ -29,13 +29,13 @@ def test_binary_rewards(advantages_of, right):
 def test_the_expected_gradient_is_that_of_the_truncated_likelihood(advantages_of, p, n):
     """By enumeration of a coin with P(right) = p: E of mean A d log P / dp is sum over k < N of (1 - p)^(k - 1)."""
     expected = sum((1 - p) ** (k - 1) for k in range(1, n))
-    found = 0.0
+    gradient = 0.0
     for outcome in product([1.0, 0.0], repeat=n):
         probability = p ** sum(outcome) * (1 - p) ** (n - sum(outcome))
         [advantages] = advantages_of(MAXRL, [outcome])
         scores = [1 / p if right else -1 / (1 - p) for right in outcome]
-        found += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / n
-    assert found == pytest.approx(expected, rel=DOUBLE_ERROR)
+        gradient += probability * sum(a * s for a, s in zip(advantages, scores, strict=True)) / n
+    assert gradient == pytest.approx(expected, rel=DOUBLE_ERROR)
 
 
 def test_a_rare_success_weighs_more_than_a_common_one(advantages_of):

@@ -32,8 +32,8 @@ def test_the_baseline_is_the_mean_weighted_by_length(advantages_of, groups):
 @given(st.lists(TRAJECTORY, min_size=2, max_size=6))
 def test_advantages_weighted_by_length_add_up_to_nothing(advantages_of, group):
     lengths = [length for _, length in group]
-    [found] = advantages_of(OPO, [[reward for reward, _ in group]], [lengths])
-    total = sum(a * n for a, n in zip(found, lengths, strict=True))
+    [advantages] = advantages_of(OPO, [[reward for reward, _ in group]], [lengths])
+    total = sum(a * n for a, n in zip(advantages, lengths, strict=True))
     assert total == pytest.approx(0.0, abs=DOUBLE_ERROR * sum(lengths))
 
 

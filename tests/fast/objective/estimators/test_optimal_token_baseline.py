@@ -27,21 +27,21 @@ def norm_of(p, rest):
 
 
 def samples_of(groups):
-    found = []
+    samples = []
     for number, group in enumerate(groups):
         for reward, tokens in group:
             norms = np.array([norm_of(p, rest) for p, rest, _ in tokens])
-            mask = np.array([float(kept) for *_, kept in tokens], np.float32)
-            found.append(SampleTokens(len(found), reward, mask, group_index=number, score_norm=norms))
-    return found
+            mask = np.array([float(is_used) for *_, is_used in tokens], np.float32)
+            samples.append(SampleTokens(len(samples), reward, mask, group_index=number, score_norm=norms))
+    return samples
 
 
 def advantages_of(group, zero_tail):
     """Transcribe the formula: one list per response, of its loss tokens."""
-    norms = [[norm_of(p, rest) for p, rest, kept in tokens if kept] for _, tokens in group]
+    norms = [[norm_of(p, rest) for p, rest, is_used in tokens if is_used] for _, tokens in group]
     rewards = [reward for reward, _ in group]
     lengths = sorted(map(len, norms))
-    found = [[] for _ in norms]
+    advantages = [[] for _ in norms]
     for t in range(lengths[-1]):
         alive = [i for i, of in enumerate(norms) if len(of) > t]
         energies = {i: math.fsum(norms[i][: t + 1]) for i in alive}
@@ -49,20 +49,20 @@ def advantages_of(group, zero_tail):
         if zero_tail and len(lengths) > 1 and t >= lengths[-2]:
             baseline = 0.0
         for i in alive:
-            found[i].append(rewards[i] - baseline)
-    return found
+            advantages[i].append(rewards[i] - baseline)
+    return advantages
 
 
 @given(GROUPS, st.booleans())
 def test_advantages_are_those_of_the_formula(groups, zero_tail):
     loss = LossArguments(advantage_estimator="optimal_token_baseline", otb_zero_tail=zero_tail)
-    found = iter(token_advantages(build_objective(loss), samples_of(groups)).advantages)
+    columns = iter(token_advantages(build_objective(loss), samples_of(groups)).advantages)
     for group in groups:
         for (_, tokens), expected in zip(group, advantages_of(group, zero_tail), strict=True):
-            column = next(found)
-            kept = np.array([kept for *_, kept in tokens])
-            np.testing.assert_allclose(column[kept], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
-            assert not column[~kept].any()
+            column = next(columns)
+            mask = np.array([mask for *_, mask in tokens])
+            np.testing.assert_allclose(column[mask], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
+            assert not column[~mask].any()
 
 
 ROUNDED = 1e-7  # by how much a log-prob and the sum are changed
@@ -86,16 +86,16 @@ def test_a_score_norm_is_within_its_bounds_as_p_goes_to_1(exponent, rest, rounde
 def test_responses_of_one_length_and_one_energy_have_the_mean_as_baseline():
     group = [(reward, [(0.5, 0.5, True)] * 3) for reward in (1.0, 0.0, 0.0, 1.0)]
     loss = LossArguments(advantage_estimator="optimal_token_baseline")
-    found = token_advantages(build_objective(loss), samples_of([group])).advantages
-    np.testing.assert_allclose(np.array(found)[:, 0], [0.5, -0.5, -0.5, 0.5], rtol=FEW_ROUNDINGS)
+    advantages = token_advantages(build_objective(loss), samples_of([group])).advantages
+    np.testing.assert_allclose(np.array(advantages)[:, 0], [0.5, -0.5, -0.5, 0.5], rtol=FEW_ROUNDINGS)
 
 
 def test_the_end_of_the_longest_response_is_not_trained_on_unless_asked():
     group = [(1.0, [(0.5, 0.5, True)] * 5), (0.0, [(0.5, 0.5, True)] * 2)]
     for zero_tail, expected in ((False, 0.0), (True, 1.0)):
         loss = LossArguments(advantage_estimator="optimal_token_baseline", otb_zero_tail=zero_tail)
-        found = token_advantages(build_objective(loss), samples_of([group])).advantages[0]
-        np.testing.assert_allclose(found[2:], [expected] * 3, atol=FEW_ROUNDINGS)
+        advantages = token_advantages(build_objective(loss), samples_of([group])).advantages[0]
+        np.testing.assert_allclose(advantages[2:], [expected] * 3, atol=FEW_ROUNDINGS)
 
 
 def test_the_kl_in_the_reward_is_part_of_the_return():
@@ -105,10 +105,10 @@ def test_the_kl_in_the_reward_is_part_of_the_return():
         SampleTokens(i, reward, np.ones(2, np.float32), None, ratio * i, group_index=0, score_norm=np.ones(2))
         for i, reward in enumerate((1.0, 3.0))
     ]
-    found = token_advantages(build_objective(loss), pair).advantages
+    advantages = token_advantages(build_objective(loss), pair).advantages
     # Returns of the second: 3 - 0.5 (0.2 + 0.4) and 3 - 0.5 * 0.4; both have the same weight.
-    np.testing.assert_allclose(found[1], [(2.7 - 1.0) / 2, (2.8 - 1.0) / 2], rtol=FEW_ROUNDINGS)
-    np.testing.assert_allclose(found[0], -found[1], rtol=FEW_ROUNDINGS)
+    np.testing.assert_allclose(advantages[1], [(2.7 - 1.0) / 2, (2.8 - 1.0) / 2], rtol=FEW_ROUNDINGS)
+    np.testing.assert_allclose(advantages[0], -advantages[1], rtol=FEW_ROUNDINGS)
 
 
 @pytest.mark.parametrize("flags", ["--global-batch-size 2", "--num-steps-per-rollout 16"])

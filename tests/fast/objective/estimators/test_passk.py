@@ -34,8 +34,8 @@ def test_best_is_the_maximum_less_the_maximum_without(advantages_of, group):
 def test_best_in_units_of_the_groups_spread_is_verls(advantages_of, group):
     spread = math.sqrt(sum((r - sum(group) / len(group)) ** 2 for r in group) / (len(group) - 1))
     leads = [max(group) - max(group[:i] + group[i + 1 :]) for i in range(len(group))]
-    found = advantages_of(LossArguments(advantage_estimator="passk_best", passk_best_std=True), [group])
-    assert found == [pytest.approx([lead / (spread + 1e-6) for lead in leads])]
+    advantages = advantages_of(LossArguments(advantage_estimator="passk_best", passk_best_std=True), [group])
+    assert advantages == [pytest.approx([lead / (spread + 1e-6) for lead in leads])]
 
 
 def test_best_gives_ties_nothing(advantages_of):
@@ -58,8 +58,8 @@ def test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer(advantage
 
 @given(right=RIGHT, k=st.integers(1, 5))
 def test_analytic_advantages_add_up_to_nothing(advantages_of, right, k):
-    [found] = advantages_of(analytic(k), [[float(r) for r in right]])
-    assert sum(found) == pytest.approx(0.0, abs=DOUBLE_ERROR)
+    [advantages] = advantages_of(analytic(k), [[float(r) for r in right]])
+    assert sum(advantages) == pytest.approx(0.0, abs=DOUBLE_ERROR)
 
 
 def test_what_is_right_is_a_flag(advantages_of):

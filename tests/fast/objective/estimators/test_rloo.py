@@ -50,9 +50,9 @@ def test_a_trajectory_in_two_samples_is_one_of_the_others_once():
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3])
 def test_equal_rewards_give_exactly_zero_and_no_gradient(reward):
-    found = advantages([reward] * 3, [0] * 3)
-    assert found == [0.0] * 3
-    assert build_objective(RLOO).samples_with_gradient(found) == [False] * 3
+    values = advantages([reward] * 3, [0] * 3)
+    assert values == [0.0] * 3
+    assert build_objective(RLOO).samples_with_gradient(values) == [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def sample(rollout, mask, reward=0.0, values=None, log_ratio=None):
 def test_gae_is_the_double_sum(rows, gamma, lambd):
     rewards = [np.array([r for r, _ in row]) for row in rows]
     values = [np.array([v for _, v in row]) for row in rows]
-    found = generalized_advantages(rewards, values, gamma, lambd)
-    assert len(found) == len(rows)
-    for r, v, advantages in zip(rewards, values, found, strict=True):
+    all_advantages = generalized_advantages(rewards, values, gamma, lambd)
+    assert len(all_advantages) == len(rows)
+    for r, v, advantages in zip(rewards, values, all_advantages, strict=True):
         following = [*v[1:], 0.0]
         delta = [r[t] + gamma * following[t] - v[t] for t in range(len(r))]
         for t, advantage in enumerate(advantages):
@@ -75,27 +75,27 @@ def test_samples_of_a_rollout_are_one_trajectory():
 
 def test_the_kl_is_taken_off_every_tokens_reward():
     loss = LossArguments(advantage_estimator="reinforce_plus_plus", gamma=0.5, kl_coef=0.1, normalize_advantages=False)
-    found = token_advantages(loss, [sample(0, [1, 0, 1], 1.0, log_ratio=[2.0, 50.0, -1.0])])
+    result = token_advantages(loss, [sample(0, [1, 0, 1], 1.0, log_ratio=[2.0, 50.0, -1.0])])
     last = 1.0 + 0.1
-    np.testing.assert_allclose(found.advantages[0], [-0.2 + 0.5 * last, 0.0, last], rtol=FEW_ROUNDINGS)
-    assert found.metrics["reward_kl"].value == pytest.approx(0.5)
-    assert found.returns is None
+    np.testing.assert_allclose(result.advantages[0], [-0.2 + 0.5 * last, 0.0, last], rtol=FEW_ROUNDINGS)
+    assert result.metrics["reward_kl"].value == pytest.approx(0.5)
+    assert result.returns is None
 
 
 def test_the_baseline_variant_discounts_nothing():
     loss = LossArguments(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5)
-    found = token_advantages(loss, [sample(0, [1, 1], 0.25, log_ratio=[1.0, 0.0])])
-    assert found.advantages[0].tolist() == [-0.25, 0.25]
+    result = token_advantages(loss, [sample(0, [1, 1], 0.25, log_ratio=[1.0, 0.0])])
+    assert result.advantages[0].tolist() == [-0.25, 0.25]
 
 
 def test_whitening_is_over_the_tokens_of_the_step():
     loss = LossArguments(advantage_estimator="grpo", normalize_advantages=True)
-    found = token_advantages(loss, [sample(0, [1, 1, 0], 1.0), sample(1, [1], -3.0), sample(2, [0], 100.0)])
-    advantages = np.array([*found.advantages[0][:2], *found.advantages[1]])
+    result = token_advantages(loss, [sample(0, [1, 1, 0], 1.0), sample(1, [1], -3.0), sample(2, [0], 100.0)])
+    advantages = np.array([*result.advantages[0][:2], *result.advantages[1]])
     assert advantages.mean() == pytest.approx(0, abs=FEW_ROUNDINGS)
     assert advantages.std(ddof=1) == pytest.approx(1, rel=FEW_ROUNDINGS)
-    assert found.advantages[0][2] == found.advantages[2][0] == 0
-    assert found.metrics["advantages"].value == pytest.approx(-1 / 3), "reported as they were before"
+    assert result.advantages[0][2] == result.advantages[2][0] == 0
+    assert result.metrics["advantages"].value == pytest.approx(-1 / 3), "reported as they were before"
 
 
 def test_equal_advantages_whiten_to_zero():
@@ -107,8 +107,8 @@ def test_equal_advantages_whiten_to_zero():
 @given(st.floats(-1e6, 1e6), st.lists(st.integers(0, 90), min_size=1, max_size=6))
 def test_advantages_that_are_equal_up_to_rounding_whiten_to_exactly_zero(number, lengths):
     columns = [number * (1 + 2e-16 * (np.arange(n) % 3)) for n in lengths]
-    found = whitened(columns)
-    assert [len(column) for column in found] == lengths and not np.concatenate(found).any()
+    result = whitened(columns)
+    assert [len(column) for column in result] == lengths and not np.concatenate(result).any()
 
 
 @given(st.floats(-1e4, 1e4), st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e4]))
@@ -118,9 +118,9 @@ def test_equal_returns_leave_no_variance_to_explain(reward, seed, scale):
     rng = np.random.default_rng(seed)
     rows = [rng.normal(0, scale, rng.integers(1, 60)) for _ in range(5)]
     samples = [sample(i, np.ones(len(row)), reward, row) for i, row in enumerate(rows)]
-    found = token_advantages(LossArguments(advantage_estimator="ppo"), samples)
-    assert "explained_variance" not in found.metrics
-    assert found.metrics["returns"].value == pytest.approx(reward, abs=DOUBLE_ERROR * 1e4)
+    result = token_advantages(LossArguments(advantage_estimator="ppo"), samples)
+    assert "explained_variance" not in result.metrics
+    assert result.metrics["returns"].value == pytest.approx(reward, abs=DOUBLE_ERROR * 1e4)
     apart = [replace(samples[0], reward=reward + max(scale, abs(reward)) * 1e-3), *samples[1:]]
     assert "explained_variance" in token_advantages(LossArguments(advantage_estimator="ppo"), apart).metrics
 
@@ -136,6 +136,6 @@ def test_explained_variance():
 
 
 def test_a_step_without_a_token_has_no_metrics():
-    found = token_advantages(PPO, [sample(0, [0, 0], 1.0, [1.0, 1.0])])
-    assert found.metrics == {} and found.advantages[0].tolist() == [0, 0]
+    result = token_advantages(PPO, [sample(0, [0, 0], 1.0, [1.0, 1.0])])
+    assert result.metrics == {} and result.advantages[0].tolist() == [0, 0]
     assert token_advantages(PPO, []).advantages == []

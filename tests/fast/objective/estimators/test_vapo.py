@@ -31,25 +31,25 @@ def test_advantages_and_returns_have_their_own_lambda(rows, gamma, critic_lambd,
     own = dict(vapo_alpha=0.1) if name == "vapo" else dict(lambd=0.3)
     loss = LossArguments(advantage_estimator=name, gamma=gamma, critic_lambd=critic_lambd, **own)
     samples = [SampleTokens(i, float(i), np.ones(len(v)), np.array(v)) for i, v in enumerate(rows)]
-    found = token_advantages(build_objective(loss), samples)
-    assert found.returns is not None
+    result = token_advantages(build_objective(loss), samples)
+    assert result.returns is not None
     for i, values in enumerate(rows):
         lambd = max(0.0, 1 - 1 / (0.1 * len(values))) if name == "vapo" else 0.3
         expected = gae(float(i), values, gamma, lambd)
         returns = [a + v for a, v in zip(gae(float(i), values, gamma, critic_lambd), values, strict=True)]
-        np.testing.assert_allclose(found.advantages[i], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
-        np.testing.assert_allclose(found.returns[i], returns, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
+        np.testing.assert_allclose(result.advantages[i], expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
+        np.testing.assert_allclose(result.returns[i], returns, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
 
 
 def test_by_default_the_critic_of_vapo_learns_the_reward_and_that_of_ppo_a_plus_v():
     values = np.array([0.5, 0.25, 0.75])
-    found = {}
+    by_name = {}
     for name in ("vapo", "ppo"):
         loss = LossArguments(advantage_estimator=name, **({"lambd": 0.5} if name == "ppo" else {}))
-        found[name] = token_advantages(build_objective(loss), [SampleTokens(0, 2.0, np.ones(3), values)])
-    assert found["vapo"].returns is not None and found["ppo"].returns is not None
-    np.testing.assert_allclose(found["vapo"].returns[0], [2.0] * 3)
-    np.testing.assert_allclose(found["ppo"].returns[0], found["ppo"].advantages[0] + values, rtol=FEW_ROUNDINGS)
+        by_name[name] = token_advantages(build_objective(loss), [SampleTokens(0, 2.0, np.ones(3), values)])
+    assert by_name["vapo"].returns is not None and by_name["ppo"].returns is not None
+    np.testing.assert_allclose(by_name["vapo"].returns[0], [2.0] * 3)
+    np.testing.assert_allclose(by_name["ppo"].returns[0], by_name["ppo"].advantages[0] + values, rtol=FEW_ROUNDINGS)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_loss_and_gradient_with_a_bounded_ratio(off_policy, gradient_of, seed, b
     def loss_of(p, old, a):
         weights = [min(x, bound) for x in (p - old).exp().tolist()]
         outside = (divergence(p.exp(), old.exp()) > delta).tolist()
-        kept = [not (far and (x > o if a > 0 else x < o)) for far, x, o in zip(outside, p, old, strict=True)]
-        return -sum(w * a * x for w, x, keep in zip(weights, p, kept, strict=True) if keep) / len(p) + 0 * p.sum()
+        mask = [not (far and (x > o if a > 0 else x < o)) for far, x, o in zip(outside, p, old, strict=True)]
+        return -sum(w * a * x for w, x, keep in zip(weights, p, mask, strict=True) if keep) / len(p) + 0 * p.sum()
 
     case, flags = off_policy(seed), LossArguments(policy_loss=f"dppo_{name}", dppo_ratio_max=bound)
     loss, gradient, _ = gradient_of(flags, case.micro, case.log_probs)

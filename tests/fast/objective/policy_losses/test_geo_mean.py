@@ -18,8 +18,8 @@ def gmpo(eps):
         ratio = (p - old).exp()
         clipped = ratio.clamp(torch.tensor(-eps).exp().item(), torch.tensor(eps).exp().item())
         # The paper's min(rho^sgn A, clip(rho)^sgn A)^sgn A, then the geometric mean.
-        kept = torch.minimum(sign * ratio.log(), sign * clipped.log()) * sign
-        return -a * kept.exp().prod() ** (1 / len(p))
+        minima = torch.minimum(sign * ratio.log(), sign * clipped.log()) * sign
+        return -a * minima.exp().prod() ** (1 / len(p))
 
     return loss
 

@@ -21,11 +21,11 @@ def test_each_token_has_its_own_advantage_and_the_sequences_ratio(off_policy, gr
     case = off_policy(seed, 0.3)
     advantages = torch.randn(len(case.log_probs), generator=torch.Generator().manual_seed(seed))
     case = replace(case, micro=replace(case.micro, advantages=advantages))
-    kept, start = case.micro.loss_mask != 0, 0
+    mask, start = case.micro.loss_mask != 0, 0
     samples = []
     for (p, old, _), length in zip(case.samples, case.micro.response_lengths, strict=True):
         own = slice(start, start + length)
-        samples.append((p, old, advantages[own][kept[own]].double()))
+        samples.append((p, old, advantages[own][mask[own]].double()))
         start += length
     expected_loss, expected = replace(case, samples=samples).expected(sequence_loss)
     loss, gradient, _ = gradient_of(LossArguments(policy_loss="gspo_token"), case.micro, case.log_probs)
@@ -35,7 +35,7 @@ def test_each_token_has_its_own_advantage_and_the_sequences_ratio(off_policy, gr
 
 def test_it_is_gspo_if_a_sequence_has_one_advantage(off_policy, gradient_of):
     case = off_policy(1)
-    found = [
+    results = [
         gradient_of(LossArguments(policy_loss=name), case.micro, case.log_probs) for name in ("gspo", "gspo_token")
     ]
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])

@@ -36,14 +36,14 @@ def covariance(tokens):
 
 @given(TOKENS, st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
 def test_kl_cov_takes_the_largest_covariances(tokens, fraction):
-    found = chosen(LossArguments(policy_loss="kl_cov", kl_cov_fraction=fraction), step(tokens))
+    selection = chosen(LossArguments(policy_loss="kl_cov", kl_cov_fraction=fraction), step(tokens))
     if not tokens:
-        assert found == []
+        assert selection == []
         return
-    assert sum(found) == max(1, int(fraction * len(tokens)))
+    assert sum(selection) == max(1, int(fraction * len(tokens)))
     cov = covariance(tokens)
-    taken = [c for c, is_taken in zip(cov, found, strict=True) if is_taken]
-    left = [c for c, is_taken in zip(cov, found, strict=True) if not is_taken]
+    taken = [c for c, is_taken in zip(cov, selection, strict=True) if is_taken]
+    left = [c for c, is_taken in zip(cov, selection, strict=True) if not is_taken]
     assert not left or min(taken) >= max(left) - 1e-4, "less what is taken for rounding"
 
 
@@ -67,16 +67,16 @@ def test_rounding_changes_no_choice(flags, tokens, seed):
 @given(TOKENS, st.sampled_from([1e-4, 0.2, 1.0]), st.integers(0, 2**32 - 1))
 def test_clip_cov_draws_from_its_range_what_ppo_leaves(tokens, fraction, seed):
     loss = LossArguments(policy_loss="clip_cov", clip_cov_fraction=fraction, clip_cov_min=0.5, clip_cov_max=3.0)
-    found = chosen(loss, step(tokens, seed))
-    assert found == chosen(loss, step(tokens, seed)), "a draw repeats"
+    selection = chosen(loss, step(tokens, seed))
+    assert selection == chosen(loss, step(tokens, seed)), "a draw repeats"
     covariances = covariance(tokens) if tokens else []
     assume(all(min(abs(c - 0.5), abs(c - 3.0)) > 1e-4 for c in covariances))
     eligible = [
         0.5 < c < 3.0 and not ((a > 0 and np.exp(p - old) > 1.2) or (a < 0 and np.exp(p - old) < 0.8))
         for c, (p, old, a) in zip(covariances, tokens, strict=True)
     ]
-    assert all(e for e, is_taken in zip(eligible, found, strict=True) if is_taken)
-    assert sum(found) == min(sum(eligible), max(1, int(fraction * len(tokens))))
+    assert all(e for e, is_taken in zip(eligible, selection, strict=True) if is_taken)
+    assert sum(selection) == min(sum(eligible), max(1, int(fraction * len(tokens))))
 
 
 @given(st.integers(0, 59), st.integers(0, 2**31))
@@ -112,20 +112,20 @@ def clip_cov(p, old, a, selected):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
-    ("name", "given", "formula"),
+    ("name", "fields", "formula"),
     [
         ("kl_cov", {"kl_cov_coef": 0.5}, kl_cov),
         ("kl_cov", {"kl_cov_coef": 0.5, "kl_cov_penalty": "kl"}, kl_cov_kl),
         ("clip_cov", {}, clip_cov),
     ],
 )
-def test_loss_and_gradient(off_policy, gradient_of, name, given, formula, seed):
+def test_loss_and_gradient(off_policy, gradient_of, name, fields, formula, seed):
     case = off_policy(seed)
     parts = case.micro.selected.double().split(list(case.micro.response_lengths))
     masks = case.micro.loss_mask.split(list(case.micro.response_lengths))
     selected = iter([part[mask != 0] for part, mask in zip(parts, masks, strict=True) if mask.any()])
     expected_loss, expected = case.expected(lambda p, old, a: formula(p, old, a, next(selected)))
-    loss, gradient, metrics = gradient_of(LossArguments(policy_loss=name, **given), case.micro, case.log_probs)
+    loss, gradient, metrics = gradient_of(LossArguments(policy_loss=name, **fields), case.micro, case.log_probs)
     assert loss == pytest.approx(expected_loss, rel=FEW_ROUNDINGS, abs=FEW_ROUNDINGS)
     torch.testing.assert_close(gradient, expected, rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS)
     assert ("pg_clipfrac" in metrics) == (name == "clip_cov")

@@ -193,9 +193,9 @@ def test_groups_are_filtered_and_ordered(tmp_path: Path, open_page: Any, serve: 
     assert groups.count() == 1 and "group 1 of 2" in page.locator("#samples").inner_text()
     page.keyboard.press("j")
     assert "group 2 of 2" in page.locator("#samples").inner_text()
-    for choice, kept in (("mixed", "group 1"), ("equal", "group 0"), ("truncated", "group 1")):
+    for choice, title in (("mixed", "group 1"), ("equal", "group 0"), ("truncated", "group 1")):
         page.get_by_label("groups shown").select_option(choice)
-        assert groups.count() == 1 and groups.first.inner_text().startswith(kept)
+        assert groups.count() == 1 and groups.first.inner_text().startswith(title)
     page.get_by_label("groups shown").select_option("all")
     page.get_by_label("order of groups").select_option("highest")
     assert groups.first.inner_text().startswith("group 1")
@@ -325,9 +325,9 @@ PROMPTS = {
 def test_prompts_are_cut_into_turns(tmp_path: Path, open_page: Any, serve: Any) -> None:
     page = open_page(serve(write_run(tmp_path, steps=2)))
     for family, prompt in PROMPTS.items():
-        found = [(turn["role"], turn["text"]) for turn in page.evaluate("prompt => turns(prompt)", prompt)]
+        turns = [(turn["role"], turn["text"]) for turn in page.evaluate("prompt => turns(prompt)", prompt)]
         system = "prompt" if family in ("DeepSeek", "Mistral") else "system"
-        assert found == [(system, "S"), ("user", "U" if family == "Mistral" else "[INST] U")], family
+        assert turns == [(system, "S"), ("user", "U" if family == "Mistral" else "[INST] U")], family
     assert page.evaluate("turns('1 + 1 = ')") == [{"role": "prompt", "text": "1 + 1 = "}]
 
 
@@ -453,7 +453,7 @@ def test_a_late_answer_does_not_replace_the_sample_that_was_asked_for_last(
 ) -> None:
     page = open_page(serve(write_varied_run(tmp_path, 2)))
     page.locator("#samples .answer").first.wait_for()
-    shown = page.evaluate("""async () => {
+    text = page.evaluate("""async () => {
       const given = {}, dialog = page.samples.dialog, ask = page.source.sample.bind(page.source);
       page.source.sample = (step, index) => new Promise(answer => {
         given[index] = async () => answer(await ask(step, index));
@@ -464,7 +464,7 @@ def test_a_late_answer_does_not_replace_the_sample_that_was_asked_for_last(
       await Promise.all(both);
       return dialog.dialog.textContent;
     }""")
-    assert "Answer 2 of 2" in shown and "group 1" in shown
+    assert "Answer 2 of 2" in text and "group 1" in text
 
 
 def test_calls_that_are_never_closed_take_no_time(tmp_path: Path, open_page: Any, serve: Any) -> None:
@@ -637,7 +637,7 @@ def test_the_curves_of_a_sweep_have_bands(tmp_path: Path, open_page: Any) -> Non
     own.scroll_into_view_if_needed()
     assert own.locator("canvas").evaluate(FAINT) < 500
     page.locator("#chart-filter").fill("")
-    shown = page.locator("#tables").inner_text()
-    assert "Difference from symmetric, at the same seed" in shown and "loss.eps_clip_high" in shown
+    tables = page.locator("#tables").inner_text()
+    assert "Difference from symmetric, at the same seed" in tables and "loss.eps_clip_high" in tables
     page.evaluate("scrollTo(0, 0)")
     picture(page, "sweep")

@@ -31,9 +31,9 @@ def test_settings_that_differ_are_listed_without_the_folders(tmp_path: Path) -> 
 
 def test_the_first_step_at_which_a_metric_differs_is_found(tmp_path: Path) -> None:
     comparison = Comparison([write(tmp_path / "a"), write(tmp_path / "b", change_from=7), write(tmp_path / "c")])
-    (found,) = comparison.differences()
-    assert (found.metric, found.step) == ("rollout/reward", 7)
-    assert found.values[1] - found.values[0] == pytest.approx(0.5)
+    (difference,) = comparison.differences()
+    assert (difference.metric, difference.step) == ("rollout/reward", 7)
+    assert difference.values[1] - difference.values[0] == pytest.approx(0.5)
 
 
 def test_equal_runs_do_not_differ_whatever_their_seconds(tmp_path: Path) -> None:

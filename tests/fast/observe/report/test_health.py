@@ -63,14 +63,14 @@ def test_the_quickstart_is_healthy_at_every_step(tmp_path: Path, run: Path) -> N
 
 def fired_while_it_grew(rows: bytes, file: Path) -> list[str]:
     """Return the rules that fired at any step, when ``file`` grew row by row."""
-    metrics, found = MetricsFile(file), []
+    metrics, rules = MetricsFile(file), []
     for row in rows.splitlines(keepends=True):
         with file.open("ab") as end:
             end.write(row)
         metrics.refresh()
-        found += [verdict.rule for verdict in unhealthy(verdicts(metrics, {}))]
+        rules += [verdict.rule for verdict in unhealthy(verdicts(metrics, {}))]
     assert len(metrics.steps) == len(rows.splitlines())
-    return found
+    return rules
 
 
 def stuck(row: Row) -> Row:

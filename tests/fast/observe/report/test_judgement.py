@@ -32,8 +32,8 @@ def metrics_of(folder: Path, **columns: list[float | None]) -> MetricsFile:
     names = {name.replace("__", "/"): values for name, values in columns.items()}
     rows = max(map(len, names.values()), default=0)
     (folder / METRICS).unlink(missing_ok=True)
-    found = [{n: v[i] for n, v in names.items() if i < len(v) and v[i] is not None} for i in range(rows)]
-    write_rows(folder, enumerate(found, 1))  # type: ignore[arg-type]
+    records = [{n: v[i] for n, v in names.items() if i < len(v) and v[i] is not None} for i in range(rows)]
+    write_rows(folder, enumerate(records, 1))  # type: ignore[arg-type]
     metrics = MetricsFile(folder / METRICS)
     metrics.refresh()
     return metrics
@@ -57,36 +57,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(lengths, noises, seeds)
 def test_a_reward_that_rises_is_learning(folder: Path, length: int, noise: float, seed: int) -> None:
     shape = curve(lambda x: 0.1 + 0.8 * x, length, noise, seed)
-    found = judged(folder, rollout__reward=shape)
-    assert found.is_learning and found.sentence.startswith("It learned: reward rose from ")
+    judgement = judged(folder, rollout__reward=shape)
+    assert judgement.is_learning and judgement.sentence.startswith("It learned: reward rose from ")
     assert judged(folder, runs=True, rollout__reward=shape).sentence.startswith("It is learning: ")
 
 
 @settings(max_examples=100, deadline=None)
 @given(lengths, noises, seeds, st.floats(0.1, 0.9))
 def test_noise_alone_is_never_called_learning(folder: Path, length: int, noise: float, seed: int, level: float) -> None:
-    found = judged(folder, rollout__reward=curve(lambda x: level, length, noise, seed))
-    assert not found.is_learning
+    judgement = judged(folder, rollout__reward=curve(lambda x: level, length, noise, seed))
+    assert not judgement.is_learning
 
 
 def test_a_constant_reward_is_named(folder: Path) -> None:
-    found = judged(folder, rollout__reward=[0.0] * 20)
-    assert found == Judgement(False, "It did not learn: reward has been 0 in every measurement.")
+    judgement = judged(folder, rollout__reward=[0.0] * 20)
+    assert judgement == Judgement(False, "It did not learn: reward has been 0 in every measurement.")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(20, 120), st.floats(0.0, 0.05), seeds)
 def test_a_reward_that_rises_and_collapses_got_worse(folder: Path, length: int, noise: float, seed: int) -> None:
-    found = judged(folder, rollout__reward=curve(lambda x: 0.1 + 1.6 * min(x, 1 - x), length, noise, seed))
-    assert found.is_learning is False and "got worse: reward fell from" in found.sentence
+    judgement = judged(folder, rollout__reward=curve(lambda x: 0.1 + 1.6 * min(x, 1 - x), length, noise, seed))
+    assert judgement.is_learning is False and "got worse: reward fell from" in judgement.sentence
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.floats(0.0, 0.1), seeds)
 def test_fine_tuning_is_judged_by_its_loss(folder: Path, length: int, noise: float, seed: int) -> None:
     falls = curve(lambda x: 1 + 2 * math.exp(-4 * x), length, noise, seed)
-    found = judged(folder, SFT, train__loss=falls, rollout__reward=[0.0] * length)
-    assert found.is_learning and found.sentence.startswith("It learned: loss fell from ")
+    judgement = judged(folder, SFT, train__loss=falls, rollout__reward=[0.0] * length)
+    assert judgement.is_learning and judgement.sentence.startswith("It learned: loss fell from ")
     worse = judged(folder, SFT, train__loss=[4 - value for value in falls])
     assert worse.is_learning is False and "got worse: loss rose from" in worse.sentence
 
@@ -144,8 +144,8 @@ def test_the_two_large_charts_are_those_that_decide() -> None:
 
 def test_rounding_errors_are_zero_and_a_learning_rate_is_not(folder: Path) -> None:
     columns = {"train__pg_loss": [1e-8, -3e-8], "train__lr": [1e-9, 1e-9], "train__grad_norm": [0.0, 0.1]}
-    found = {chart["title"]: chart["is_zero"] for chart in run_charts(metrics_of(folder, **columns), POLICY)}
-    assert found == {"Policy loss": True, "Learning rate": False, "Gradient norm": False}
+    by_title = {chart["title"]: chart["is_zero"] for chart in run_charts(metrics_of(folder, **columns), POLICY)}
+    assert by_title == {"Policy loss": True, "Learning rate": False, "Gradient norm": False}
 
 
 ALL = {"/".join(rule.metric.split("/")): 1.0 for rule in RULES}
@@ -162,8 +162,8 @@ ALL = {"/".join(rule.metric.split("/")): 1.0 for rule in RULES}
 )
 def test_rules_that_do_not_apply_are_not_shown(folder: Path, run: dict, absent: set[str]) -> None:
     columns = {name.replace("/", "__"): [value] for name, value in ALL.items()}
-    shown = {verdict.rule for verdict in verdicts(metrics_of(folder, **columns), run)}
-    assert {rule.name for rule in RULES} - shown == absent
+    names = {verdict.rule for verdict in verdicts(metrics_of(folder, **columns), run)}
+    assert {rule.name for rule in RULES} - names == absent
     assert verdicts(metrics_of(folder, rollout__tokens=[1.0]), run) == [], "nothing that a rule reads is measured"
 
 

@@ -15,26 +15,26 @@ def row(number: int = 1, **changes) -> dict:
 
 
 def lines(stored: dict, settings: dict = SETTINGS, step_rows: list[dict] | None = None) -> dict[str, tuple[str, str]]:
-    found = ledger(stored, settings, step_rows or [stored])
-    return {line["name"]: (line["value"], line["why"]) for line in found}
+    entries = ledger(stored, settings, step_rows or [stored])
+    return {line["name"]: (line["value"], line["why"]) for line in entries}
 
 
 def test_the_weights_of_the_tokens_add_up_to_the_share_and_credits_to_the_credit() -> None:
     stored = row(advantage=-1.5)
     columns = token_columns(stored)
     assert sum(columns["weight"]) == pytest.approx(share(stored)) == pytest.approx(0.25)
-    found = lines(stored)
-    assert float(found["share of the sample"][0]) == pytest.approx(sum(columns["weight"]))
-    assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]))
-    assert float(found["weight of a loss token"][0]) == pytest.approx(1 / 12, rel=digits(6))
+    table = lines(stored)
+    assert float(table["share of the sample"][0]) == pytest.approx(sum(columns["weight"]))
+    assert float(table["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]))
+    assert float(table["weight of a loss token"][0]) == pytest.approx(1 / 12, rel=digits(6))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_explained(mode: str) -> None:
     loss = SETTINGS["loss"] | {"loss_aggregation": mode, "loss_aggregation_divisor": 8.0}
-    found = lines(row(), SETTINGS | {"loss": loss})
-    assert found["mode"] == (mode, MODES[mode].words)
-    assert found["denominator"][1]
+    table = lines(row(), SETTINGS | {"loss": loss})
+    assert table["mode"] == (mode, MODES[mode].words)
+    assert table["denominator"][1]
 
 
 def test_a_step_that_is_not_stored_whole_says_so() -> None:
@@ -45,9 +45,9 @@ def test_a_step_that_is_not_stored_whole_says_so() -> None:
 
 def test_corrections_and_a_custom_reducer_are_named() -> None:
     loss = SETTINGS["loss"] | {"use_tis": True, "custom_pg_loss_reducer_function_path": "my.reducer"}
-    found = lines(row(), SETTINGS | {"loss": loss})
-    assert found["corrections"] == ("not stored", "the trainer multiplies the weights as --use-tis say")
-    assert found["mode"][0] == "custom" and "my.reducer" in found["mode"][1]
+    table = lines(row(), SETTINGS | {"loss": loss})
+    assert table["corrections"] == ("not stored", "the trainer multiplies the weights as --use-tis say")
+    assert table["mode"][0] == "custom" and "my.reducer" in table["mode"][1]
 
 
 RECORDED = {
@@ -67,11 +67,11 @@ def test_what_the_trainer_recorded_replaces_what_was_assumed() -> None:
     assert columns["ratio"] == [1.1, 0.9, None, 1.0]
     assert columns["advantage"] == [1.0, -2.0, None, 0.5]
     assert columns["gap"] == [pytest.approx(-0.2), pytest.approx(0.1), None, None]
-    found = lines(stored, SETTINGS | {"loss": SETTINGS["loss"] | {"use_tis": True}})
-    assert found["corrections"] == ("0.5 to 2", "factors of the tokens by --use-tis; the share becomes 0.2917 of 0.25")
-    assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]), rel=digits(6))
-    assert found["advantage"][0] == "-2 to 1" and found["ratio"][0] == "0.9 to 1.1"
-    value, why = found["engine-trainer gap"]
+    table = lines(stored, SETTINGS | {"loss": SETTINGS["loss"] | {"use_tis": True}})
+    assert table["corrections"] == ("0.5 to 2", "factors of the tokens by --use-tis; the share becomes 0.2917 of 0.25")
+    assert float(table["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]), rel=digits(6))
+    assert table["advantage"][0] == "-2 to 1" and table["ratio"][0] == "0.9 to 1.1"
+    value, why = table["engine-trainer gap"]
     assert float(value) == pytest.approx(0.15) and "at most 0.2" in why
 
 

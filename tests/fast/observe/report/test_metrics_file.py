@@ -103,8 +103,8 @@ def test_a_cut_range_keeps_extremes_and_its_size(tmp_path_factory: pytest.TempPa
     assert len(answer["steps"]) == len(answer["values"]["a"]) <= max(limit, 2)
     measured = [v for v in values if v is not None]
     assert answer["exact"] or answer["last"]["a"] == (measured[-1] if measured else None)
-    shown = [v for v in answer["values"]["a"] if v is not None]
-    assert (min(shown, default=0), max(shown, default=0)) == (min(measured, default=0), max(measured, default=0))
+    points = [v for v in answer["values"]["a"] if v is not None]
+    assert (min(points, default=0), max(points, default=0)) == (min(measured, default=0), max(measured, default=0))
 
 
 def test_a_range_of_steps_is_cut_out(tmp_path: Path) -> None:

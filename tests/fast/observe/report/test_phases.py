@@ -21,20 +21,20 @@ def test_phases_add_up_to_the_wall_time(generate: float, train: float, sync: flo
     names = ("time/log_probs", "time/token_selection", "time/forward_backward", "time/optimizer")
     inside = dict(zip(names, parts, strict=True))
     row = {"time/generate": generate, "time/train": train, "time/sync_weights": sync, "time/step": wall}
-    found = seconds_by_phase(row | {name: share * train for name, share in inside.items()})
-    assert sum(found.values()) == pytest.approx(wall)
-    assert "train" not in found
-    assert found["token_selection"] == pytest.approx(parts[1] * train)
+    phases = seconds_by_phase(row | {name: share * train for name, share in inside.items()})
+    assert sum(phases.values()) == pytest.approx(wall)
+    assert "train" not in phases
+    assert phases["token_selection"] == pytest.approx(parts[1] * train)
 
 
 def test_parts_that_a_clock_measured_longer_than_the_whole_are_scaled() -> None:
-    found = seconds_by_phase({"time/step": 10.0, "time/train": 8.0, "time/forward_backward": 10.0})
-    assert found == {"forward_backward": 8.0, "train, other": 0.0, "other": 2.0}
+    phases = seconds_by_phase({"time/step": 10.0, "time/train": 8.0, "time/forward_backward": 10.0})
+    assert phases == {"forward_backward": 8.0, "train, other": 0.0, "other": 2.0}
 
 
 def test_generation_that_overlaps_the_step_is_not_counted() -> None:
-    found = seconds_by_phase({"time/step": 10.0, "time/train": 8.0, "time/generate": 1.0, "time/rollout": 9.0})
-    assert sum(found.values()) == 10.0
+    phases = seconds_by_phase({"time/step": 10.0, "time/train": 8.0, "time/generate": 1.0, "time/rollout": 9.0})
+    assert sum(phases.values()) == 10.0
 
 
 def test_the_steps_of_an_iteration_are_one_bar(tmp_path: Path) -> None:

@@ -104,9 +104,9 @@ def test_a_reference_answer_may_be_anything_that_json_has(server: ReportServer, 
     RunFiles(tmp_path / "run").append_samples(1, [sample(0, 0, label=label)])
     samples = tmp_path / "run" / SAMPLES
     samples.write_text(samples.read_text().replace('"tolerance": null', f'"tolerance": {written}'))
-    shown = f'{{"answer": 42, "tolerance": {written}}}'
-    assert get(server, "sample", step=1, index=0)["label"] == shown
-    assert get(server, "samples")["groups"][0]["label"] == shown
+    text = f'{{"answer": 42, "tolerance": {written}}}'
+    assert get(server, "sample", step=1, index=0)["label"] == text
+    assert get(server, "samples")["groups"][0]["label"] == text
     assert get(server, "search", text="tolerance")["hits"]
 
 
@@ -143,8 +143,8 @@ def test_a_wrong_parameter_is_named_with_value_and_rule(
     assert "error" not in get(server, path, **query)
     for value in values:
         error = get(server, path, **{**query, name: value})["error"]
-        shown = value if len(value) < 80 else "99"
-        assert error.startswith(f"/api/{path}: {name}={shown.replace(chr(10), ' ')}") and ": must be a " in error, error
+        text = value if len(value) < 80 else "99"
+        assert error.startswith(f"/api/{path}: {name}={text.replace(chr(10), ' ')}") and ": must be a " in error, error
 
 
 def test_all_faults_of_a_question_are_named_at_once(server: ReportServer, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_all_faults_of_a_question_are_named_at_once(server: ReportServer, tmp_pa
 def test_a_search_may_begin_anywhere(server: ReportServer, tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=2)
     end = (tmp_path / "run" / SAMPLES).stat().st_size
-    found = [len(get(server, "search", text="it", cursor=cursor)["hits"]) for cursor in range(0, end + 200, 7)]
-    assert found[0] > found[-1] == 0 and sorted(found, reverse=True) == found
+    counts = [len(get(server, "search", text="it", cursor=cursor)["hits"]) for cursor in range(0, end + 200, 7)]
+    assert counts[0] > counts[-1] == 0 and sorted(counts, reverse=True) == counts
 
 
 def test_a_damaged_file_is_named(server: ReportServer, tmp_path: Path) -> None:

@@ -58,12 +58,12 @@ def test_the_page_has_curves_verdicts_and_samples(tmp_path: Path) -> None:
 def test_steps_are_those_that_are_done_and_sets_have_their_whole_names(tmp_path: Path) -> None:
     """Not the rows: the evaluation before the first step has one, and a long run is thinned."""
     write_header(tmp_path)
-    found = []
+    overviews = []
     for step, row in ((0, {"eval/held/out/accuracy": 0.25}), (7, healthy_row(7, 10)), (900, {"train/pg_loss": 0.5})):
         write_rows(tmp_path, [(step, row)])
-        found.append(Page(write_report(tmp_path, 4)).data["overview"])
-    assert [each["steps"][1] for each in found] == [0, 7, 900]
-    assert {tile["label"]: tile["value"] for tile in found[0]["tiles"]}["held-out held/out"] == "0.25"
+        overviews.append(Page(write_report(tmp_path, 4)).data["overview"])
+    assert [each["steps"][1] for each in overviews] == [0, 7, 900]
+    assert {tile["label"]: tile["value"] for tile in overviews[0]["tiles"]}["held-out held/out"] == "0.25"
 
 
 def test_nothing_is_loaded_from_outside(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_the_answers_of_a_group_are_its_different_ones_counted(tmp_path: Path) -
         for i, (text, reward) in enumerate(answers)
     ]
     RunFiles(tmp_path).append_samples(1, [*records, sample(1, 9)])
-    for most, shown in ((2, {"a": 5, "b": 2}), (3, {"a": 5, "b": 2, "c": 1})):
+    for most, expected in ((2, {"a": 5, "b": 2}), (3, {"a": 5, "b": 2, "c": 1})):
         data = Page(write_report(tmp_path, most)).data
         (group,) = data["iterations"]["1"]["groups"]
-        assert {each["response"]: each["count"] for each in group["samples"]} == shown
+        assert {each["response"]: each["count"] for each in group["samples"]} == expected
         assert (group["size"], group["mean"]) == (8, 0.3125)
         assert any(each["recorded"] for each in group["samples"])
 

@@ -93,7 +93,7 @@ def test_elsewhere_nothing_is_asked() -> None:
 
 
 def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
-    shown: list[str] = []
+    lines: list[str] = []
     noted: list[str] = []
     asked, answer = threading.Event(), threading.Event()
 
@@ -102,17 +102,17 @@ def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
         assert answer.wait(60)
         return "1 of 2 groups"
 
-    progress = PhaseProgress({"generate": slow}, shown.append, noted.append, seconds=0.01)
+    progress = PhaseProgress({"generate": slow}, lines.append, noted.append, seconds=0.01)
     progress.enter("generate")
     assert asked.wait(60)
     progress.enter("train")
     answer.set()
     progress.close()
-    assert shown == noted == []
+    assert lines == noted == []
 
 
 def test_a_question_that_fails_is_noted_once_and_asked_again() -> None:
-    shown: list[str] = []
+    lines: list[str] = []
     noted: list[str] = []
     done = threading.Event()
     faults: list[Exception] = [FileNotFoundError("iter_1 is\ngone"), RuntimeError("again")]
@@ -120,16 +120,16 @@ def test_a_question_that_fails_is_noted_once_and_asked_again() -> None:
     def fails_twice() -> str | None:
         if faults:
             raise faults.pop(0)
-        if shown:
+        if lines:
             done.set()
         return "0.10 GB"
 
-    progress = PhaseProgress({"save": fails_twice}, shown.append, noted.append, seconds=0.01)
+    progress = PhaseProgress({"save": fails_twice}, lines.append, noted.append, seconds=0.01)
     progress.enter("save")
     assert done.wait(60)
     progress.close()
     assert noted == ["note: how far save is cannot be shown (FileNotFoundError: iter_1 is gone)"]
-    assert set(shown) == {"save  0.10 GB"}
+    assert set(lines) == {"save  0.10 GB"}
 
 
 @pytest.mark.parametrize(("is_terminal", "log_format"), [(True, "text"), (True, "json"), (False, "text")])

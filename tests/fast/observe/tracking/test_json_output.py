@@ -33,9 +33,9 @@ def test_steps_notes_and_errors_are_objects(monkeypatch):
         print("Traceback …\nValueError: sesame", file=sys.stderr)
         print("without an end", end="")
     print("plain again")
-    *found, last = out.getvalue().splitlines()
+    *lines, last = out.getvalue().splitlines()
     assert last == "plain again"
-    events = [json.loads(line) for line in found]
+    events = [json.loads(line) for line in lines]
     assert [row["event"] for row in events] == ["text", "text", "start", "step", "step", "text"]
     assert all(row.keys() >= {"time", "level", "event"} and row["level"] == "info" for row in events)
     assert events[4] | {"time": ""} == {
@@ -76,5 +76,5 @@ def test_lines_of_many_threads_are_not_mixed(monkeypatch):
             thread.start()
         for thread in threads:
             thread.join()
-    found = [row["text"] for row in rows(out)]
-    assert len(found) == 1600 and all(len(set(text.split())) == 1 for text in found)
+    texts = [row["text"] for row in rows(out)]
+    assert len(texts) == 1600 and all(len(set(text.split())) == 1 for text in texts)

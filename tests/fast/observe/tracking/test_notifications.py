@@ -68,8 +68,8 @@ def test_the_end_and_a_failure_are_sent_without_secrets(server):
 def test_an_address_that_fails_is_a_note_that_does_not_show_it(server, capsys, url):
     server.status = 403
     Notifier(server.url if url == "wrong status" else url, "a").send("end", "finished")
-    shown = capsys.readouterr().err
-    assert shown.startswith("note: --notify-url: the event 'end' could not be sent (") and "t0ken" not in shown
+    message = capsys.readouterr().err
+    assert message.startswith("note: --notify-url: the event 'end' could not be sent (") and "t0ken" not in message
 
 
 def test_text_that_no_encoding_holds_is_sent_with_escapes(server):

@@ -36,15 +36,15 @@ def test_local_data_has_a_checksum_and_other_sources_have_none(tmp_path: Path, m
         data=DataArguments(prompt_data=str(train)),
         evaluation=EvaluationArguments(eval_prompt_data=("a", str(test), "b", "some/data", "c", str(test))),
     )
-    found = provenance(settings)
-    first, second, third = found["data"]
+    record = provenance(settings)
+    first, second, third = record["data"]
     assert first == {"source": str(train), "bytes": 4, "sha256": hashlib.sha256(b"one\n").hexdigest()}
     assert second["sha256"] == hashlib.sha256((b"two" * 1000)[:100]).hexdigest()
     assert (second["bytes"], second["sha256_of_first_bytes"]) == (3000, 100)
     assert third == {"source": "some/data"}
-    assert found["seeds"] == {"seed": 1234, "rollout_seed": 42}
-    assert found["versions"]["python"] and found["machine"]["cores"] > 0
-    assert f"torch {found['versions']['torch']}" in in_words(found)[0]
+    assert record["seeds"] == {"seed": 1234, "rollout_seed": 42}
+    assert record["versions"]["python"] and record["machine"]["cores"] > 0
+    assert f"torch {record['versions']['torch']}" in in_words(record)[0]
 
 
 def test_git_state_is_that_of_the_checkout(tmp_path: Path, monkeypatch) -> None:
@@ -66,13 +66,13 @@ def test_a_run_folder_repeats_its_run(tmp_path: Path) -> None:
     settings = Settings(
         data=DataArguments(prompt_data="https://me:sesame@host/data"), tracking=TrackingArguments(str(tmp_path))
     )
-    found = provenance(settings)
-    header = RunHeader.from_sections("miles", settings, "words", "formula", 7, found)
+    record = provenance(settings)
+    header = RunHeader.from_sections("miles", settings, "words", "formula", 7, record)
     for reward in (0.0, 1.0):
-        with Tracker(settings.tracking, header, config=run_config(settings, in_words(found))) as tracker:
+        with Tracker(settings.tracking, header, config=run_config(settings, in_words(record))) as tracker:
             tracker.log(0, {"rollout/reward": reward})
-    assert RunHeader.load(tmp_path).provenance["versions"] == found["versions"]
-    assert json.loads((tmp_path / "earlier-1" / "run.json").read_text())["provenance"]["seeds"] == found["seeds"]
+    assert RunHeader.load(tmp_path).provenance["versions"] == record["versions"]
+    assert json.loads((tmp_path / "earlier-1" / "run.json").read_text())["provenance"]["seeds"] == record["seeds"]
     assert (tmp_path / "earlier-1" / "run.yaml").is_file()
     assert "sesame" not in (tmp_path / "run.yaml").read_text() + (tmp_path / "run.json").read_text()
     command = read_command(["--config", str(tmp_path / "run.yaml"), "prompt_data=https://me:sesame@host/data"])
@@ -80,10 +80,10 @@ def test_a_run_folder_repeats_its_run(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_run_says_how_to_repeat_it_from_the_beginning() -> None:
-    found = provenance(Settings())
+    record = provenance(Settings())
 
     def text(**flags: str) -> str:
-        return _config(replace(Settings(), checkpoint=CheckpointArguments(**flags)), found, flags)
+        return _config(replace(Settings(), checkpoint=CheckpointArguments(**flags)), record, flags)
 
     assert "/run.yaml repeats this run;" in text()
     assert "/run.yaml --start-over repeats this run;" in text(save="a")

@@ -66,9 +66,9 @@ def test_resume_keeps_exactly_the_earlier_steps(length: int, resumed: int) -> No
             files.append_metrics(step, {"rollout/reward": float(step)})
             files.append_samples(step, [SampleRecord("p", "r", 1.0, None, "completed")])
         files.drop_from(resumed)
-        kept = list(range(min(length, resumed)))
-        assert [row["step"] for row in files.read_metrics()] == kept
-        assert list(files.read_samples()) == kept
+        steps = list(range(min(length, resumed)))
+        assert [row["step"] for row in files.read_metrics()] == steps
+        assert list(files.read_samples()) == steps
 
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:

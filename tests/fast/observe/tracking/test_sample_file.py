@@ -23,9 +23,9 @@ def write(folder: Path, texts: dict[int, list[str]]) -> SampleFile:
     return SampleFile(folder / SAMPLES)
 
 
-def responses(found: sample_file.Iteration | None) -> list[str]:
-    assert found is not None
-    return [row["response"] for row in found.rows]
+def responses(iteration: sample_file.Iteration | None) -> list[str]:
+    assert iteration is not None
+    return [row["response"] for row in iteration.rows]
 
 
 stored = st.dictionaries(st.integers(1, 60), st.lists(st.text(max_size=80), min_size=1, max_size=4), min_size=1)
@@ -37,19 +37,19 @@ def test_an_iteration_is_found_anywhere(tmp_path_factory: pytest.TempPathFactory
     samples = write(tmp_path_factory.mktemp("run"), texts)
     steps = sorted(texts)
     expected = next((step for step in steps if step >= wanted), steps[-1])
-    found = samples.iteration(wanted)
-    assert found is not None and found.step == expected
+    iteration = samples.iteration(wanted)
+    assert iteration is not None and iteration.step == expected
     read = [
         run_files.parse_line(run_files.dump_line({"t": t}).encode("utf-8", "backslashreplace").decode(), Path("x"), 1)[
             "t"
         ]
         for t in texts[expected]
     ]
-    assert responses(found) == read
+    assert responses(iteration) == read
     place = steps.index(expected)
-    assert (found.first, found.last) == (steps[0], steps[-1])
-    assert found.previous == (steps[place - 1] if place else None)
-    assert found.next == (steps[place + 1] if place + 1 < len(steps) else None)
+    assert (iteration.first, iteration.last) == (steps[0], steps[-1])
+    assert iteration.previous == (steps[place - 1] if place else None)
+    assert iteration.next == (steps[place + 1] if place + 1 < len(steps) else None)
 
 
 @settings(max_examples=40, deadline=None)

@@ -34,12 +34,12 @@ def test_prometheus_reads_the_newest_values_at_the_loopback_address_only():
     for step in (1, 2):
         sink.log(step, {"train/grad_norm": step / 4, "eval/x/accuracy": 0.5})
     answer = httpx.get(sink.url, trust_env=False).text
-    found = {
+    values = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(answer)
         for sample in family.samples
     }
-    assert found == {
+    assert values == {
         ("miles_step",): 2.0,
         ("miles_metric", "train/grad_norm"): 0.5,
         ("miles_metric", "eval/x/accuracy"): 0.5,
@@ -78,11 +78,11 @@ SAMPLES = [
 
 def test_tables_have_a_few_answers_of_iterations_that_are_spread_over_the_run():
     tables = SampleTables(TrackingArguments(report_samples=2), replace(HEADER, total_steps=250))
-    found = [tables.rows(step, SAMPLES) for step in range(1, 251)]
-    assert sum(map(bool, found)) == 84 and found[0] and not found[1]
-    assert [row[:4] for row in found[3]] == [[4, 0, "prompt 0", "answer 0"], [4, 1, "prompt 4", "answer 4"]]
-    assert found[0][1][4:] == ['{"answer": 4}', 0.5, '{"math": 1.0}', None, "completed", 1]
-    assert all(len(row) == len(SampleTables.columns) for row in found[0])
+    by_step = [tables.rows(step, SAMPLES) for step in range(1, 251)]
+    assert sum(map(bool, by_step)) == 84 and by_step[0] and not by_step[1]
+    assert [row[:4] for row in by_step[3]] == [[4, 0, "prompt 0", "answer 0"], [4, 1, "prompt 4", "answer 4"]]
+    assert by_step[0][1][4:] == ['{"answer": 4}', 0.5, '{"math": 1.0}', None, "completed", 1]
+    assert all(len(row) == len(SampleTables.columns) for row in by_step[0])
     assert SampleTables(TrackingArguments(report_samples=0), HEADER).rows(1, SAMPLES) == []
 
 
@@ -102,10 +102,10 @@ def test_an_mlflow_server_that_does_not_answer_is_told_at_once(monkeypatch):
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    given = TrackingArguments(use_mlflow=True, mlflow_tracking_uri=f"http://me:sesame@127.0.0.1:{port}")
+    section = TrackingArguments(use_mlflow=True, mlflow_tracking_uri=f"http://me:sesame@127.0.0.1:{port}")
     began = time.monotonic()
     with pytest.raises(ValueError, match="--use-mlflow: the MLflow server cannot be used .*Connection refused") as told:
-        check_services(given)
+        check_services(section)
     assert "sesame" not in str(told.value) and "\n" not in str(told.value)
     assert time.monotonic() - began < 30, "MLflow itself asks again for minutes"
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ

@@ -15,7 +15,7 @@ def written(path, count, names):
     return len(lines[0])
 
 
-def kept(path):
+def steps_of(path):
     return [json.loads(line)["step"] - 10_000 for line in path.read_text().splitlines()]
 
 
@@ -24,7 +24,7 @@ def test_each_kind_of_rows_loses_every_second_one_in_the_middle(tmp_path):
     path = tmp_path / "metrics.jsonl"
     width = written(path, 400, lambda row: "eval/x" if row % 4 == 3 else "train/")
     thin(path, int(340 * width / TARGET))
-    rows = kept(path)
+    rows = steps_of(path)
     assert rows[:FIRST] == list(range(FIRST)) and rows[-100:] == list(range(300, 400))
     middle = [row for row in rows if FIRST <= row < 300]
     evaluations, others = ([row for row in middle if (row % 4 == 3) == kind] for kind in (True, False))
@@ -37,8 +37,8 @@ def test_it_drops_until_the_target_is_met(tmp_path, rows):
     path = tmp_path / "metrics.jsonl"
     width = written(path, 1000, lambda row: "train/")
     thin(path, int(rows * width / TARGET))
-    found = kept(path)
-    assert len(found) <= max(rows, FIRST + 10) and found[-1] == 999 and found == sorted(found)
+    steps = steps_of(path)
+    assert len(steps) <= max(rows, FIRST + 10) and steps[-1] == 999 and steps == sorted(steps)
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):

@@ -122,9 +122,9 @@ def test_metrics_stay_within_their_bound_and_every_reader_works(tmp_path: Path) 
     assert live == 8 and steps[:20] == list(range(1, 21)) and steps[-40:] == list(range(761, 801))
     assert 0 < len([each for each in steps if 20 < each <= 400]) < len([each for each in steps if each > 400])
     for name in ("rollout/reward", "eval/a/accuracy"):
-        kept = [step for step, value in zip(steps, reader.column(name), strict=True) if value == value]
-        assert len([each for each in kept if each <= 400]) >= 2 and all(step % 2 == 0 for step in kept)
-        assert all(reader.column(name)[steps.index(step)] == step / 8 for step in kept)
+        measured = [step for step, value in zip(steps, reader.column(name), strict=True) if value == value]
+        assert len([each for each in measured if each <= 400]) >= 2 and all(step % 2 == 0 for step in measured)
+        assert all(reader.column(name)[steps.index(step)] == step / 8 for step in measured)
     assert RunView(tmp_path).overview()
     with Tracker(tracking, HEADER) as tracker:
         tracker.resume(790)
@@ -146,8 +146,8 @@ def test_tensorboard_stays_within_the_bound_and_keeps_the_newest_steps(
                 tracker.log(step, many | {"rollout/reward": float(step)})
                 used = sum(file.stat().st_size for file in (tmp_path / TENSORBOARD).iterdir())
                 assert used < 1_000_000 + 5_000, "the bound and a step"
-        found = scalars(tmp_path, "rollout/reward")
-        assert found == [(step, float(step)) for step in range(found[0][0], last + 1)] and len(found) > 100
+        points = scalars(tmp_path, "rollout/reward")
+        assert points == [(step, float(step)) for step in range(points[0][0], last + 1)] and len(points) > 100
         assert capsys.readouterr().err.count(f"{tmp_path / TENSORBOARD} has reached --metrics-max-mb") == 1
     (last_file, *_) = sorted((tmp_path / TENSORBOARD).iterdir(), reverse=True)
     assert last_file.stat().st_size < 300_000
@@ -217,8 +217,8 @@ def test_a_service_that_fails_is_one_note_and_knows_that_the_run_failed(
         for step in (1, 2):
             tracker.log(step, {"train/loss": 0.5})
         raise KeyError("the failure itself")
-    shown = capsys.readouterr().err
-    assert shown.count("--use-mlflow: not all was recorded (ConnectionError") == 1 and "disk full" in shown
+    output = capsys.readouterr().err
+    assert output.count("--use-mlflow: not all was recorded (ConnectionError") == 1 and "disk full" in output
     assert tracker._mlflow is not None and tracker._mlflow._client.ended == ["FAILED"]
     assert closed == ["logged", "logged", "closed"] and (tmp_path / REPORT).exists()
 
@@ -267,8 +267,8 @@ def test_a_run_that_resumes_where_another_has_its_metrics_moves_them_aside(
     assert steps_in(tmp_path / "earlier-1") == ([1, 2, 3, 4, 5, 6],) * 2
     assert RunFiles(tmp_path / "earlier-1").run == RUN_B
     assert steps_in(tmp_path) == ([4, 5],) * 2 and RunFiles(tmp_path).run == RUN_A
-    found = " ".join(capsys.readouterr().out.split())
-    assert f"held the metrics of {RUN_B}, and this run continues {RUN_A}; the files of the other are now in" in found
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"held the metrics of {RUN_B}, and this run continues {RUN_A}; the files of the other are now in" in output
 
 
 def test_a_run_that_resumes_its_own_metrics_continues_them_without_a_note(
@@ -311,15 +311,15 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run(arguments(tmp_path), range(1, 3))
-    kept = RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()
+    contents = RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()
     copy = (tmp_path / name).read_bytes()
     tracking = arguments(tmp_path)
     capsys.readouterr()
     save_checkpoint(tmp_path / "save", 2)
-    given = CheckpointArguments(save=str(tmp_path / "save"))
+    section = CheckpointArguments(save=str(tmp_path / "save"))
     with (
         pytest.raises(SystemExit) as ended,
-        exit_with_message(given, StopRequests(60.0)),
+        exit_with_message(section, StopRequests(60.0)),
         Tracker(tracking, HEADER, [ReportSink(tracking)]) as tracker,
     ):
         tracker.resume(3)
@@ -333,7 +333,7 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
     (tmp_path / name).write_bytes(copy + b'{"rollout_id": 3, "half a li')  # what did fit of the row
     with Tracker(tracking, HEADER) as tracker:
         tracker.resume(3)
-    assert (RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()) == kept
+    assert (RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()) == contents
 
 
 @pytest.mark.parametrize("first", [1, 3])
@@ -343,8 +343,8 @@ def test_a_disk_without_room_for_tensorboard_is_one_note(
     """Its disk fills before step ``first``; the tracker opens the file at step 1."""
     opened = Path.open
 
-    def open_full(path: Path, *given: Any, **named: Any) -> Any:
-        return opened(Path("/dev/full") if "tfevents" in path.name else path, *given, **named)
+    def open_full(path: Path, *args: Any, **named: Any) -> Any:
+        return opened(Path("/dev/full") if "tfevents" in path.name else path, *args, **named)
 
     with Tracker(arguments(tmp_path), HEADER) as tracker:
         for step in (1, 2, 3, 4):

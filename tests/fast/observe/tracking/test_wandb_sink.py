@@ -40,13 +40,13 @@ def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.name().startswith("wandb")]
 
 
-def given(folder: Path, **flags) -> TrackingArguments:
+def tracking_of(folder: Path, **flags) -> TrackingArguments:
     return TrackingArguments(use_wandb=True, output_dir=str(folder), **flags)
 
 
 def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(given(tmp_path), HEADER)
+    sink = WandbSink(tracking_of(tmp_path), HEADER)
     sink.log(3, {"train/loss": 0.5})
     sink.log_samples(3, SAMPLES)
     assert services()
@@ -60,17 +60,17 @@ def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
 
 def test_wandb_has_the_run_that_the_flag_names(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(given(tmp_path, wandb_run_id="mine-7"), HEADER, "of-the-checkpoint")
-    found = sink.run_id, sink._run.settings.resume
+    sink = WandbSink(tracking_of(tmp_path, wandb_run_id="mine-7"), HEADER, "of-the-checkpoint")
+    result = sink.run_id, sink._run.settings.resume
     sink.close()
-    assert found == ("mine-7", "allow")
+    assert result == ("mine-7", "allow")
     assert list(tmp_path.glob("wandb/offline-run-*-mine-7/run-mine-7.wandb"))
 
 
 def test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "unused"))
-    tracking = given(tmp_path / "out", wandb_mode="offline", wandb_dir=str(tmp_path / "new" / "elsewhere"))
+    tracking = tracking_of(tmp_path / "out", wandb_mode="offline", wandb_dir=str(tmp_path / "new" / "elsewhere"))
     log_in(tracking)
     ids = []
     for earlier in (None, "abc123"):
@@ -84,7 +84,7 @@ def test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id(t
 
 
 def test_disabled_wandb_needs_no_key_and_records_nothing(tmp_path):
-    tracking = given(tmp_path / "out", wandb_mode="disabled", wandb_dir=str(tmp_path / "new"))
+    tracking = tracking_of(tmp_path / "out", wandb_mode="disabled", wandb_dir=str(tmp_path / "new"))
     log_in(tracking)
     sink = WandbSink(tracking, HEADER, "abc123")
     sink.log(1, {"train/loss": 0.5})
@@ -109,7 +109,7 @@ def test_a_flag_or_a_variable_wins_over_the_run_of_the_checkpoint(
         monkeypatch.setenv("WANDB_RUN_ID", variable)
     run = SimpleNamespace(disabled=False, id=named)
     monkeypatch.setattr(wandb, "init", lambda **arguments: received.update(arguments) or run)
-    WandbSink(given(tmp_path, wandb_run_id=flag, disable_wandb_random_suffix=True), HEADER, earlier)
+    WandbSink(tracking_of(tmp_path, wandb_run_id=flag, disable_wandb_random_suffix=True), HEADER, earlier)
     assert (received["id"], received["resume"]) == (named, None if named is None else "allow")
     assert received["name"] == (None if named == "old" else "a run")
 
@@ -117,7 +117,7 @@ def test_a_flag_or_a_variable_wins_over_the_run_of_the_checkpoint(
 def test_steps_that_wandb_has_already_are_named(tmp_path, monkeypatch, capsys):
     run = SimpleNamespace(disabled=False, id="old", starting_step=9)
     monkeypatch.setattr(wandb, "init", lambda **arguments: run)
-    sink = WandbSink(given(tmp_path), HEADER, "old")
+    sink = WandbSink(tracking_of(tmp_path), HEADER, "old")
     capsys.readouterr()
     sink.resume(9)
     assert capsys.readouterr().out == ""
@@ -129,9 +129,9 @@ def test_a_checkpoint_says_which_wandb_run_is_continued(tmp_path):
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     load = CheckpointArguments(load=str(tmp_path))
-    for launcher, found in (({"rollouts_done": 3, "wandb_run": "old"}, "old"), ({"rollouts_done": 3}, None)):
+    for launcher, expected in (({"rollouts_done": 3, "wandb_run": "old"}, "old"), ({"rollouts_done": 3}, None)):
         write_run_state(folder, "fsdp", launcher, {"steps_done": 3})
-        assert saved_wandb_run(load) == found
+        assert saved_wandb_run(load) == expected
     write_run_state(folder, "fsdp", {"rollouts_done": 3, "wandb_run": "old"}, {"steps_done": 3})
     assert saved_wandb_run(CheckpointArguments(load=str(tmp_path), finetune=True)) is None
     assert saved_wandb_run(CheckpointArguments()) is None
@@ -144,7 +144,7 @@ class Refusing(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.send_error(401)
 
-    def log_message(self, format: str, *given: object) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         pass
 
 
@@ -175,7 +175,7 @@ def test_what_wandb_refuses_is_one_sentence_before_anything_starts(tmp_path, ref
     ]
     for flags, kind, words in faults:
         with pytest.raises(ValueError) as refused:
-            log_in(given(tmp_path, **flags))
+            log_in(tracking_of(tmp_path, **flags))
         text = str(refused.value)
         assert type(refused.value) is kind and all(word in text for word in words), text
         assert "\n" not in text and "aaaa" not in text
@@ -188,4 +188,4 @@ def test_a_server_that_does_not_answer_is_one_sentence(tmp_path):
         unused.bind(("127.0.0.1", 0))  # refuses connections: nothing listens
         host = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ValueError, match=rf"^--use-wandb: W&B cannot be used \(.*{host}.*the network"):
-            log_in(given(tmp_path, wandb_key="a" * 40, wandb_host=host))
+            log_in(tracking_of(tmp_path, wandb_key="a" * 40, wandb_host=host))

@@ -60,8 +60,8 @@ async def test_samples_of_programs_become_shards(settings, tiny_model, mode):
     pipeline = await build_pipeline(flags, SimpleNamespace(device="cpu"))
     for iteration in range(2):
         await pipeline.update_weights(weights, iteration, iteration - 1 if iteration else None)
-        async with pipeline.collecting(Start(iteration, iteration - 1 if iteration else None, iteration)) as found:
-            groups = found.scored.groups
+        async with pipeline.collecting(Start(iteration, iteration - 1 if iteration else None, iteration)) as collected:
+            groups = collected.scored.groups
             [shards] = ShardBuilder(flags).build(iteration, groups)
         for group in groups:
             # Two calls are one sample, the third is another: of one trajectory, with its answer and reward.

@@ -65,8 +65,8 @@ async def test_trajectories_of_environments_become_shards(settings, tiny_model, 
     pipeline = await build_pipeline(flags, SimpleNamespace(device="cpu"))
     for iteration in range(2):
         await pipeline.update_weights(weights, iteration, iteration - 1 if iteration else None)
-        async with pipeline.collecting(Start(iteration, iteration - 1 if iteration else None, iteration)) as found:
-            groups = found.scored.groups
+        async with pipeline.collecting(Start(iteration, iteration - 1 if iteration else None, iteration)) as collected:
+            groups = collected.scored.groups
             [shards] = ShardBuilder(flags).build(iteration, groups)
         for sample in [sample for group in groups for sample in group.samples]:
             assert 0 in sample.loss_mask and 1 in sample.loss_mask

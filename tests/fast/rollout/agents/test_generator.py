@@ -116,8 +116,8 @@ async def test_log_probs_are_those_of_the_model_over_the_whole_conversation(agen
         logits = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
         expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
         tolerance = log_prob_error(model, ids, 1.0)
-        found = torch.tensor(sample.rollout_log_probs)
-        torch.testing.assert_close(found[mask], expected[mask], atol=tolerance, rtol=0)
+        log_probs = torch.tensor(sample.rollout_log_probs)
+        torch.testing.assert_close(log_probs[mask], expected[mask], atol=tolerance, rtol=0)
         assert 0 in sample.loss_mask and sample.num_loss_tokens > 1
 
 
@@ -238,9 +238,9 @@ async def test_a_program_has_the_environment_without_credentials(agents, random_
     monkeypatch.setenv("PLACE", "here")
     source = "chat([{'role': 'user', 'content': 'x'}]); print(json.dumps(dict(os.environ)))"
     group = await generate(agents(source), random_engine(), chat_tokenizer, n_samples=1)
-    found = json.loads(group.samples[0].response)
-    assert found["PLACE"] == "here" and found["OPENAI_API_KEY"].startswith("sk-")
-    assert "not for programs" not in found.values()
+    environment = json.loads(group.samples[0].response)
+    assert environment["PLACE"] == "here" and environment["OPENAI_API_KEY"].startswith("sk-")
+    assert "not for programs" not in environment.values()
 
 
 HANGS = """
@@ -255,8 +255,8 @@ import threading; threading.Event().wait()
 
 def alive(path):
     pids = {int(word) for word in path.read_text().split()} if path.exists() else set()
-    found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]  # passes over ended ones
-    return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
+    matches = [process for process in psutil.process_iter(["status"]) if process.pid in pids]  # passes over ended ones
+    return [process for process in matches if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 async def gone(path):

@@ -51,8 +51,8 @@ def next_messages(step, had, number, words):
         return messages[:-1]
     if step == "rewrite":  # the program changes the answer, so it is no longer what was sampled
         return [*messages[:-1], {"role": "assistant", "content": messages[-1]["content"] + "!"}, USER]
-    kept = 2 * (number % (len(messages) // 2 + 1))
-    return [*messages[:kept], {"role": "user", "content": words + " again"}]
+    length = 2 * (number % (len(messages) // 2 + 1))
+    return [*messages[:length], {"role": "user", "content": words + " again"}]
 
 
 async def play(session, steps):
@@ -68,16 +68,16 @@ async def play(session, steps):
 
 def spans(sample):
     """Return (start, end) of each run of tokens of one call, in the response."""
-    found, start = [], None
+    ranges, start = [], None
     for place, (mask, version) in enumerate(zip(sample.loss_mask, sample.weight_versions, strict=True)):
         if mask and (start is None or version != sample.weight_versions[start]):
             if start is not None:
-                found.append((start, place))
+                ranges.append((start, place))
             start = place
         elif not mask and start is not None:
-            found.append((start, place))
+            ranges.append((start, place))
             start = None
-    return found if start is None else [*found, (start, len(sample.loss_mask))]
+    return ranges if start is None else [*ranges, (start, len(sample.loss_mask))]
 
 
 @settings(max_examples=30)
@@ -88,7 +88,7 @@ def test_every_sampled_token_is_trained_once_behind_what_the_model_has_read(rand
     session = session_of(trajectory)
     asyncio.run(play(session, steps))
     samples = session.samples("the answer")
-    found = {}
+    by_number = {}
     for sample in samples:
         sample.check()
         assert (sample.trajectory_id, sample.group_index, sample.response) == (17, 5, "the answer")
@@ -97,8 +97,8 @@ def test_every_sampled_token_is_trained_once_behind_what_the_model_has_read(rand
         for start, end in spans(sample):
             number = sample.weight_versions[start]  # the engine's answers are numbered by it
             asked, generation = engine.answers[number]
-            assert number not in found, "an answer is trained on twice"
-            found[number] = generation
+            assert number not in by_number, "an answer is trained on twice"
+            by_number[number] = generation
             numbers.append(number)
             assert sample.response_ids[start:end] == generation.token_ids
             assert sample.rollout_log_probs[start:end] == generation.log_probs
@@ -109,7 +109,7 @@ def test_every_sampled_token_is_trained_once_behind_what_the_model_has_read(rand
             sample.loss_mask, sample.weight_versions, sample.rollout_log_probs, strict=True
         ):
             assert mask or (version == NO_WEIGHTS and log_prob == 0)
-    assert sorted(found) == list(range(len(engine.answers)))
+    assert sorted(by_number) == list(range(len(engine.answers)))
 
 
 @settings(max_examples=15)

@@ -93,16 +93,16 @@ def collect(functions, scripted_engine, tokenizer):
             tools = GroupTools(Engine(), tokenizer, generate_group, zeros)
             args = SimpleNamespace(name="flags")
             collector = build_collector(stream, tools, rollout, RewardArguments(), seed=1, num_iterations=99, args=args)
-            found = []
+            results = []
             for iteration in range(iterations):
                 collector.weights_changed(iteration)
-                found.append(await collector.collect(iteration))
+                results.append(await collector.collect(iteration))
             state = collector.state()
             await collector._cancel()
-            return found, state
+            return results, state
 
-        found, state = asyncio.run(scenario())
-        return [[group.group_index for group in scored.groups] for scored in found], found, state
+        results, state = asyncio.run(scenario())
+        return [[group.group_index for group in scored.groups] for scored in results], results, state
 
     return run
 
@@ -115,10 +115,10 @@ def test_the_function_changes_which_groups_an_iteration_takes(collect):
 
 
 def test_groups_that_it_takes_out_are_dropped_and_counted(collect):
-    taken, found, state = collect("odd")
+    taken, results, state = collect("odd")
     assert all(index % 2 for groups in taken for index in groups)
     names = "rollout/dropped/buffer_filter"
-    assert sum(scored.metrics[names].value for scored in found if names in scored.metrics) >= BATCH
+    assert sum(scored.metrics[names].value for scored in results if names in scored.metrics) >= BATCH
     flat = [index for groups in taken for index in groups]
     assert len(set(flat)) == len(flat) and not set(flat) & set(state["unfinished"])
 
@@ -129,7 +129,7 @@ def test_an_iteration_is_filled_by_several_calls(collect):
 
 
 def test_it_also_picks_where_generation_never_pauses(collect):
-    taken, found, _ = collect("newest", fully_async=True, async_steps=2)
+    taken, results, _ = collect("newest", fully_async=True, async_steps=2)
     assert [len(groups) for groups in taken] == [BATCH] * 3
     assert taken != collect("first", fully_async=True, async_steps=2)[0]
 

@@ -106,11 +106,11 @@ def test_nothing_is_called_by_default():
 
 
 def test_samples_of_reward_0_are_not_trained_on_and_advantages_stay():
-    found = apply(filter_zero_reward_samples=True)
-    assert masks(found) == [3, 0, 0, 4]
-    assert found.metrics["rollout/removed_samples"].value == 2
+    result = apply(filter_zero_reward_samples=True)
+    assert masks(result) == [3, 0, 0, 4]
+    assert result.metrics["rollout/removed_samples"].value == 2
     loss = LossArguments()
-    [before], [after] = (convert(g, loss=loss, global_batch_size=4) for g in (groups(), found.groups))
+    [before], [after] = (convert(g, loss=loss, global_batch_size=4) for g in (groups(), result.groups))
     assert after.rewards == before.rewards and after.num_trajectories == 4
     assert (before.num_loss_tokens, after.num_loss_tokens) == (14, 7)
 
@@ -123,17 +123,17 @@ def test_truncated_samples_are_not_trained_on_and_advantages_stay():
         sample.status = SampleStatus.TRUNCATED
     loss = LossArguments(loss_aggregation="token_mean")
     [before] = convert(groups(), loss=loss, global_batch_size=4)
-    found = apply(scored=ScoredGroups(whole, {}), mask_truncated_completions=True)
-    assert masks(found) == [0, 5, 0, 4] and found.metrics["rollout/removed_samples"].value == 2
-    [after] = convert(found.groups, loss=loss, global_batch_size=4)
+    result = apply(scored=ScoredGroups(whole, {}), mask_truncated_completions=True)
+    assert masks(result) == [0, 5, 0, 4] and result.metrics["rollout/removed_samples"].value == 2
+    [after] = convert(result.groups, loss=loss, global_batch_size=4)
     assert after.rewards == before.rewards and after.num_trajectories == 4
     assert (before.num_loss_tokens, after.num_loss_tokens) == (14, 9)
 
 
 def test_removed_samples_count_for_advantages_that_weigh_by_length():
     one = [scored_group(0, [[(2, 0.0)], [(3, 1.0)]], first_trajectory_id=0)]
-    found = apply(scored=ScoredGroups(one, {}), filter_zero_reward_samples=True)
-    [batch] = convert(found.groups, loss=LossArguments(advantage_estimator="opo"), global_batch_size=2)
+    result = apply(scored=ScoredGroups(one, {}), filter_zero_reward_samples=True)
+    [batch] = convert(result.groups, loss=LossArguments(advantage_estimator="opo"), global_batch_size=2)
     assert batch.rewards == pytest.approx([-0.6, 0.4])
     assert (batch.num_loss_tokens, batch.num_trajectories) == (3, 2)
     assert batch.expected_loss_mass == 0.5
@@ -180,9 +180,9 @@ def test_a_function_makes_the_advantages(functions):
 
 def test_a_function_makes_what_is_trained_on(functions):
     path = "hook_functions:last_halves"
-    found = apply(custom_convert_samples_to_train_data_path=path).groups
-    assert [(len(group.samples), group.dropped_trajectories) for group in found] == [(2, 1), (2, 1)]
-    [batch] = convert(found, loss=LossArguments(), global_batch_size=4)
+    result = apply(custom_convert_samples_to_train_data_path=path).groups
+    assert [(len(group.samples), group.dropped_trajectories) for group in result] == [(2, 1), (2, 1)]
+    [batch] = convert(result, loss=LossArguments(), global_batch_size=4)
     assert (batch.rewards, batch.trajectory_ids) == ([0.5, 0.5, 1.0, 1.0], [0, 0, 3, 3])
     assert [mask.sum() for mask in batch.loss_masks] == [1, 2, 1, 3]
     assert batch.num_trajectories == 2 and batch.num_loss_tokens == 7
@@ -191,21 +191,21 @@ def test_a_function_makes_what_is_trained_on(functions):
 def test_a_row_that_repeats_a_sample_has_its_masks_and_is_removed_with_it(functions):
     path = "hook_functions:unchanged"
     split = [scored_group(0, [[(2, 1.0), (3, 1.0)], [(4, 0.0)]], first_trajectory_id=0)]
-    found = apply(
+    result = apply(
         scored=ScoredGroups(split, {}),
         rollout_batch_size=3,
         filter_zero_reward_samples=True,
         custom_convert_samples_to_train_data_path=path,
     )
-    assert masks(found) == [0, 3, 2]
-    [batch] = convert(found.groups, loss=LossArguments(), global_batch_size=2)
+    assert masks(result) == [0, 3, 2]
+    [batch] = convert(result.groups, loss=LossArguments(), global_batch_size=2)
     assert [mask.tolist() for mask in batch.loss_masks] == [[0] * 5, [1, 1, 1, 0], [1, 1, 0]]
 
 
 def test_a_conversion_that_leaves_nothing_of_a_step_is_named(functions):
-    found = apply(rollout_batch_size=1, custom_convert_samples_to_train_data_path="hook_functions:unchanged")
+    result = apply(rollout_batch_size=1, custom_convert_samples_to_train_data_path="hook_functions:unchanged")
     with pytest.raises(ValueError, match="--custom-convert-samples-to-train-data-path: it returned no row"):
-        convert(found.groups, loss=LossArguments(), global_batch_size=2)
+        convert(result.groups, loss=LossArguments(), global_batch_size=2)
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,18 @@ def test_a_group_arrives_as_it_was():
     samples[0].reward_parts, samples[1].made_by = {"math": 1.0}, "a function of the user's"
     samples[1].experts = np.ones((5, 2, 1), np.int8)
     group = PromptGroup(7, PROMPT, samples, dropped_trajectories=1, baseline_reward=0.25, baseline_tokens=12)
-    found = sent(ProducedGroup(group, 2, "reward_error"))
-    assert found == ProducedGroup(group, 2, "reward_error")
-    assert all(sample.prompt is PROMPT for sample in found.group.samples), "this process's own"
-    assert found.group.samples[1].made_by == "a function of the user's"
-    assert np.array_equal(found.group.samples[1].experts, samples[1].experts)
+    result = sent(ProducedGroup(group, 2, "reward_error"))
+    assert result == ProducedGroup(group, 2, "reward_error")
+    assert all(sample.prompt is PROMPT for sample in result.group.samples), "this process's own"
+    assert result.group.samples[1].made_by == "a function of the user's"
+    assert np.array_equal(result.group.samples[1].experts, samples[1].experts)
 
 
 @pytest.mark.parametrize("column", [[2**70, 1], ["a"], [1.5, 2], (1, 1), [], None], ids=repr)
 def test_columns_that_are_no_numbers_of_the_usual_size_arrive_too(column):
     sample = Sample(PROMPT, 0, 0, response_ids=column)
-    [found] = sent(ProducedGroup(PromptGroup(0, PROMPT, [sample]))).group.samples
-    assert found.response_ids == column and type(found.response_ids) is type(column)
+    [result] = sent(ProducedGroup(PromptGroup(0, PROMPT, [sample]))).group.samples
+    assert result.response_ids == column and type(result.response_ids) is type(column)
 
 
 def test_a_sample_of_another_prompt_or_class_keeps_them():
@@ -63,9 +63,9 @@ class NeedsTwo(Exception):
     ],
 )
 def test_an_error_arrives_with_its_type_if_that_can_be_sent(error, kind, words):
-    found = decode_error(encode_error(error, "generation worker 3"))
-    assert type(found) is kind and str(found) == words
-    assert found.__notes__[0].startswith("in generation worker 3:")
+    result = decode_error(encode_error(error, "generation worker 3"))
+    assert type(result) is kind and str(result) == words
+    assert result.__notes__[0].startswith("in generation worker 3:")
 
 
 def test_what_cannot_be_sent_is_named():

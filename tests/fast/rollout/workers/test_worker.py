@@ -139,9 +139,9 @@ async def groups_of(settings):
 
 async def test_trajectories_of_environments_are_those_of_one_process(settings_of):
     flags = ["--environment", f"{__name__}:Twice", "--rm-type", "environment"]
-    alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
-    assert found == alone
-    samples = [sample for group in found for sample in group.samples]
+    alone, groups = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert groups == alone
+    samples = [sample for group in groups for sample in group.samples]
     assert len(samples) == 6 and all(0 in sample.loss_mask for sample in samples)
     assert [sample.reward for sample in samples] == [sample.metadata["pays"] for sample in samples]
 
@@ -150,9 +150,9 @@ async def test_trajectories_of_programs_are_those_of_one_process(settings_of, tm
     (tmp_path / "agent.py").write_text(AGENT)
     flags = ["--agent-command", shlex.join([sys.executable, "-I", "-S", str(tmp_path / "agent.py")])]
     flags += ["--rm-type", "exact_match"]
-    alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
-    assert found == alone
-    assert {sample.reward for group in found for sample in group.samples} == {1.0}
+    alone, groups = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert groups == alone
+    assert {sample.reward for group in groups for sample in group.samples} == {1.0}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -196,9 +196,9 @@ async def teacher():
 async def test_a_served_teacher_scores_in_workers_as_in_one_process(settings_of):
     async with teacher() as url:
         flags = ["--rm-type", "length", "--use-opd", "--opd-type", "server", "--opd-teacher-urls", url]
-        alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
-    assert found == alone
-    for sample in (sample for group in found for sample in group.samples):
+        alone, groups = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert groups == alone
+    for sample in (sample for group in groups for sample in group.samples):
         assert sample.teacher_log_probs == [-token / 1000 for token in sample.response_ids]
 
 

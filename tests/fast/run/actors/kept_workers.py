@@ -20,9 +20,9 @@ class KeptActor(GenerationActor):
 class KeptWorker(RayWorker):
     """A worker whose process is kept when the test ends it, unless the process was lost."""
 
-    def __init__(self, actor, plan, idle):
+    def __init__(self, actor, plan, pool):
         super().__init__(actor, plan.settings.cluster.worker_timeout)
-        self._plan, self._idle = plan, idle
+        self._plan, self._idle = plan, pool
 
     async def prepare(self):
         await self._result(self._actor.renew.remote(self._plan))

@@ -49,7 +49,7 @@ def session(tmp_path):
     return tmp_path / "run"
 
 
-def kept(tmp_path, session):
+def files_of(tmp_path, session):
     files = FailureFiles(tmp_path / "out", ["sesame-of-ray"])
     files.run_folder = session
     return files
@@ -61,7 +61,7 @@ def test_logs_are_copied_without_secrets_for_their_user_alone(tmp_path, session,
     (next(session.glob("*/logs")) / "worker-1.err").write_text(
         "HOME=/x\nPASSWORD=swordfish\nMY_PROXY=http://me:open-up@host\n"
     )
-    files = kept(tmp_path, session)
+    files = files_of(tmp_path, session)
     files.keep_ray_logs()
     (made,) = (tmp_path / "out").glob("failure-*")
     copies = {path.name: path for path in (made / "ray_logs").iterdir()}
@@ -76,7 +76,7 @@ def test_logs_are_copied_without_secrets_for_their_user_alone(tmp_path, session,
 def test_the_copies_are_bounded_and_what_says_most_comes_first(tmp_path, session, monkeypatch):
     monkeypatch.setattr(failure_files, "FILE_BYTES", 100)
     monkeypatch.setattr(failure_files, "TOTAL_BYTES", 120)
-    kept(tmp_path, session).keep_ray_logs()
+    files_of(tmp_path, session).keep_ray_logs()
     copies = {path.name: path.read_text() for path in tmp_path.glob("out/failure-*/ray_logs/*")}
     assert "raylet.out" in copies and "worker-1.err" in copies
     assert sum(map(len, copies.values())) <= 120
@@ -90,7 +90,7 @@ def test_only_the_newest_folders_stay(tmp_path, session):
         (tmp_path / "out" / f"failure-20200101-00000{number}").mkdir(parents=True)
     users = tmp_path / "out" / "failure-analysis"
     users.mkdir()
-    kept(tmp_path, session).keep_ray_logs()
+    files_of(tmp_path, session).keep_ray_logs()
     names = sorted(path.name for path in (tmp_path / "out").glob("failure-2*"))
     assert users.is_dir()
     assert len(names) == failure_files.KEPT_FOLDERS and names[0] == "failure-20200101-000003"
@@ -109,7 +109,7 @@ def test_a_report_has_the_stack_and_state_of_a_stopped_process_and_the_ends_of_l
             process.stdout.readline()
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-            files = kept(tmp_path, session)
+            files = files_of(tmp_path, session)
             files.report_hang("trainer rank 1 has shown no sign of life", ask_ray=False)
             files.report_hang("a consequence of it", ask_ray=False)
         finally:

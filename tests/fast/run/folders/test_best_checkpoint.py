@@ -17,13 +17,13 @@ from miles.types.metrics import Metric
 METRIC = "eval/heldout/accuracy"
 
 
-def run(root, values, interval=None, mode="max", metric=METRIC, after=0, **given):
+def run(root, values, interval=None, mode="max", metric=METRIC, after=0, **flags):
     """Save as the loop and the driver do: one value of the metric per iteration; None: it was not measured.
 
     The run resumes after so many iterations.
     """
     made = SimpleNamespace(
-        checkpoint=CheckpointArguments(save=str(root), save_best=f"{metric}:{mode}", **given), model=ModelArguments()
+        checkpoint=CheckpointArguments(save=str(root), save_best=f"{metric}:{mode}", **flags), model=ModelArguments()
     )
     so_far = BestSoFar(f"{metric}:{mode}", root, after)
     for done, value in enumerate(values, after + 1):
@@ -52,7 +52,7 @@ def test_pruning_never_removes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "expected"),
+    ("flags", "expected"),
     [
         ({"save_retain_interval": 4, "save_keep_last": 3}, [4, 5, 7, 9]),
         ({"save_retain_interval": 4}, [4, 7, 9]),
@@ -60,8 +60,8 @@ def test_pruning_never_removes_it(tmp_path):
         ({"save_keep_last": 1}, [7, 9]),
     ],
 )
-def test_one_that_was_the_best_stays_if_the_flags_keep_it(tmp_path, kept, expected):
-    run(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, None, 0.7, None, None], **kept)
+def test_one_that_was_the_best_stays_if_the_flags_keep_it(tmp_path, flags, expected):
+    run(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, None, 0.7, None, None], **flags)
     assert best_in(tmp_path).iterations == 7
     assert left(tmp_path) == expected
 
@@ -130,10 +130,10 @@ def test_a_resumed_run_continues_with_the_best_of_before(tmp_path):
     assert resumed.improved_by({METRIC: Metric(0.95)}, 4, False).iterations == 4
 
 
-@pytest.mark.parametrize(("given", "done"), [(METRIC, 0), (f"{METRIC}:min", 2), ("rollout/reward", 2)])
-def test_a_best_of_later_iterations_or_by_another_metric_does_not_count(tmp_path, given, done):
+@pytest.mark.parametrize(("spec", "done"), [(METRIC, 0), (f"{METRIC}:min", 2), ("rollout/reward", 2)])
+def test_a_best_of_later_iterations_or_by_another_metric_does_not_count(tmp_path, spec, done):
     run(tmp_path, [0.9, 0.1])
-    assert BestSoFar(given, tmp_path, done).best is None
+    assert BestSoFar(spec, tmp_path, done).best is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"metric": 3}'])

@@ -71,10 +71,10 @@ def lost_disk(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_lost_is_named_and_the_last_line_says_how_to_resume(lost_disk, capsys):
-    given = CheckpointArguments(save=str(lost_disk))
+    section = CheckpointArguments(save=str(lost_disk))
     with (
         pytest.raises(SystemExit),
-        exit_with_message(given, StopRequests(60.0)),
+        exit_with_message(section, StopRequests(60.0)),
         naming_disk(lost_disk / "iter_0000004", lost_disk / ".writing_iter_0000004"),
     ):
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -101,8 +101,8 @@ def test_a_failed_save_leaves_earlier_checkpoints_and_nothing_half_written(tmp_p
         (folder / "half").write_text("")
         raise OSError(number, os.strerror(number))
 
-    given = CheckpointArguments(save=str(tmp_path))
-    with pytest.raises(SystemExit) as ended, exit_with_message(given, StopRequests(60.0)):
+    section = CheckpointArguments(save=str(tmp_path))
+    with pytest.raises(SystemExit) as ended, exit_with_message(section, StopRequests(60.0)):
         driver(tmp_path, fail).save(4, {})
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()

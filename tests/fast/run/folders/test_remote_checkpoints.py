@@ -36,8 +36,8 @@ def machine(tmp_path):
 
     def on(name, load=False, **flags):
         out = tmp_path / name
-        given = CheckpointArguments(save=URL, load=URL if load else None, remote_cache=str(out / "remote"), **flags)
-        return Settings(checkpoint=given, tracking=TrackingArguments(output_dir=str(out)))
+        section = CheckpointArguments(save=URL, load=URL if load else None, remote_cache=str(out / "remote"), **flags)
+        return Settings(checkpoint=section, tracking=TrackingArguments(output_dir=str(out)))
 
     return on
 
@@ -109,11 +109,11 @@ def test_another_machine_resumes_the_newest_from_the_remote_folder_alone(machine
 
 def test_one_checkpoint_is_named_by_its_url(machine):
     save_and_upload(machine("here"), 2, 4)
-    given = replace(machine("there").checkpoint, save=None, load=f"{URL}/iter_0000002")
-    index_all(given, given.local(URL).parents[1])
-    point = resume_point(given)
-    assert point.checkpoint.load == str(given.local(URL) / "iter_0000002")
-    assert [path.name for path in all_in(given.local(URL))] == names(2)
+    section = replace(machine("there").checkpoint, save=None, load=f"{URL}/iter_0000002")
+    index_all(section, section.local(URL).parents[1])
+    point = resume_point(section)
+    assert point.checkpoint.load == str(section.local(URL) / "iter_0000002")
+    assert [path.name for path in all_in(section.local(URL))] == names(2)
 
 
 def test_a_folder_with_checkpoints_of_another_run_is_refused_without_downloading_them(storage, machine):

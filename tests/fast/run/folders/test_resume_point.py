@@ -76,11 +76,11 @@ def test_damaged_checkpoints_are_passed_over_with_a_note(root):
 
 
 def test_the_fallback_can_be_forbidden(root):
-    given = CheckpointArguments(load=str(root), no_load_fallback=True)
-    assert resume_point(given).checkpoint.load == str(root / "iter_0000006")
+    section = CheckpointArguments(load=str(root), no_load_fallback=True)
+    assert resume_point(section).checkpoint.load == str(root / "iter_0000006")
     damage(root / "iter_0000006", "state.json")
     with pytest.raises(ValueError, match=r"iter_0000006 is damaged: state.json is not valid JSON .*--no-load-fallback"):
-        resume_point(given)
+        resume_point(section)
 
 
 def test_a_checkpoint_that_is_named_itself_has_no_substitute(root):
@@ -114,18 +114,18 @@ def test_a_checkpoint_under_the_name_of_a_later_one_is_passed_over(root):
 
 
 def test_without_checkpoints_nothing_is_loaded(tmp_path):
-    given = CheckpointArguments()
-    assert resume_point(given).checkpoint == given and resume_point(given).notes == ()
+    section = CheckpointArguments()
+    assert resume_point(section).checkpoint == section and resume_point(section).notes == ()
     start = "so the run starts from the beginning"
     for load, save, note in (
         (str(tmp_path), "./own", f"--load {tmp_path}: holds no checkpoint, {start}"),
         ("own", "./own", f"--load own: there is no such folder, {start}"),
     ):
-        given = CheckpointArguments(load=load, save=save)
-        point = resume_point(given)
-        assert point.checkpoint == given and point.notes == (note,)
+        section = CheckpointArguments(load=load, save=save)
+        point = resume_point(section)
+        assert point.checkpoint == section and point.notes == (note,)
         with pytest.raises(ValueError, match=r"--load .*: --finetune wants the weights of a checkpoint"):
-            resume_point(replace(given, finetune=True))
+            resume_point(replace(section, finetune=True))
 
 
 def test_a_named_checkpoint_that_is_gone_is_not_a_new_run(root):

@@ -28,8 +28,8 @@ def saved(tmp_path):
 
 def test_an_empty_or_new_folder_is_free(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
-        given = CheckpointArguments(save=str(folder))
-        assert own_save_folder(given) == given
+        section = CheckpointArguments(save=str(folder))
+        assert own_save_folder(section) == section
 
 
 def test_a_new_run_does_not_save_among_the_checkpoints_of_another(saved):
@@ -44,8 +44,8 @@ def test_a_run_that_continues_the_newest_checkpoint_saves_in_its_folder(saved):
     saved(20, OLD)
     folder = saved(60, OLD)
     for load in (folder, f"{folder}/iter_0000060"):
-        given = CheckpointArguments(save=folder, load=load)
-        assert own_save_folder(given) == given
+        section = CheckpointArguments(save=folder, load=load)
+        assert own_save_folder(section) == section
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_the_refusal_names_both_runs(saved, tmp_path, load, finetune, this):
     folder = saved(60, OLD)
     saved(7, NEW, folder="elsewhere")
     saved(7, None, folder="unnamed")
-    given = CheckpointArguments(save=folder, load=None if load is None else f"{tmp_path}/{load}", finetune=finetune)
+    section = CheckpointArguments(save=folder, load=None if load is None else f"{tmp_path}/{load}", finetune=finetune)
     with pytest.raises(ValueError) as refused:
-        own_save_folder(given)
+        own_save_folder(section)
     both = f"holds checkpoints of run old of 2026-01-01 10:00:00, up to iter_0000060, and this is {this}; continue that"
-    assert both.format(load=given.load) in str(refused.value)
+    assert both.format(load=section.load) in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [{"finetune": True}, {"load": "iter_0000020"}, {"load": "elsewhere"}])
@@ -75,20 +75,20 @@ def test_any_other_start_is_refused(saved, tmp_path, change):
     folder = saved(60, OLD)
     saved(60, OLD, folder="elsewhere")
     load = {"iter_0000020": f"{folder}/iter_0000020", "elsewhere": str(tmp_path / "elsewhere")}
-    given = {"load": folder} | {key: load.get(value, value) for key, value in change.items()}
+    fields = {"load": folder} | {key: load.get(value, value) for key, value in change.items()}
     with pytest.raises(ValueError, match="--start-over"):
-        own_save_folder(CheckpointArguments(save=folder, **given))
+        own_save_folder(CheckpointArguments(save=folder, **fields))
 
 
 def test_start_over_saves_into_a_new_folder_inside(saved, tmp_path):
     folder = saved(60, OLD)
-    found = own_save_folder(CheckpointArguments(save=folder, start_over=True)).save
-    assert found.startswith(f"{folder}/run-") and not (tmp_path / found).exists()
+    path = own_save_folder(CheckpointArguments(save=folder, start_over=True)).save
+    assert path.startswith(f"{folder}/run-") and not (tmp_path / path).exists()
 
 
 def test_start_over_changes_nothing_in_a_free_folder(tmp_path, saved):
-    given = CheckpointArguments(save=str(tmp_path / "new"), start_over=True)
-    assert own_save_folder(given) == given
+    section = CheckpointArguments(save=str(tmp_path / "new"), start_over=True)
+    assert own_save_folder(section) == section
 
 
 def test_a_folder_of_two_runs_is_not_resumed(saved):
@@ -112,8 +112,8 @@ def test_a_damaged_checkpoint_is_no_other_run(saved, tmp_path):
 def test_a_run_that_passes_over_damaged_checkpoints_saves_in_their_folder(saved, tmp_path):
     folder = saved(60, OLD)
     saved(20, OLD)
-    given = CheckpointArguments(save=folder, load=f"{folder}/iter_0000020")
-    assert own_save_folder(given, [tmp_path / "checkpoints" / "iter_0000060"]) == given
+    section = CheckpointArguments(save=folder, load=f"{folder}/iter_0000020")
+    assert own_save_folder(section, [tmp_path / "checkpoints" / "iter_0000060"]) == section
 
 
 def test_one_run_is_resumed_without_a_note(saved):

@@ -56,8 +56,8 @@ def test_many_differences_are_counted(saved):
 
 
 def test_secrets_are_not_saved():
-    kept = settings_to_save(settings_of("--rm-type remote_rm --rm-url http://u:letmein@h/score", "--rm-type"))
-    assert "letmein" not in json.dumps(kept)
+    state = settings_to_save(settings_of("--rm-type remote_rm --rm-url http://u:letmein@h/score", "--rm-type"))
+    assert "letmein" not in json.dumps(state)
 
 
 def test_a_checkpoint_without_settings_and_a_new_run_are_no_note(saved):

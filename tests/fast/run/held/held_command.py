@@ -62,13 +62,13 @@ class HeldCommand(subprocess.Popen):  # type: ignore[type-arg]
 
     def processes(self) -> list[psutil.Process]:
         """Return every process that comes from the command and is alive."""
-        found = []
+        processes = []
         with suppress(psutil.NoSuchProcess):  # none is left
             for process in self._holder.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(process)
-        return found
+                        processes.append(process)
+        return processes
 
     def none_left(self, seconds: float) -> bool:
         """Return whether all have ended, after waiting up to ``seconds``."""

@@ -69,8 +69,8 @@ def test_a_worker_is_lost_with_its_node_and_the_run_takes_another(
 ) -> None:
     monkeypatch.setattr(ray_watch, "LOST_SECONDS", patience)
     address, raylet = added(cluster)
-    given = ClusterArguments(ray_address=cluster.address, device="cpu", actor_num_gpus_per_node=1)
-    placement = Placement(None, given, "cpu", EngineLayout())
+    section = ClusterArguments(ray_address=cluster.address, device="cpu", actor_num_gpus_per_node=1)
+    placement = Placement(None, section, "cpu", EngineLayout())
     placement.place()
     workers, first = Workers(seconds=60.0), with_heartbeat(Sleeper)
     actors = [

@@ -52,10 +52,10 @@ def saving(*iterations, fails=None):
     """Return a run that saves after some iterations, and then fails."""
 
     def run(settings, context):
-        given = settings.checkpoint
+        section = settings.checkpoint
         for done in iterations:
-            context.uploads.make_room(given.local(given.save))
-            context.uploads.add_checkpoint(save_checkpoint(given.local(given.save), done))
+            context.uploads.make_room(section.local(section.save))
+            context.uploads.add_checkpoint(save_checkpoint(section.local(section.save), done))
         if fails is not None:
             raise fails
         context.uploads.settle()
@@ -187,10 +187,10 @@ def test_an_export_goes_to_its_url(tmp_path):
             (folder / "config.json").write_text(json.dumps({}))
 
     flags = f"--save-hf memory://hub/m-{{iteration}} --output-dir {tmp_path}"
-    given = validate(parse(minimal(flags))).settings.checkpoint
+    section = validate(parse(minimal(flags))).settings.checkpoint
     timer = SimpleNamespace(phase=lambda name: nullcontext())
-    sides = SimpleNamespace(rollout=Rollout(), trainer=Trainer(), timer=timer, give_gpus_to_trainer=lambda: None)
-    RunCheckpoints(sides, given, {}, 1).end(3)
+    actors = SimpleNamespace(rollout=Rollout(), trainer=Trainer(), timer=timer, give_gpus_to_trainer=lambda: None)
+    RunCheckpoints(actors, section, {}, 1).end(3)
     (folder, url, files), settled = handed
     assert settled == "settled"
     assert url == "memory://hub/m-3" and tmp_path in folder.parents

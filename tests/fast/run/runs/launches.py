@@ -147,21 +147,21 @@ class Launch:
 
     def command_lines(self):
         """Return pid and command line of every process."""
-        found = []
+        commands = []
         for process in self.left():
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                found.append((process.pid, process.cmdline()))
-        return found
+                commands.append((process.pid, process.cmdline()))
+        return commands
 
     def listening(self):
         """Return the addresses at which each kind of process listens (TCP) or receives (UDP), by a short name."""
-        found = {}
+        addresses = {}
         for process in self.left():
             with suppress(psutil.NoSuchProcess):
                 for socket in process.net_connections("inet"):
                     if socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr):
-                        found.setdefault(kind_of(process), []).append(socket.laddr.ip)
-        return found
+                        addresses.setdefault(kind_of(process), []).append(socket.laddr.ip)
+        return addresses
 
     def kill_worker(self, kind, number=signal.SIGKILL):
         """Send a signal to one actor of class ``kind``. Return False if none is running."""

@@ -33,6 +33,6 @@ def test_both_see_the_run_and_decide_what_is_learned(launch, workplace, backend)
     assert run.wait() == 0, run.err
     rows = run.rows()
     assert sorted(rows) == [1, 2, 3, 4]
-    found = [rows[step]["train/advantage"] for step in sorted(rows)]
-    assert found == pytest.approx([1.0, 1.0, 2.0, 2.0])
+    advantages = [rows[step]["train/advantage"] for step in sorted(rows)]
+    assert advantages == pytest.approx([1.0, 1.0, 2.0, 2.0])
     assert all(row["train/grad_norm"] > 0 for row in rows.values())

@@ -26,8 +26,8 @@ def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys, nam
     flags = [*image_flags(tmp_path, **shape), "--num-rollout", "2"]
     saved = str(tmp_path / "rollout_{rollout_id}.jsonl")
     held = ["--eval-prompt-data", "held", str(tmp_path / "rows.jsonl"), "--eval-interval", "1"]
-    kept = ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", saved]
-    run = launch(name, *flags, *servers, *held, *kept, "--check-weight-update-equal")
+    save_flags = ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", saved]
+    run = launch(name, *flags, *servers, *held, *save_flags, "--check-weight-update-equal")
     assert run.wait() == 0, run.err
     rows = run.rows()
     steps = [row for row in rows.values() if "train/grad_norm" in row]

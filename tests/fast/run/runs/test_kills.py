@@ -23,7 +23,7 @@ TITLES = {
 
 def kill_one(run, kind, rng):
     """Send SIGKILL to a process of this kind. Wait for one first, as the run may be replacing the last one."""
-    found = []
+    processes = []
 
     def is_one(process):
         try:
@@ -32,11 +32,11 @@ def kill_one(run, kind, rng):
             return False
 
     def one_lives():
-        found[:] = [process for process in run.left() if is_one(process)]
-        return bool(found)
+        processes[:] = [process for process in run.left() if is_one(process)]
+        return bool(processes)
 
     run.wait_until(one_lives)
-    rng.choice(found).kill()
+    rng.choice(processes).kill()
 
 
 def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):

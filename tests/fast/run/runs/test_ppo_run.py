@@ -56,9 +56,9 @@ def test_a_resumed_run_restores_its_critic(whole, launch, workplace):
     assert run.wait() == 0, run.err
     expected = whole.rows()
     for step in (5, 6):
-        found = {name: v for name, v in of_training(run.rows()[step]).items() if name != "loss_mass"}
-        wanted = {name: of_training(expected[step])[name] for name in found}
-        assert found == pytest.approx(wanted, rel=RELATIVE_ERROR, abs=METRIC_ERROR)
+        metrics = {name: v for name, v in of_training(run.rows()[step]).items() if name != "loss_mass"}
+        wanted = {name: of_training(expected[step])[name] for name in metrics}
+        assert metrics == pytest.approx(wanted, rel=RELATIVE_ERROR, abs=METRIC_ERROR)
 
 
 @pytest.mark.slow
@@ -68,6 +68,6 @@ def test_megatron_takes_the_same_steps(whole, launch):
     run = launch("ppo_megatron", *PPO, *CRITIC, *flags, ranks=2)
     assert run.wait() == 0, run.err
     for step in (1, 2):
-        found, wanted = of_training(run.rows()[step]), of_training(whole.rows()[step])
-        assert found.keys() == wanted.keys()
-        assert found == pytest.approx(wanted, rel=RUN_ERROR, abs=RUN_METRIC_ERROR), step
+        metrics, wanted = of_training(run.rows()[step]), of_training(whole.rows()[step])
+        assert metrics.keys() == wanted.keys()
+        assert metrics == pytest.approx(wanted, rel=RUN_ERROR, abs=RUN_METRIC_ERROR), step

@@ -86,5 +86,5 @@ def test_a_job_can_be_stopped(submit: Submit, dashboard: str, tmp_path: Path) ->
     )
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     status = [*RAY, "job", "status", "--address", dashboard, "endless"]
-    shown = subprocess.run(status, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert "was stopped" in shown.stdout + shown.stderr
+    result = subprocess.run(status, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert "was stopped" in result.stdout + result.stderr

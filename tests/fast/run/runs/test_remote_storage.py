@@ -39,21 +39,21 @@ def test_a_run_continues_exactly_from_remote_storage_alone(launch, workplace, ca
     assert list((expected.parent / "hf").glob("*.safetensors"))
 
     held = workplace / f"{name}.held"
-    killed, found = start("run", HOLD_AT="3", HELD=str(held))
-    killed.wait_until(lambda: held.exists() and "iter_0000003" in complete(found))
+    killed, folder = start("run", HOLD_AT="3", HELD=str(held))
+    killed.wait_until(lambda: held.exists() and "iter_0000003" in complete(folder))
     killed.kill()
     shutil.rmtree(killed.output)
-    again, _ = start("run.again", "--load", f"file://{found}")
+    again, _ = start("run.again", "--load", f"file://{folder}")
     assert again.wait() == 0, again.err
     assert "downloading iter_0000003" in again.out
-    assert complete(found) == ["iter_0000003", "iter_0000004"]
-    assert read_manifest(found / "iter_0000004").keys() == read_manifest(expected / "iter_0000004").keys()
+    assert complete(folder) == ["iter_0000003", "iter_0000004"]
+    assert read_manifest(folder / "iter_0000004").keys() == read_manifest(expected / "iter_0000004").keys()
     for file, record in read_manifest(expected / "iter_0000004").items():
         if file.endswith(".distcp"):
-            assert read_manifest(found / "iter_0000004")[file] == record, file
+            assert read_manifest(folder / "iter_0000004")[file] == record, file
     again_rows, whole_rows = again.rows(), whole.rows()
     assert again_rows.keys() == whole_rows.keys()
     for step, row in again_rows.items():
         assert trained(row) == trained(whole_rows[step]), step
-    rows = [json.loads(line) for line in (found / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sorted({row["step"] for row in rows}) == sorted(whole.rows())

@@ -69,8 +69,8 @@ def run_and_resume(launch, workplace, name, *flags):
     whole_folder, resumed_folder = workplace / f"{name}_whole", workplace / f"{name}_resumed"
 
     def start(folder, *more):
-        kept = ["--save", str(folder), "--save-debug-rollout-data", str(folder) + "_{iteration}.jsonl"]
-        run = launch(f"{folder.name}_run", *SAME, *flags, *kept, *more, ranks=2)
+        save_flags = ["--save", str(folder), "--save-debug-rollout-data", str(folder) + "_{iteration}.jsonl"]
+        run = launch(f"{folder.name}_run", *SAME, *flags, *save_flags, *more, ranks=2)
         assert run.wait() == 0, run.err
         return run
 
@@ -93,15 +93,15 @@ def prompts(folder, iteration):
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_model, images, case):
     flags = flags_of(case, moe_model, images)
-    (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_exactly", *flags)
+    (whole, folder), (resumed, other) = run_and_resume(launch, workplace, f"{case}_exactly", *flags)
     for iteration in range(SAVED, ALL):
-        assert samples(other, iteration) == samples(kept, iteration), iteration
-    found, wanted = resumed.rows(), whole.rows()
-    assert sorted(found) == list(range(SAVED * STEPS + 1, ALL * STEPS + 1))
-    for step, row in found.items():
+        assert samples(other, iteration) == samples(folder, iteration), iteration
+    rows, wanted = resumed.rows(), whole.rows()
+    assert sorted(rows) == list(range(SAVED * STEPS + 1, ALL * STEPS + 1))
+    for step, row in rows.items():
         assert trained(row) == trained(wanted[step]), step
     last = f"iter_{ALL:07d}"
-    found_files, wanted_files = read_manifest(other / last), read_manifest(kept / last)
+    found_files, wanted_files = read_manifest(other / last), read_manifest(folder / last)
     tensors = [name for name in wanted_files if name.endswith((".distcp", ".pt"))]
     assert len(tensors) >= 4  # of two ranks, and their random states
     assert {name: found_files[name] for name in tensors} == {name: wanted_files[name] for name in tensors}
@@ -113,10 +113,10 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_mo
 def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, moe_model, images, case):
     """Its samples differ by design: those in progress are generated again, with the weights of the checkpoint."""
     flags = [*flags_of(case, moe_model, images), "--async-steps", "1", "--use-tis"]
-    (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_async", *flags)
+    (whole, folder), (resumed, other) = run_and_resume(launch, workplace, f"{case}_async", *flags)
     for iteration in range(SAVED, ALL):
-        assert prompts(other, iteration) == prompts(kept, iteration), iteration
-    found, wanted = resumed.rows(), whole.rows()
-    assert sorted(found) == list(range(SAVED * STEPS + 1, ALL * STEPS + 1))
-    for step, row in found.items():
+        assert prompts(other, iteration) == prompts(folder, iteration), iteration
+    rows, wanted = resumed.rows(), whole.rows()
+    assert sorted(rows) == list(range(SAVED * STEPS + 1, ALL * STEPS + 1))
+    for step, row in rows.items():
         assert trained(row).keys() == trained(wanted[step]).keys() and row["train/lr"] == wanted[step]["train/lr"], step

@@ -50,10 +50,10 @@ def test_a_model_is_fine_tuned_on_conversations_without_an_engine(launch, workpl
     own += ["--prompt-data", str(workplace / "chats.jsonl"), "--rollout-batch-size", "8", "--global-batch-size", "8"]
     run = launch("sft", *own, "--num-rollout", "8", "--lr", "1e-2")
     assert run.wait() == 0, run.err
-    found = measured(run)
-    assert sorted(found) == list(range(1, 9))
-    assert found[8]["train/loss"] < 0.5 * found[1]["train/loss"]
-    assert found[1]["rollout/loss_tokens"] == 8 * 2  # "+" and " 7" of each answer
+    by_step = measured(run)
+    assert sorted(by_step) == list(range(1, 9))
+    assert by_step[8]["train/loss"] < 0.5 * by_step[1]["train/loss"]
+    assert by_step[1]["rollout/loss_tokens"] == 8 * 2  # "+" and " 7" of each answer
 
 
 def test_two_runs_in_deterministic_mode_are_bit_equal(launch, workplace):

@@ -60,8 +60,8 @@ def test_weights_of_both_backends_arrive_by_each_transport(launch, sglang_addres
 @pytest.mark.slow
 def test_own_servers_are_started_routed_and_stopped(launch):
     """They have the keys that are given, listen on the loopback interface only, and show the keys nowhere."""
-    given = ["open-sesame-1", "open-sesame-2", "open-sesame-3"]
-    keys = zip(["--sglang-api-key", "--sglang-admin-api-key", "--router-api-key"], given, strict=True)
+    secrets = ["open-sesame-1", "open-sesame-2", "open-sesame-3"]
+    keys = zip(["--sglang-api-key", "--sglang-admin-api-key", "--router-api-key"], secrets, strict=True)
     words = [word for pair in keys for word in pair]
     run = launch("servers", *SERVERS, *words, "--rollout-num-gpus", "2", "--num-rollout", "3")
     run.wait_until(run.has_rows)
@@ -71,8 +71,8 @@ def test_own_servers_are_started_routed_and_stopped(launch):
     assert all(is_loopback(address) for addresses in listening.values() for address in addresses), listening
     assert run.wait() == 0, run.err
     assert_learns(run)
-    shown = ("run.json", "report.html", "engines/engine_0.log", "engines/engine_1.log", "engines/router.log")
-    assert not any(secret in (run.output / name).read_text() for name in shown for secret in given)
+    names = ("run.json", "report.html", "engines/engine_0.log", "engines/engine_1.log", "engines/router.log")
+    assert not any(secret in (run.output / name).read_text() for name in names for secret in secrets)
     for number in range(2):
         log = (run.output / "engines" / f"engine_{number}.log").read_text()
         assert "update_weights_from_distributed" in log and "POST /generate" in log
@@ -120,7 +120,7 @@ def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, sgla
         for line in (workplace / f"{name}_{r}.jsonl").read_text().splitlines():
             group = json.loads(line)
             taken.append(group["group_index"])
-            found = {version for sample in group["samples"] for version in sample["weight_versions"]}
-            assert found <= ({r} if mode == "early" else {r - 1, r} if mode == "fully" else set(range(r + 1)))
+            versions = {version for sample in group["samples"] for version in sample["weight_versions"]}
+            assert versions <= ({r} if mode == "early" else {r - 1, r} if mode == "fully" else set(range(r + 1)))
     assert len(set(taken)) == len(taken) == 6 * 4
     assert run.none_left()

@@ -26,15 +26,15 @@ def megatron(launch, workplace):
     return run
 
 
-def assert_same(found, wanted, steps):
-    """Compare the metrics of training and rollouts in these steps, which are all that ``found`` has."""
-    assert sorted(found) == steps
+def assert_same(actual, wanted, steps):
+    """Compare the metrics of training and rollouts in these steps, which are all that ``actual`` has."""
+    assert sorted(actual) == steps
     for step in steps:
         names = {name for name in wanted[step] if name.startswith(("train/", "rollout/"))} - {"train/loss_mass"}
-        assert names == {name for name in found[step] if name.startswith(("train/", "rollout/"))} - {"train/loss_mass"}
+        assert names == {name for name in actual[step] if name.startswith(("train/", "rollout/"))} - {"train/loss_mass"}
         for name in names:
             expected = pytest.approx(wanted[step][name], rel=RUN_ERROR, abs=RUN_METRIC_ERROR)
-            assert found[step][name] == expected, (step, name)
+            assert actual[step][name] == expected, (step, name)
 
 
 @pytest.mark.timeout(900)

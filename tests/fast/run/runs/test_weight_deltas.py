@@ -23,8 +23,8 @@ def assert_deltas_are_sent(run):
     assert len(rows) == 3
     assert all(row["weight_sync/whole"] == 0 and row["weight_sync/whole_updates"] == 1 for row in rows)
     assert all(0 < row["weight_sync/changed_fraction"] <= 1 and row["weight_sync/load_seconds"] > 0 for row in rows)
-    kept = sorted(folder.name for folder in (run.output / "weights").glob("delta_*"))
-    assert kept == ["delta_0000003", "delta_0000004"], "of the last two updates, and one per iteration after the first"
+    names = sorted(folder.name for folder in (run.output / "weights").glob("delta_*"))
+    assert names == ["delta_0000003", "delta_0000004"], "of the last two updates, and one per iteration after the first"
 
 
 @pytest.mark.slow

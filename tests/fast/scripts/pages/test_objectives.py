@@ -64,8 +64,8 @@ def assert_shows(row: str, sources: tuple[str, ...], tests: list[str]) -> None:
     assert sources and all(source in row for source in sources)
     assert tests and all(f"`{test}`" in row for test in tests)
     for test in tests:
-        found = [CONFORMANCE.parent / test] if "/" in test else list(TESTS.rglob(test))
-        assert found and all(path.is_file() for path in found), test
+        files = [CONFORMANCE.parent / test] if "/" in test else list(TESTS.rglob(test))
+        assert files and all(path.is_file() for path in files), test
 
 
 def test_every_aggregation_has_a_row():
@@ -115,8 +115,8 @@ def test_a_setting_without_a_test_is_seen(monkeypatch, tmp_path):
     (tmp_path / "test_it.py").write_text('LossArguments(use_tis=True, tis_clip=9.0, tis_mode="icepop")\n')
     monkeypatch.setattr("scripts.pages.objective_variants.TESTS", tmp_path)
     monkeypatch.setattr("scripts.pages.objective_variants.CONFORMANCE", tmp_path / "none")
-    found = {variant.name: files_of_variant(weight, variant) for weight, variant in VARIANTS}
-    assert found.pop("IcePop") == ["test_it.py"] and not any(found.values())
+    by_variant = {variant.name: files_of_variant(weight, variant) for weight, variant in VARIANTS}
+    assert by_variant.pop("IcePop") == ["test_it.py"] and not any(by_variant.values())
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS_OF_VERL, *POLICY_LOSSES_OF_VERL])

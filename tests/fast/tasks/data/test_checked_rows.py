@@ -34,10 +34,10 @@ def saved(tmp_path, tokenizer):
 @pytest.fixture
 def checked(monkeypatch):
     """Return the list of sources that were checked, and not remembered."""
-    found = []
+    sources = []
     show = checked_rows._Progress.end
-    monkeypatch.setattr(checked_rows._Progress, "end", lambda self: (found.append(self._source), show(self)))
-    return found
+    monkeypatch.setattr(checked_rows._Progress, "end", lambda self: (sources.append(self._source), show(self)))
+    return sources
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +104,11 @@ def test_faults_of_many_rows_are_told_together_and_remembered_nowhere(tmp_path, 
     rows = [dict(row) for row in ROWS]
     rows[0]["label"], rows[3]["input"], rows[5] = None, "", []
     tokenizer = AutoTokenizer.from_pretrained(saved)
-    for faulty, places in ((rows, [1, 4, 6]), ([{"input": "x"}] * 600, [1, 2, 3, 4, 5])):
+    for faulty, numbers in ((rows, [1, 4, 6]), ([{"input": "x"}] * 600, [1, 2, 3, 4, 5])):
         source = write(tmp_path / "rows.jsonl", faulty)
         with pytest.raises(FlagError) as caught:
             load_prompts(source, LABELLED, tokenizer)
-        assert [message.split(": ")[0] for message in caught.value.messages] == [f"{source}:{n}" for n in places]
+        assert [message.split(": ")[0] for message in caught.value.messages] == [f"{source}:{n}" for n in numbers]
     assert not cache.exists()
 
 
@@ -214,16 +214,16 @@ def test_processes_that_share_the_check_find_what_one_alone_does(tmp_path, saved
     rows = [{"input": "a" * (n % 40 + 1), "label": " " if n % 300 == 7 else n} for n in range(9000)]
     source = write(tmp_path / "rows.jsonl", rows)
 
-    def found(many, limit, source=source):
+    def outcome(many, limit, source=source):
         command = [sys.executable, "-c", IN_PROCESSES, source, str(saved), str(many), str(limit)]
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / str(many))}
         return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
-    *facts, processes = found(0, 30)
-    assert found(10**6, 30) == [*facts, 1] and processes > 1
+    *facts, processes = outcome(0, 30)
+    assert outcome(10**6, 30) == [*facts, 1] and processes > 1
     assert facts[0] == [n for n in range(9000) if n % 40 + 2 <= 30]
     assert facts[2] == f"{source}:30" and list(facts[1].values()) == [[30, f"{source}:8"]]
     rows[8500]["input"] = rows[8600]["input"] = ""
-    assert [message.split(": ")[0] for message in found(0, 30, write(tmp_path / "bad.jsonl", rows))] == [
+    assert [message.split(": ")[0] for message in outcome(0, 30, write(tmp_path / "bad.jsonl", rows))] == [
         f"{tmp_path}/bad.jsonl:{n}" for n in (8501, 8601)
     ]

@@ -41,13 +41,13 @@ def trained(base_tokenizer, tmp_path):
         file.write_text(json.dumps({"messages": messages}) + "\n")
         roles = limits.pop("roles", ("assistant",))
         data = DataArguments(prompt_data=str(file), input_key="messages", sft_roles=roles)
-        [found] = load_conversations(str(file), data, tokenizer, **limits)
-        assert found.prompt.token_ids == tuple(tokenizer(found.prompt.text, add_special_tokens=False)["input_ids"])
-        pieces, text = [], tokenizer.convert_ids_to_tokens(list(found.response_ids))
-        for token, mask, before in zip(text, found.loss_mask, (0, *found.loss_mask), strict=False):
+        [sample] = load_conversations(str(file), data, tokenizer, **limits)
+        assert sample.prompt.token_ids == tuple(tokenizer(sample.prompt.text, add_special_tokens=False)["input_ids"])
+        pieces, text = [], tokenizer.convert_ids_to_tokens(list(sample.response_ids))
+        for token, mask, before in zip(text, sample.loss_mask, (0, *sample.loss_mask), strict=False):
             pieces += [""] if mask and not before else []
             pieces[-1] += token.replace("Ġ", " ").replace("Ċ", "\n") if mask else ""
-        return found.prompt.text, pieces
+        return sample.prompt.text, pieces
 
     return load
 
@@ -75,8 +75,8 @@ def test_the_next_roles_token_ends_a_turn_where_the_template_writes_no_other(bas
     file.write_text(json.dumps({"messages": CHAT[1:]}) + "\n")
     kwargs = {"tail": tail, "continue_final_message": True}  # conversations are whole, so the latter has no effect
     data = DataArguments(input_key="messages", apply_chat_template_kwargs=json.dumps(kwargs))
-    [found] = load_conversations(str(file), data, tokenizer)
-    trained = [token for token, mask in zip(found.response_ids, found.loss_mask, strict=True) if mask]
+    [sample] = load_conversations(str(file), data, tokenizer)
+    trained = [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
     assert tokenizer.decode(trained) == f"it is 4{tail}<|user|>it is so<|user|>"
 
 
@@ -91,8 +91,8 @@ def test_metadata_that_is_no_object_is_counted(base_tokenizer, tmp_path, caplog)
     file = tmp_path / "chats.jsonl"
     rows = [{"messages": CHAT, "metadata": metadata} for metadata in ({"a": 1}, "text", None, [])]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_conversations(str(file), DataArguments(input_key="messages"), tokenizer)
-    assert [one.prompt.metadata for one in found] == [{"a": 1}, {}, {}, {}]
+    samples = load_conversations(str(file), DataArguments(input_key="messages"), tokenizer)
+    assert [one.prompt.metadata for one in samples] == [{"a": 1}, {}, {}, {}]
     [record] = caplog.records
     assert "2 of 4 prompts: the metadata, column --metadata-key, is no object" in record.getMessage()
     assert record.getMessage().endswith("chats.jsonl:2")

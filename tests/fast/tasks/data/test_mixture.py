@@ -207,13 +207,13 @@ def test_a_resumed_curriculum_draws_the_same(stop, data):
         return worst_first(given_now) if given_now.iteration % 2 else {"a": 1.0 + given_now.iteration, "b": 2.0}
 
     def run(stream, iterations):
-        found = []
+        history = []
         for iteration in iterations:
             stream.start(iteration)
             groups = stream.draw(4)
-            found += facts(groups)
+            history += facts(groups)
             stream.record(iteration, [score(g, rewards[(iteration * 4 + i)]) for i, g in enumerate(groups)])
-        return found
+        return history
 
     whole = run(stream_with(curriculum), range(6))
     of_whole, seen[:] = list(seen), []

@@ -92,12 +92,12 @@ def test_a_last_message_of_the_assistant_is_continued(tmp_path, base_tokenizer, 
     user, named = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "<s>"}
     rows = [{"input": [user, PREFILL]}, {"input": [named, PREFILL]}, {"input": [user]}, {"input": "2+2?"}]
     data = DataArguments(apply_chat_template=True, apply_chat_template_kwargs=json.dumps(kwargs))
-    found = load_prompts(write_jsonl(tmp_path / "prefill.jsonl", rows), data, tokenizer)
+    prompts = load_prompts(write_jsonl(tmp_path / "prefill.jsonl", rows), data, tokenizer)
     expected = tokenizer.apply_chat_template(rows[0]["input"], tokenize=False, continue_final_message=True)
-    assert found[0].text == expected == "<user>2+2?<end><assistant>Let me think. "
-    assert found[1].text == "<user><s><end><assistant>Let me think. " and 0 not in found[1].token_ids
-    assert [prompt.text for prompt in found[2:]] == ["<user>2+2?<end><assistant>"] * 2
-    assert [prompt.prefill for prompt in found] == ["Let me think. "] * 2 + [""] * 2
+    assert prompts[0].text == expected == "<user>2+2?<end><assistant>Let me think. "
+    assert prompts[1].text == "<user><s><end><assistant>Let me think. " and 0 not in prompts[1].token_ids
+    assert [prompt.text for prompt in prompts[2:]] == ["<user>2+2?<end><assistant>"] * 2
+    assert [prompt.prefill for prompt in prompts] == ["Let me think. "] * 2 + [""] * 2
     assert "2 of 4 prompts: the last message is not the assistant's, so nothing is continued" in caplog.text
     assert "a new turn of the assistant" not in caplog.text
 
@@ -134,8 +134,8 @@ def test_the_users_own_source_reads_rows_as_a_file_does(tmp_path, tokenizer, dat
 
 def test_a_label_may_be_absent_in_the_first_row_for_a_custom_reward(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}, {"input": "b", "label": "1"}])
-    found = load_prompts(source, LABELLED, tokenizer, reward=CUSTOM)
-    assert [prompt.label for prompt in found] == [None, "1"]
+    prompts = load_prompts(source, LABELLED, tokenizer, reward=CUSTOM)
+    assert [prompt.label for prompt in prompts] == [None, "1"]
 
 
 def test_keys_given_replace_those_of_the_flags(tmp_path, tokenizer):
@@ -267,8 +267,8 @@ def test_a_part_of_a_column_is_named_with_a_dot(tmp_path, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"ask.text": "a column of that name", "reward_model": {}}])
     named = DataArguments(input_key="ask.text", label_key="reward_model.ground_truth")
-    found = load_prompts(str(tmp_path / "rows.parquet"), named, tokenizer)
-    assert [(prompt.text, prompt.label) for prompt in found] == [("2*3=", "6"), ("7*8=", "56")]
+    prompts = load_prompts(str(tmp_path / "rows.parquet"), named, tokenizer)
+    assert [(prompt.text, prompt.label) for prompt in prompts] == [("2*3=", "6"), ("7*8=", "56")]
     last = load_prompts(path, named, tokenizer, reward=CUSTOM)[-1]
     assert (last.text, last.label) == ("a column of that name", None)
     with pytest.raises(InputError, match=r"rows.jsonl:3: no column 'reward_model.ground_truth'"):

@@ -65,7 +65,7 @@ def test_ids_are_those_of_the_same_text_without_a_special_token(tmp_path, tokeni
         [{"role": "user", "content": content.replace(ESCAPED, PLAIN)}], tokenize=False
     )
     pieces = tokenizer.convert_ids_to_tokens(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    found = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
+    tokens = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
     special = {"<|user|>", "<|end|>", "<|assistant|>"}
-    assert [t for t in found if t in special] == ["<|user|>", "<|end|>", "<|assistant|>"], "the template's own"
-    assert [t if t in special else t.replace("n", "m") for t in found] == pieces
+    assert [t for t in tokens if t in special] == ["<|user|>", "<|end|>", "<|assistant|>"], "the template's own"
+    assert [t if t in special else t.replace("n", "m") for t in tokens] == pieces

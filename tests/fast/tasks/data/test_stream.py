@@ -137,9 +137,9 @@ def test_the_fingerprint_of_many_rows_reads_few():
         read = 0
 
         def __getitem__(self, key):
-            found = super().__getitem__(key)
-            self.read += len(found)
-            return found
+            result = super().__getitem__(key)
+            self.read += len(result)
+            return result
 
     many = Rows([Prompt(str(n), (1,)) for n in range(100_001)])
     stream = PromptStream(many, shuffle=False, seed=0)

@@ -19,9 +19,9 @@ WITH_TOOLS = "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }} {% 
 @pytest.fixture(scope="module")
 def tokenizer(base_tokenizer):
     """One whose template writes the names of tools before the messages."""
-    found = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
-    found.chat_template = WITH_TOOLS
-    return found
+    result = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer.backend_tokenizer, bos_token="<s>")
+    result.chat_template = WITH_TOOLS
+    return result
 
 
 @pytest.fixture

@@ -62,25 +62,25 @@ def check(tmp_path, monkeypatch, capfd):
 
 def test_cases_that_get_what_they_expect_pass(check):
     for function in ("my_rewards:exact", "exact_match"):
-        status, shown, failures = check(function, GOOD)
+        status, output, failures = check(function, GOOD)
         assert (status, failures) == (0, {})
-        assert shown.startswith("3 of 3 checks passed"), "the third is all cases in one call"
+        assert output.startswith("3 of 3 checks passed"), "the third is all cases in one call"
 
 
 def test_built_in_rewards_take_their_flags_and_weights(check):
     cases = [{"response": "abc", "label": "abc", "expected": 1.25}, {"response": "ab", "label": "abc", "expected": 0}]
     flags = ("--reward-regex", "c$", "--custom-rm-path", "my_rewards:exact")
     assert check("custom:1,regex:0.25", cases, *flags)[0] == 0
-    status, shown, _ = check("exact_match", cases[:1], "--repetition-ngram", "2")
-    assert "--repetition-ngram 2: has no effect (read by --rm-type repetition)" in shown
+    status, output, _ = check("exact_match", cases[:1], "--repetition-ngram", "2")
+    assert "--repetition-ngram 2: has no effect (read by --rm-type repetition)" in output
     assert check("repetition", cases, "--repetition-ngram", "0")[0] == 2
 
 
 def test_a_wrong_reward_fails_and_names_the_case(check):
-    status, shown, failures = check("my_rewards:exact", [*GOOD, {"response": "x", "expected": 0.25}])
+    status, output, failures = check("my_rewards:exact", [*GOOD, {"response": "x", "expected": 0.25}])
     assert status == 1
     assert failures == {"cases.jsonl:3": "the reward is 0, expected 0.25"}
-    assert "FAILED  cases.jsonl:3  the reward is 0, expected 0.25\n" in shown
+    assert "FAILED  cases.jsonl:3  the reward is 0, expected 0.25\n" in output
 
 
 def test_what_a_function_does_to_its_process_fails_its_case_only(check):
@@ -119,13 +119,13 @@ def test_a_function_that_mixes_up_a_batch_is_found(check):
     ],
 )
 def test_a_malformed_case_is_refused_with_its_line(check, cases, message):
-    status, shown, _ = check("my_rewards:exact", cases)
-    assert status == 2 and message in shown
+    status, output, _ = check("my_rewards:exact", cases)
+    assert status == 2 and message in output
 
 
 def test_a_function_that_is_not_there_is_refused(check):
-    status, shown, _ = check("my_rewards:precise", GOOD)
-    assert status == 2 and "has no function precise" in shown
+    status, output, _ = check("my_rewards:precise", GOOD)
+    assert status == 2 and "has no function precise" in output
 
 
 def test_junit_holds_any_text(tmp_path):

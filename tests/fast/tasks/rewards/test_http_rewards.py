@@ -109,9 +109,9 @@ async def test_a_server_that_gives_no_answer_is_not_said_to_have_answered(make_s
     with socket.socket() as not_listening, server(lambda *_: (200, 1)) as url:
         not_listening.bind(("127.0.0.1", 0))
         unreachable = f"http://127.0.0.1:{not_listening.getsockname()[1]}"
-        [found] = await remote(unreachable, rm_url_retries=0)([make_sample("x")])
+        [failure] = await remote(unreachable, rm_url_retries=0)([make_sample("x")])
         [late] = await remote(url, rm_url_retries=0, rm_url_timeout=1e-9)([make_sample("x")])
-    assert isinstance(found, NotAReward) and " gave no answer (ConnectError: " in found
+    assert isinstance(failure, NotAReward) and " gave no answer (ConnectError: " in failure
     assert isinstance(late, NotAReward) and " gave no answer (TimeoutError) (attempt 1 of 1)" in late
 
 

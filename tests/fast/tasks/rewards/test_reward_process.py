@@ -393,9 +393,9 @@ def test_a_gigabyte_of_output_is_cut_and_control_characters_are_removed(process,
     function._shared.stop()
     reader.join(30)
     assert not reader.is_alive()
-    shown = capfd.readouterr().err
-    assert len(shown) < 500_000 and "\x1b" not in shown
-    assert "more bytes of its output are not shown" in shown
+    output = capfd.readouterr().err
+    assert len(output) < 500_000 and "\x1b" not in output
+    assert "more bytes of its output are not shown" in output
 
 
 def children_of(pid):

@@ -59,17 +59,17 @@ def test_a_worker_that_died_is_replaced_without_importing_again():
 
 
 def test_a_process_that_cannot_be_started_takes_no_place_in_the_pool(monkeypatch):
-    idle = queue.LifoQueue()
-    idle.put(None)
+    spares = queue.LifoQueue()
+    spares.put(None)
 
     def no_process(*_, **__):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(pool, "_idle", idle)
+    monkeypatch.setattr(pool, "_idle", spares)
     monkeypatch.setattr(subprocess, "Popen", no_process)
     with pytest.raises(BlockingIOError):
         subprocess_call(abs, -1, seconds=10)
-    assert idle.get_nowait() is None
+    assert spares.get_nowait() is None
 
 
 def test_a_call_that_waits_for_the_processor_is_not_ended():

@@ -77,8 +77,8 @@ def new_adapter_changes_no_log_prob(stage: Stage) -> None:
         backend = _backend(stage, bf16=bf16)
         none = _backend(stage, LoraArguments(), bf16=bf16, loss=LossArguments())
         policy, reference = log_probs(backend, shard), log_probs(backend, shard, reference=True)
-        for found, base, wanted in zip(policy, reference, log_probs(none, shard), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for column, base, wanted in zip(policy, reference, log_probs(none, shard), strict=True):
+            np.testing.assert_array_equal(column, wanted)
             np.testing.assert_array_equal(base, wanted)
 
 
@@ -104,8 +104,8 @@ def only_the_adapter_learns(stage: Stage) -> None:
         p.numel() for p in before.values()
     )
     assert max(abs(a - b).max() for a, b in zip(log_probs(backend, shard), start, strict=True)) > 1e-3
-    for found, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
-        np.testing.assert_array_equal(found, first)
+    for column, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
+        np.testing.assert_array_equal(column, first)
 
 
 def gradient_is_that_of_peft(stage: Stage) -> None:
@@ -139,8 +139,8 @@ def gradient_is_that_of_peft(stage: Stage) -> None:
         if not parameter.requires_grad:
             assert parameter.grad is None, name
             continue
-        found, wanted = full(parameter.grad).double(), own[name].grad
-        assert (found - wanted).norm() <= RELATIVE_ERROR * wanted.norm(), name
+        gradient, wanted = full(parameter.grad).double(), own[name].grad
+        assert (gradient - wanted).norm() <= RELATIVE_ERROR * wanted.norm(), name
 
 
 def export_is_the_sum_and_peft_reads_the_adapter(stage: Stage) -> None:
@@ -164,8 +164,8 @@ def export_is_the_sum_and_peft_reads_the_adapter(stage: Stage) -> None:
         for model in (merged, by_peft):
             with torch.no_grad():
                 log_p = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-            found = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
-            assert abs(found - policy[i]).max() < tolerance
+            result = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
+            assert abs(result - policy[i]).max() < tolerance
     changed = {name for name, weight in _weights_on_disk(stage).items() if not torch.equal(weight, sent[name])}
     assert changed == {
         name for name in sent if any(f".{target}." in name for target in ("q_proj", "v_proj", "down_proj"))
@@ -205,11 +205,11 @@ def adapter_checkpoint_is_read_on_one_rank(stage: Stage) -> None:
     folder = stage.folder / "adapter_checkpoint"
     backend = _backend(stage)
     backend.load(folder)
-    found = _adapter(backend)
-    assert found.keys() == wanted["saved"].keys()
+    adapter = _adapter(backend)
+    assert adapter.keys() == wanted["saved"].keys()
     in_file = load_file(adapter_folder(folder) / "adapter_model.safetensors")
     for name, weight in wanted["saved"].items():
-        assert torch.equal(found[name], weight)
+        assert torch.equal(adapter[name], weight)
         assert torch.equal(in_file["base_model.model." + name.replace(".default", "")], weight)
     out = stage.folder / "adapter_exported"
     export(backend.settings, folder, out)

@@ -33,14 +33,14 @@ def critic_learns_alone(stage: Stage) -> None:
     """The policy's weights, optimizer and schedule stay equal bit for bit; the critic's loss falls on the same step."""
     backend = make_backend(stage, loss=PPO, **RATES)
     before, critic_before = weights(backend), _critic_weights(backend)
-    found = [_train(stage, backend, seed=1, trains_policy=False) for _ in range(6)]
+    metrics = [_train(stage, backend, seed=1, trains_policy=False) for _ in range(6)]
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert backend.policy.optimizer.steps_done == 0 and not backend.policy.optimizer.adam.state
     assert all(p.grad is None for p in backend.policy.module.parameters())
-    assert found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
-    assert found[-1]["train/explained_variance"] > found[0]["train/explained_variance"] == 0
-    assert not {"train/pg_loss", "train/lr", "train/grad_norm"} & found[0].keys()
+    assert metrics[-1]["train/value_loss"] < 0.9 * metrics[0]["train/value_loss"]
+    assert metrics[-1]["train/explained_variance"] > metrics[0]["train/explained_variance"] == 0
+    assert not {"train/pg_loss", "train/lr", "train/grad_norm"} & metrics[0].keys()
     critic_after = _critic_weights(backend)
     assert all(not torch.equal(critic_before[n], critic_after[n]) for n in critic_before)
 
@@ -62,8 +62,8 @@ def critic_of_a_checkpoint_is_the_one_that_was_saved(stage: Stage) -> None:
     for seed in (3, 4):
         assert _train(stage, resumed, seed) == _train(stage, backend, seed)
     for of in (weights, _critic_weights):
-        found, wanted = of(resumed), of(backend)
-        assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+        tensors, wanted = of(resumed), of(backend)
+        assert all(torch.equal(tensors[n], wanted[n]) for n in wanted)
 
 
 def checkpoint_without_a_critic_is_refused(stage: Stage) -> None:

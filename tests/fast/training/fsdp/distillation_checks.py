@@ -59,8 +59,8 @@ def gradient_of_distillation_is_that_of_the_formula(stage: Stage) -> None:
     (total / batch.num_trajectories).backward()
     wanted = dict(policy.named_parameters())
     for name, parameter in backend.policy.module.language_model.named_parameters():
-        found, expected = full(parameter.grad).double(), wanted[name].grad
-        assert (found - expected).norm() <= RELATIVE_ERROR * expected.norm(), name
+        gradient, expected = full(parameter.grad).double(), wanted[name].grad
+        assert (gradient - expected).norm() <= RELATIVE_ERROR * expected.norm(), name
     mean = distance / batch.num_loss_tokens
     assert abs(metrics["train/opd_kl"].value - mean) <= RELATIVE_ERROR * abs(mean)
 

@@ -47,8 +47,8 @@ def _save(stage: Stage, kind: str) -> str:
     torch.manual_seed(7)
     folder = stage.folder / f"family_{kind}"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    given = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(given | {"model_type": kind}))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"model_type": kind}))
     return folder.name
 
 
@@ -80,8 +80,8 @@ def each_family_trains_exports_syncs_and_resumes(stage: Stage) -> None:
         tokens = list(range(3, 12))
         with torch.no_grad():
             expected = exported(torch.tensor([tokens])).logits[0, -1]
-        found = runner.prefill([tokens], first_row=0)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=log_prob_error(exported, [torch.tensor(tokens)]))
+        logits = runner.prefill([tokens], first_row=0)[0]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=log_prob_error(exported, [torch.tensor(tokens)]))
 
 
 AFTER_TWO_RANKS = (each_family_trains_exports_syncs_and_resumes,)

@@ -61,11 +61,11 @@ def main(folder: Path, kind: str) -> None:
     model = write_vision_model(folder / "model", kind)
     _, expected = alone(model, groups_of(model))
     check = gradients_are_those_of_each_sample_alone
-    found = {}
+    results = {}
     for world in PARTS:
-        places = [Place(model, rank, world, expected) for rank in range(world)]
-        found[world] = run_on_ranks(folder, f"{world} ranks", places, {check.__name__: check})
-    (folder / "results.json").write_text(json.dumps(found))
+        ranks = [Place(model, rank, world, expected) for rank in range(world)]
+        results[world] = run_on_ranks(folder, f"{world} ranks", ranks, {check.__name__: check})
+    (folder / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

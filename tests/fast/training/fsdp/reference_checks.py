@@ -24,11 +24,11 @@ ADAM: dict[str, Any] = dict(lr=1e-2)
 
 
 def _backend(
-    stage: Stage, alpha: float = 1.0, bf16: bool = False, loss: LossArguments = KL, **given: Any
+    stage: Stage, alpha: float = 1.0, bf16: bool = False, loss: LossArguments = KL, **fields: Any
 ) -> FsdpBackend:
     """Build a backend whose reference follows the policy."""
     plain = make_backend(stage, **ADAM).settings
-    model = replace(plain.model, **({"ref_update_interval": 1, "ref_mixup_alpha": alpha} | given))
+    model = replace(plain.model, **({"ref_update_interval": 1, "ref_mixup_alpha": alpha} | fields))
     settings = replace(plain, model=model, loss=loss, training=replace(plain.training, bf16=bf16))
     return FsdpBackend(settings, CPU, 10)
 
@@ -49,9 +49,9 @@ def reference_follows_the_policy(stage: Stage) -> None:
         backend.refresh_reference()
         for name, weight in _weights(backend.policy).items():
             expected[name] = alpha * weight.bfloat16().double() + (1 - alpha) * expected[name]
-    for name, found in _weights(backend.reference).items():
+    for name, tensor in _weights(backend.reference).items():
         largest = expected[name].abs().max().item()
-        assert (found.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, name)
+        assert (tensor.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, name)
     moved = [(expected[name] - start[name]).abs().max().item() for name in start]
     assert max(moved) > 1e-6
 
@@ -65,8 +65,8 @@ def replaced_reference_has_the_policys_log_probs(stage: Stage) -> None:
     before = scoring.log_probs(backend, backend.reference, shard)
     backend.refresh_reference()
     policy = scoring.log_probs(backend, backend.policy, shard)
-    found = scoring.log_probs(backend, backend.reference, shard)
-    assert all((a == b).all() for a, b in zip(policy, found, strict=True))
+    reference = scoring.log_probs(backend, backend.reference, shard)
+    assert all((a == b).all() for a, b in zip(policy, reference, strict=True))
     assert any((a != b).any() for a, b in zip(policy, before, strict=True))
 
 
@@ -112,8 +112,8 @@ def resumed_reference_is_exact(stage: Stage) -> None:
         backend.refresh_reference()
     for role in ("reference", "policy"):
         expected = _weights(getattr(straight, role))
-        found = _weights(getattr(resumed, role))
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
+        tensors = _weights(getattr(resumed, role))
+        assert all(torch.equal(tensors[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
     assert_needs_the_interval(_backend(stage, 1.0, bf16, ref_update_interval=None), folder)
     advised = _backend(stage, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
     for name, weight in _weights(advised.reference).items():
@@ -128,18 +128,18 @@ def weights_adapt_from_step_to_step(stage: Stage) -> None:
     shards = [shard_of(stage, off_policy(make_batch(loss, seed=seed)), FIXED) for seed in (1, 2, 3)]
     kl_weight, entropy_weight, is_low = 0.1, 0.01, True
     weights = []
-    for shard, found in zip(shards, map(values, trainer.train(shards)), strict=True):
-        kl, entropy = found["train/kl_loss"], found["train/entropy_loss"]
-        assert found["train/kl_loss_coef"] == kl_weight
-        assert found["train/entropy_coef"] == (entropy_weight if is_low else 0.0)
-        total = found["train/pg_loss"] + kl_weight * kl - found["train/entropy_coef"] * entropy
-        scale = abs(found["train/pg_loss"]) + kl_weight * abs(kl) + entropy
-        assert abs(found["train/loss"] - total) <= rounding_error(100, scale)
+    for shard, metrics in zip(shards, map(values, trainer.train(shards)), strict=True):
+        kl, entropy = metrics["train/kl_loss"], metrics["train/entropy_loss"]
+        assert metrics["train/kl_loss_coef"] == kl_weight
+        assert metrics["train/entropy_coef"] == (entropy_weight if is_low else 0.0)
+        total = metrics["train/pg_loss"] + kl_weight * kl - metrics["train/entropy_coef"] * entropy
+        scale = abs(metrics["train/pg_loss"]) + kl_weight * abs(kl) + entropy
+        assert abs(metrics["train/loss"] - total) <= rounding_error(100, scale)
         n = shard.batch.num_trajectories
         kl_weight *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * n / 20.0
         is_low = entropy <= 2.0
         entropy_weight = min(max(entropy_weight + (0.02 if is_low else -0.02), 0.0), 1.0)
-        weights.append(found["train/kl_loss_coef"])
+        weights.append(metrics["train/kl_loss_coef"])
     assert len(set(weights)) == 3
     resumed = Trainer(backend, loss, stage.world)
     resumed.restore_coefficients(trainer.coefficients.state())
@@ -162,10 +162,10 @@ def the_weight_of_the_kl_in_the_reward_adapts_once_per_step(stage: Stage) -> Non
     shards = [shard_of(stage, make_batch(loss, seed=seed), FIXED) for seed in (1, 2)]
     weight = 0.1
     for _ in range(2):
-        steps = [values(found) for found in trainer.train(shards)]
-        assert [found["train/kl_coef"] for found in steps] == [weight] * 4
-        for shard, found in zip(shards, steps, strict=False):
-            error = min(max(found["train/reward_kl"] / 1e-3 - 1, -0.2), 0.2)
+        steps = [values(metrics) for metrics in trainer.train(shards)]
+        assert [metrics["train/kl_coef"] for metrics in steps] == [weight] * 4
+        for shard, metrics in zip(shards, steps, strict=False):
+            error = min(max(metrics["train/reward_kl"] / 1e-3 - 1, -0.2), 0.2)
             weight *= 1 + error * shard.batch.num_trajectories / 20.0
         assert trainer.objective.flags.kl_coef == weight
     assert weight != 0.1
@@ -174,7 +174,7 @@ def the_weight_of_the_kl_in_the_reward_adapts_once_per_step(stage: Stage) -> Non
 def logits_are_fp32_under_a_bf16_body(stage: Stage) -> None:
     """Log-probs and the head's gradient agree with float64, from the body's own bf16 hidden states and weights."""
     seen: list[torch.Tensor] = []
-    found = {}
+    errors = {}
     for fp32 in (False, True):
         plain = make_backend(stage).settings
         backend = FsdpBackend(replace(plain, training=replace(plain.training, bf16=True, fp32_lm_head=fp32)), CPU, 10)
@@ -195,14 +195,14 @@ def logits_are_fp32_under_a_bf16_body(stage: Stage) -> None:
             expected = logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
             if len(expected):
                 worst = max(worst, (log_probs.double() - expected).abs().max().item() / logits.abs().max().item())
-        found[fp32] = worst
+        errors[fp32] = worst
         policy = Trainer(backend, LossArguments(), stage.world).policy
         policy.model.forward_backward(shard, policy.loss_function)
         gradient = full(backend.policy.module.language_model.get_output_embeddings().weight.grad)
         assert gradient.dtype == torch.float32 and gradient.abs().max() > 0
     bound = rounding_error(32 + 64, 1.0)  # the sums of the product and of the softmax, over logits of size 1
-    assert found[True] < bound
-    assert stage.world > 1 or found[False] > 30 * bound
+    assert errors[True] < bound
+    assert stage.world > 1 or errors[False] > 30 * bound
 
 
 def sums_of_squared_probs_are_those_of_the_model(stage: Stage) -> None:
@@ -215,11 +215,11 @@ def sums_of_squared_probs_are_those_of_the_model(stage: Stage) -> None:
     assert scored.sum_squared_probs is not None
     model = AutoModelForCausalLM.from_pretrained(stage.model("untied"), dtype=torch.float64)
     tolerance = 4 * log_prob_error(model, scored.tokens, TEMPERATURE)  # relative: of 2 log p - log q
-    for tokens, response, found in zip(scored.tokens, scored.response_lengths, scored.sum_squared_probs, strict=True):
+    for tokens, response, sums in zip(scored.tokens, scored.response_lengths, scored.sum_squared_probs, strict=True):
         with torch.no_grad():
             logits = model(torch.as_tensor(tokens)[None]).logits[0, -response - 1 : -1] / TEMPERATURE
         expected = logits.softmax(-1).square().sum(-1).numpy()
-        assert found.dtype == "float64" and (abs(found - expected) <= tolerance * expected).all()
+        assert sums.dtype == "float64" and (abs(sums - expected) <= tolerance * expected).all()
     shard, _ = trainer._with_advantages(replace(shard, batch=scored))
     assert shard.batch.advantages is not None and any(column.any() for column in shard.batch.advantages)
 

@@ -73,9 +73,9 @@ def save_models(folder: Path) -> None:
         ("untested", "jamba", EXPERTS),
         ("sigmoid", "glm4_moe", SIGMOID),
     )
-    for name, kind, given in kinds:
+    for name, kind, fields in kinds:
         torch.manual_seed(7)
-        config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.15) | given))
+        config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.15) | fields))
         model = AutoModelForCausalLM.from_config(config)
         if name == "sigmoid":
             model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
@@ -142,9 +142,9 @@ def all_full(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     """Return the policy's gradients; every parameter has one."""
     named = dict(backend.policy.module.language_model.named_parameters())
-    found = {name: p.grad for name, p in named.items() if p.grad is not None}
-    assert found.keys() == named.keys()
-    return all_full(found)
+    tensors = {name: p.grad for name, p in named.items() if p.grad is not None}
+    assert tensors.keys() == named.keys()
+    return all_full(tensors)
 
 
 def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:

@@ -87,8 +87,8 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
         assert math.isclose(metrics["lr"], 1e-2 * (1 - step / TOTAL_STEPS))
         # The gradients are the same. Clipping divides all of them by a norm that was summed in another order.
         error = adam_error(ADAM["lr"], step + 1, RELATIVE_ERROR)
-        for name, found in weights(backend).items():
-            torch.testing.assert_close(found, plain[name].detach(), rtol=FEW_ROUNDINGS, atol=error, msg=name)
+        for name, tensor in weights(backend).items():
+            torch.testing.assert_close(tensor, plain[name].detach(), rtol=FEW_ROUNDINGS, atol=error, msg=name)
 
 
 def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
@@ -140,8 +140,8 @@ def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
     assert trained[0].batch.old_log_probs is None
     for shard, wanted in zip(trained[1:], at_start[1:], strict=True):
         assert shard.batch.old_log_probs is not None
-        for found, start in zip(shard.batch.old_log_probs, wanted, strict=True):
-            np.testing.assert_array_equal(found, start)
+        for column, start in zip(shard.batch.old_log_probs, wanted, strict=True):
+            np.testing.assert_array_equal(column, start)
     assert metrics[0]["train/ppo_kl"].value == 0.0 and all(m["train/ppo_kl"].value != 0.0 for m in metrics[1:])
     np.testing.assert_allclose([m["train/lr"].value for m in metrics], [1e-2, 9e-3, 8e-3])
 
@@ -161,8 +161,8 @@ def reference_keeps_its_first_weights(stage: Stage) -> None:
         train(backend, [shard])[0]["train/kl_loss"].value,
     ]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
-    for found, wanted in zip(log_probs(backend, shard, reference=True), start, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+    for column, wanted in zip(log_probs(backend, shard, reference=True), start, strict=True):
+        np.testing.assert_allclose(column, wanted, rtol=0, atol=tolerance)
 
 
 def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
@@ -171,12 +171,12 @@ def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
     shard = shard_of(stage, batch, BUDGET, [i % 3 != 0 for i in range(len(batch))])
     model = _plain(stage, torch.float64)
     tolerance = log_prob_error(model, batch.tokens, TEMPERATURE)
-    for i, found in enumerate(log_probs(make_backend(stage), shard)):
+    for i, column in enumerate(log_probs(make_backend(stage), shard)):
         tokens, response = torch.as_tensor(shard.batch.tokens[i]), shard.batch.response_lengths[i]
         with torch.no_grad():
             log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
         wanted = log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0].numpy()
-        assert found.dtype == "float32" and abs(found - wanted).max() < tolerance
+        assert column.dtype == "float32" and abs(column - wanted).max() < tolerance
 
 
 def export_is_read_by_transformers(stage: Stage) -> None:
@@ -266,8 +266,8 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
     backend = make_backend(stage, **ADAM)
     assert backend.load(stage.folder / "checkpoint") == {"rollout": 2}
     assert backend.policy.optimizer.steps_done == 2
-    found = weights(backend)
-    assert all(torch.equal(found[n], w) for n, w in wanted["weights"].items())
+    tensors = weights(backend)
+    assert all(torch.equal(tensors[n], w) for n, w in wanted["weights"].items())
     adam = _adam_state(backend)
     assert adam.keys() == wanted["adam"].keys()
     for name, state in wanted["adam"].items():
@@ -290,8 +290,8 @@ def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
     _train_two_steps(stage, plain)
     for backend in (saving, resumed):
         _train_two_steps(stage, backend)
-        found = weights(backend)
-        assert all(torch.equal(found[n], w) for n, w in weights(plain).items())
+        tensors = weights(backend)
+        assert all(torch.equal(tensors[n], w) for n, w in weights(plain).items())
 
 
 def resumed_run_has_its_own_settings_of_adam(stage: Stage) -> None:
@@ -312,8 +312,8 @@ def checkpoint_without_optimizer_starts_from_zero(stage: Stage) -> None:
     backend.load(stage.folder / "checkpoint", optimizer=False, rng=False)
     assert torch.equal(torch.get_rng_state(), seed)
     assert backend.policy.optimizer.steps_done == 0 and not backend.policy.optimizer.adam.state
-    found = weights(backend)
-    assert all(torch.equal(found[n], w) for n, w in wanted.items())
+    tensors = weights(backend)
+    assert all(torch.equal(tensors[n], w) for n, w in wanted.items())
 
 
 def reference_comes_from_a_checkpoint(stage: Stage) -> None:
@@ -325,11 +325,11 @@ def reference_comes_from_a_checkpoint(stage: Stage) -> None:
     model = replace(trained.settings.model, ref_load=str(stage.folder / "checkpoint"))
     settings = replace(trained.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
     backend = FsdpBackend(settings, CPU, TOTAL_STEPS)
-    found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
+    reference, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
     plain = _plain(stage)  # its logits are about as large after training
     tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
-    assert all(abs(found[i] - column).max() < tolerance for i, column in enumerate(expected))
-    assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
+    assert all(abs(reference[i] - column).max() < tolerance for i, column in enumerate(expected))
+    assert max(abs(reference[i] - policy[i]).max() for i in range(len(reference))) > 1e-3
 
 
 def checkpoint_of_another_backend_is_refused(stage: Stage) -> None:
@@ -390,12 +390,12 @@ def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
     own = AutoModelForCausalLM.from_pretrained(stage.model(name))
     for _ in range(2):
         own.load_state_dict(weights(backend), strict=False)
-        for i, found in enumerate(log_probs(backend, shard)):
+        for i, actual in enumerate(log_probs(backend, shard)):
             tokens, response = torch.as_tensor(shard.batch.tokens[i]), shard.batch.response_lengths[i]
             with torch.no_grad():
                 log_p = (own(tokens[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
             wanted = log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0].numpy()
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=KIND_LOG_PROB_ERROR)
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=KIND_LOG_PROB_ERROR)
         before = weights(backend)
         train(backend, [shard])
         changed = {name for name, now in weights(backend).items() if not torch.equal(before[name], now)}
@@ -409,8 +409,8 @@ def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
     resumed.load(folder)
     for each in (backend, resumed):
         train(each, [shard])
-    found = weights(resumed)
-    assert all(torch.equal(found[name], now) for name, now in weights(backend).items())
+    actual = weights(resumed)
+    assert all(torch.equal(actual[name], now) for name, now in weights(backend).items())
 
 
 def a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32(stage: Stage) -> None:
@@ -419,8 +419,8 @@ def a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32(stage: 
         plain = make_backend(stage, name, loss=replace(PLAIN, use_kl_loss=True)).settings
         backend = FsdpBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, TOTAL_STEPS)
         shard = shard_of(stage, make_batch(PLAIN), FIXED)
-        for found, expected in zip(log_probs(backend, shard), log_probs(backend, shard, reference=True), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for column, expected in zip(log_probs(backend, shard), log_probs(backend, shard, reference=True), strict=True):
+            np.testing.assert_array_equal(column, expected)
 
 
 def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:

@@ -34,10 +34,10 @@ def test_all_linear_leaves_experts_and_routers_out(config: PretrainedConfig) -> 
     model = AutoModelForCausalLM.from_config(config)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     add_adapter(model, LoraArguments(lora_rank=3), seed=1)
-    found = {name.rpartition(".")[2] for name in adapted_layers(model)}
-    assert found >= set(ATTENTION) and not any(".experts" in name for name in adapted_layers(model))
-    assert found - set(ATTENTION) <= {"shared_expert_gate"}
-    assert names_on_disk(model) == sorted(found)
+    layers = {name.rpartition(".")[2] for name in adapted_layers(model)}
+    assert layers >= set(ATTENTION) and not any(".experts" in name for name in adapted_layers(model))
+    assert layers - set(ATTENTION) <= {"shared_expert_gate"}
+    assert names_on_disk(model) == sorted(layers)
     merged = dict(merged_weights(model, torch.float32))
     assert merged.keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in merged.items())

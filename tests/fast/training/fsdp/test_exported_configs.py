@@ -25,8 +25,8 @@ def test_settings_of_generation_are_exported_as_they_are(tmp_path):
     tiny_llama(seed=1).save_pretrained(tmp_path / "source")
     (tmp_path / "source/generation_config.json").write_text(json.dumps(OF_GENERATION))
     export(load_model(str(tmp_path / "source"), torch.float32), tmp_path / "export")
-    found = GenerationConfig.from_pretrained(tmp_path / "export")
-    assert {name: getattr(found, name) for name in OF_GENERATION} == OF_GENERATION
+    config = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert {name: getattr(config, name) for name in OF_GENERATION} == OF_GENERATION
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -36,5 +36,5 @@ def test_the_export_names_its_architecture(kind, tmp_path):
     config_of(kind).save_pretrained(tmp_path / "source")  # of the whole model
     model = load_model(str(tmp_path / "source"), torch.float32)
     export(model, tmp_path / "export")
-    found = json.loads((tmp_path / "export/config.json").read_text())
-    assert found["architectures"] == [type(model).__name__]
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]

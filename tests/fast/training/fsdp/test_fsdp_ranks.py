@@ -17,12 +17,12 @@ HERE = Path(__file__).parent
 
 def _names(file: str, *tuples: str) -> list[str]:
     """Return the checks listed in the constants ``tuples`` of ``file``, without importing it."""
-    found = []
+    names = []
     for node in ast.parse((HERE / file).read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in tuples:
             assert isinstance(node.value, ast.Tuple)
-            found += [ast.unparse(element) for element in node.value.elts]
-    return found
+            names += [ast.unparse(element) for element in node.value.elts]
+    return names
 
 
 FILES = tuple(f"{name}_checks.py" for name in ("state", "critic", "adapter", "distillation", "reference", "family"))

@@ -55,7 +55,7 @@ def batch_of(groups: list[PromptGroup]) -> TrainBatch:
 def alone(model: str, groups: list[PromptGroup]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the log-probs of every sample by transformers in float64, and the gradients of their weighted sum."""
     reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
-    found, total = [], torch.zeros((), dtype=torch.float64)
+    columns, total = [], torch.zeros((), dtype=torch.float64)
     for group in groups:
         for sample in group.samples:
             ids = torch.tensor([sample.tokens])
@@ -68,10 +68,10 @@ def alone(model: str, groups: list[PromptGroup]) -> tuple[list[torch.Tensor], di
             hidden = _hidden(reference, ids, inputs, len(group.prompt.token_ids))
             logits = reference.lm_head(hidden)[0, -len(sample.response_ids) - 1 : -1]
             log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
-            found.append(log_probs.detach())
+            columns.append(log_probs.detach())
             total = total + (log_probs * weights(len(log_probs))).sum()
     total.backward()
-    return found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    return columns, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
 
 
 def _hidden(reference, ids, inputs, prompt_length) -> torch.Tensor:
@@ -85,13 +85,13 @@ def _hidden(reference, ids, inputs, prompt_length) -> torch.Tensor:
     other = ids.clone()
     other[:, prompt_length:][other[:, prompt_length:] == placeholder] = 1
     embeds = body.get_input_embeddings()(ids)
-    kept = {}
+    arguments = {}
 
     def keep(_module, args, kwargs):
-        kept.update(kwargs)
-        given = kwargs["inputs_embeds"].clone()
-        given[:, prompt_length:] = embeds[:, prompt_length:]
-        return args, kwargs | {"inputs_embeds": given}
+        arguments.update(kwargs)
+        embeddings = kwargs["inputs_embeds"].clone()
+        embeddings[:, prompt_length:] = embeds[:, prompt_length:]
+        return args, kwargs | {"inputs_embeds": embeddings}
 
     hook = body.language_model.register_forward_pre_hook(keep, with_kwargs=True)
     try:
@@ -108,19 +108,19 @@ def packed(
     policy: Policy, batch: TrainBatch, parts: list[range], **layout: object
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     policy.zero_grad()
-    found: list[torch.Tensor] = []
+    columns: list[torch.Tensor] = []
     for part in parts:
         micro = collate(batch, part, CPU, **layout)
         log_probs = policy.scorer(micro)(with_entropy=False).log_probs
         lengths = [batch.response_lengths[i] for i in part]
         (log_probs * torch.cat([weights(n) for n in lengths]).float()).sum().backward()
-        found += log_probs.detach().split(lengths)
+        columns += log_probs.detach().split(lengths)
     language = policy.language_model
-    return found, {name: p.grad for name, p in language.named_parameters() if p.grad is not None}
+    return columns, {name: p.grad for name, p in language.named_parameters() if p.grad is not None}
 
 
-def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_near(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert (one.double() - other).abs().max() <= 1e-5
 
 
@@ -130,8 +130,8 @@ def test_log_probs_and_gradients_are_those_of_each_sample_alone(model: str, layo
     batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
     expected, gradients = alone(model, groups)
     for parts in ([range(8)], [range(2), range(2, 5), range(5, 8)]):
-        found, own = packed(policy, batch, parts, **layout)
-        assert_near(found, expected)
+        columns, own = packed(policy, batch, parts, **layout)
+        assert_near(columns, expected)
         scale = max(g.abs().max() for g in gradients.values())
         for name, gradient in gradients.items():
             assert (own[name].double() - gradient).abs().max() <= 1e-5 * scale, name
@@ -149,11 +149,11 @@ def test_another_image_and_another_order_give_other_log_probs(model: str) -> Non
         for i, one in enumerate(prompts)
     ]
     batch, policy = batch_of(groups), load_policy(model, 1.0, 64, torch.float32)
-    found, _ = packed(policy, batch, [range(3)])  # the prompts have the same tokens
+    columns, _ = packed(policy, batch, [range(3)])  # the prompts have the same tokens
     apart, _ = packed(policy, batch, [range(1), range(1, 2), range(2, 3)])
-    for one, other in zip(found, apart, strict=True):
+    for one, other in zip(columns, apart, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-    assert (found[0] - found[1]).abs().max() > 1e-4 and (found[0] - found[2]).abs().max() > 1e-4
+    assert (columns[0] - columns[1]).abs().max() > 1e-4 and (columns[0] - columns[2]).abs().max() > 1e-4
 
 
 def test_a_trained_tower_gets_gradients_of_zero_without_an_image(model: str) -> None:
@@ -220,8 +220,8 @@ def test_the_embedded_engine_has_the_log_probs_of_the_trainer(model: str, tmp_pa
             n = len(made.token_ids)
             sample.response_ids, sample.loss_mask = made.token_ids, [1] * n
             sample.rollout_log_probs = made.log_probs
-    found, _ = packed(load_policy(model, 1.0, 64, torch.float32), batch_of(groups), [range(8)])
-    for group, pair in zip(groups, zip(found[::2], found[1::2], strict=True), strict=True):
+    columns, _ = packed(load_policy(model, 1.0, 64, torch.float32), batch_of(groups), [range(8)])
+    for group, pair in zip(groups, zip(columns[::2], columns[1::2], strict=True), strict=True):
         for sample, log_probs in zip(group.samples, pair, strict=True):
             assert np.abs(np.asarray(sample.rollout_log_probs) - log_probs.numpy()).max() <= 1e-4
 
@@ -260,12 +260,12 @@ def test_images_of_later_turns_are_trained_where_the_engine_read_them(model: str
         sample, turn = samples[number // 3], number % 3
         assert request.prompt_ids == tuple(sample.tokens[: len(request.prompt_ids)])
         assert request.images.files == sample.prompt.images.files[: 2 + turn]
-    found, _ = packed(
+    columns, _ = packed(
         load_policy(model, 1.0, 64, torch.float32),
         batch_of([PromptGroup(s.group_index, s.prompt, [s]) for s in samples]),
         [range(6)],
     )
-    for sample, log_probs in zip(samples, found, strict=True):
+    for sample, log_probs in zip(samples, columns, strict=True):
         error = np.abs(np.asarray(sample.rollout_log_probs) - log_probs.numpy())
         assert (error * np.asarray(sample.loss_mask)).max() <= 1e-4
 

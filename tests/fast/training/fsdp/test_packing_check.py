@@ -38,10 +38,10 @@ from miles.training.packed_attention import PackedLayout
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 
 
-def make_policy(folder: Path, kind: str, **given: Any) -> Policy:
+def make_policy(folder: Path, kind: str, **fields: Any) -> Policy:
     """A policy of random weights, loaded as a run does."""
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config_of(kind, **(dict(initializer_range=0.2) | given))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(kind, **(dict(initializer_range=0.2) | fields))).save_pretrained(folder)
     return load_policy(str(folder), temperature=0.8, chunk_size=5, dtype=torch.float32)
 
 
@@ -97,15 +97,15 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
     own = own_log_probs(policy)
     wanted = gradient(own)
     for packed in (False, True):
-        found = layout_log_probs(policy, "", packed)
-        assert (found - own).abs().max() < KIND_LOG_PROB_ERROR
-        assert (gradient(found) - wanted).norm() < RELATIVE_ERROR * wanted.norm()
+        actual = layout_log_probs(policy, "", packed)
+        assert (actual - own).abs().max() < KIND_LOG_PROB_ERROR
+        assert (gradient(actual) - wanted).norm() < RELATIVE_ERROR * wanted.norm()
     with patch.object(PackedLayout, "narrowed", lambda self, window: None):
         assert (layout_log_probs(policy, "", packed=True) - own).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
+    ("kind", "fields"),
     [
         (
             "phi3",
@@ -130,9 +130,9 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
         ),
     ],
 )
-def test_a_sample_that_would_change_the_positions_of_others_is_refused(tmp_path, kind, given):
+def test_a_sample_that_would_change_the_positions_of_others_is_refused(tmp_path, kind, fields):
     """Of the three samples, of 10, 13 and 5 tokens, the second is too long; with 13 positions none is."""
-    policy = make_policy(tmp_path / "short", kind, **given)
+    policy = make_policy(tmp_path / "short", kind, **fields)
     for packed in (True, False):
         with pytest.raises(
             ValueError, match=r"^a sample has 13 tokens, .*position_embeddings 11 .* give --rollout-max-"
@@ -140,7 +140,7 @@ def test_a_sample_that_would_change_the_positions_of_others_is_refused(tmp_path,
             layout_log_probs(policy, "", packed)
     policy._longest = None
     assert largest_difference(policy, packed=True) > 1e-2, "the others' log-probs are not theirs alone"
-    longer = json.loads(json.dumps(given).replace("11", "13"))
+    longer = json.loads(json.dumps(fields).replace("11", "13"))
     assert largest_difference(make_policy(tmp_path / "long", kind, **longer), packed=True) < KIND_LOG_PROB_ERROR
 
 
@@ -195,7 +195,7 @@ def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "fault"),
+    ("kind", "fields", "fault"),
     [
         (
             "qwen3",
@@ -206,9 +206,9 @@ def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
         ("starcoder2", dict(sliding_window=4), r"a sliding window \(of 4 tokens\) has not been compared"),
     ],
 )
-def test_what_is_not_trained_is_refused_when_the_model_is_read(tmp_path, kind, given, fault):
+def test_what_is_not_trained_is_refused_when_the_model_is_read(tmp_path, kind, fields, fault):
     """Of a name on a hub, validation may not know the configuration."""
-    config = AutoConfig.for_model(kind, **SHAPE).to_dict() | given
+    config = AutoConfig.for_model(kind, **SHAPE).to_dict() | fields
     (tmp_path / "config.json").write_text(json.dumps(config))
     for flag in ("--hf-checkpoint", "--ref-load"):
         with pytest.raises(ValueError, match=f"^{flag} {tmp_path}: .*{fault}"):

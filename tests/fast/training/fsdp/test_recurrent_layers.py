@@ -36,10 +36,10 @@ def packed_samples() -> np.ndarray:
     return np.unique(index, return_inverse=True)[1]
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, roundings: int) -> None:
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor, roundings: int) -> None:
     """Compare by the largest entry: the scan is in float32 whatever the dtype of the layer."""
     error = rounding_error(roundings, wanted.abs().max().item())
-    torch.testing.assert_close(found, wanted, rtol=0, atol=error)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
@@ -49,9 +49,9 @@ def test_outputs_and_gradients_are_those_of_each_sample_alone(kind, training):
     index = packed_samples()
     tokens = torch.randn(index.max() + 1, SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True)
     layout = PackedLayout.of_packed(index, LENGTHS, tokens.device)
-    found = layer(tokens[None], packed=layout, attention_mask=None)[0][index]
+    outputs = layer(tokens[None], packed=layout, attention_mask=None)[0][index]
     wanted = torch.cat([layer(tokens[part][None])[0] for part in np.split(index, np.cumsum(LENGTHS)[:-1])])
-    assert_close(found, wanted, max(LENGTHS))
+    assert_close(outputs, wanted, max(LENGTHS))
     unaware = layer(tokens[None])[0][index]
     assert (unaware - wanted).abs().max() > 0.01 * wanted.abs().max()
 
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_each_sample_alone(kind, training):
     cotangent = torch.randn_like(wanted)
     inputs = (tokens, *layer.parameters())
     for mine, theirs in zip(
-        torch.autograd.grad((found * cotangent).sum(), inputs),
+        torch.autograd.grad((outputs * cotangent).sum(), inputs),
         torch.autograd.grad((wanted * cotangent).sum(), inputs),
         strict=True,
     ):

@@ -115,13 +115,13 @@ def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[Oracle
     assert len(place) == len(samples)
     layout = LAYOUTS[layout_name]
     ranks = layout.ranks // (layout.sizes.tensor_model_parallel_size * layout.sizes.pipeline_model_parallel_size)
-    found: set[tuple[int, ...]] = set()
+    groups: set[tuple[int, ...]] = set()
     for shard in schedule_step(batch, ranks, layout.training, layout.parallel):
         part = shard.batch
         keys = [(r, tuple(t.tolist())) for r, t in zip(part.trajectory_ids, part.tokens, strict=True)]
-        found |= {tuple(sorted(place[keys[i]] for i in plan.samples)) for plan in shard.micro_batches if plan.samples}
-    assert sorted(i for group in found for i in group) == list(range(len(samples)))
-    return [list(group) for group in sorted(found)]
+        groups |= {tuple(sorted(place[keys[i]] for i in plan.samples)) for plan in shard.micro_batches if plan.samples}
+    assert sorted(i for group in groups for i in group) == list(range(len(samples)))
+    return [list(group) for group in sorted(groups)]
 
 
 @dataclass(frozen=True)
@@ -174,20 +174,20 @@ class Oracle:
 
     def _ask(self, name: str, sizes: MegatronArguments, step: Step) -> Expected:
         has_heads = sizes.mtp_heads > 0
-        whole, found = self._model(name, has_heads), self._pass(name, has_heads, step.samples)
+        whole, outputs = self._model(name, has_heads), self._pass(name, has_heads, step.samples)
         whole.zero_grad()
-        metrics = objective(found.scores, step.samples, step.case.loss)
+        metrics = objective(outputs.scores, step.samples, step.case.loss)
         total = metrics["loss"]
-        if found.mtp_loss is not None:
-            metrics["mtp_loss"] = found.mtp_loss
-            total = total + sizes.mtp_loss_scaling_factor * found.mtp_loss
+        if outputs.mtp_loss is not None:
+            metrics["mtp_loss"] = outputs.mtp_loss
+            total = total + sizes.mtp_loss_scaling_factor * outputs.mtp_loss
         if sizes.has_router_loss:
             config = (whole.model if has_heads else whole).config
-            balance, z_loss = router_losses(found.routers, config.num_experts_per_tok, step.samples, step.groups)
+            balance, z_loss = router_losses(outputs.routers, config.num_experts_per_tok, step.samples, step.groups)
             total = total + sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss
-            metrics["moe_aux_loss"] = balance / len(found.routers)
+            metrics["moe_aux_loss"] = balance / len(outputs.routers)
             if sizes.moe_z_loss_coeff:
-                metrics["moe_z_loss"] = z_loss / len(found.routers)
+                metrics["moe_z_loss"] = z_loss / len(outputs.routers)
         total.backward(retain_graph=True)  # other losses of these samples have the same pass
         gradients = whole.gradients() if has_heads else {
             n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in whole.named_parameters()
@@ -205,7 +205,7 @@ def checked_steps(
     name = KINDS[kind_name][0]
     model = with_heads(name) if "mtp_num_layers" in kind else name
     backend = make_backend(process, model, CONTRACTS[contract], auxiliary=kind, lr=0.0, weight_decay=0.0)
-    found: list[str] = []
+    messages: list[str] = []
     largest = 0.0
     for step, expected in steps:
         result = run_step(backend, step.case, step.batch)
@@ -216,9 +216,9 @@ def checked_steps(
         else:
             worst, lines = distance(result, expected.gradients, expected.metrics)
         note(process, f"{kind_name}, {contract}", worst, result.metrics["grad_norm"])
-        found += lines
+        messages += lines
         largest = max(largest, worst)
-    return largest, found
+    return largest, messages
 
 
 def conforms(process: RankProcess, kind_name: str, contract: str, steps: Sequence[tuple[Step, Expected]]) -> str:
@@ -232,8 +232,8 @@ def heads_come_back_exactly(process: RankProcess, name: str) -> None:
     folder = process.folder / f"export of {process.name}, {with_heads(name)}"
     backend.export_hf(folder)
     wanted = load_file(process.folder / with_heads(name) / "model.safetensors")
-    found = load_file(folder / "model-00001.safetensors")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    tensors = load_file(folder / "model-00001.safetensors")
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[n], wanted[n]) for n in wanted)
     assert AutoConfig.from_pretrained(folder).num_nextn_predict_layers == HEADS
     sent = {n for chunk in backend.export_weights() for n in chunk.tensors}
     assert sent == {n for n in wanted if not n.startswith("model.mtp_layers")}
@@ -249,10 +249,10 @@ def heads_come_back_exactly(process: RankProcess, name: str) -> None:
 
 
 def checks_of(layout_name: str, oracle: Oracle, contracts: Contracts) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
     if layout_name in (HEADS_CONVERTED if contracts.whole else ("pp2",)):
-        found["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
-    return found | {
+        checks["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
+    return checks | {
         f"{kind}, {contract}": partial(
             conforms,
             kind_name=kind,

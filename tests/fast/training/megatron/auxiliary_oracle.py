@@ -102,9 +102,9 @@ class Heads(torch.nn.Module):
         embedded = self.model.model.embed_tokens(ahead[None])
         both = torch.cat([norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")], -1)
         x = both @ self.own[f"{head}_input_proj"].t()
-        places = torch.arange(len(ids))[None]
-        angles = self.model.model.rotary_emb(x, places)
-        out = self.layers[head](x, attention_mask=None, position_ids=places, position_embeddings=angles)
+        positions = torch.arange(len(ids))[None]
+        angles = self.model.model.rotary_emb(x, positions)
+        out = self.layers[head](x, attention_mask=None, position_ids=positions, position_embeddings=angles)
         return norm(out[0] if isinstance(out, tuple) else out, "final_layernorm")
 
 
@@ -115,13 +115,13 @@ Routers = list[tuple[Any, list[torch.Tensor]]]  # every router with its inputs, 
 @contextmanager
 def recorded_routers(model: Any) -> Iterator[Routers]:
     """Record what every router of ``model`` is given by the passes of the block."""
-    found: Routers = [(module, []) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    routers: Routers = [(module, []) for name, module in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [
-        gate.register_forward_pre_hook(lambda _, args, given=given: given.append(args[0].flatten(0, -2)))
-        for gate, given in found
+        gate.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].flatten(0, -2)))
+        for gate, inputs in routers
     ]
     try:
-        yield found
+        yield routers
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,8 +133,8 @@ def router_losses(
     """Return load-balancing and z-loss, each summed over ``routers``, which choose ``k`` experts for a token."""
     tokens = sum(len(s.tokens) for s in samples)
     balance = z_loss = torch.zeros((), dtype=torch.float64)
-    for gate, given in routers:
-        logits = [x @ gate.weight.t() for x in given]
+    for gate, inputs in routers:
+        logits = [x @ gate.weight.t() for x in inputs]
         assert [len(x) for x in logits] == [len(s.tokens) for s in samples]
         for group in groups:
             together = torch.cat([logits[i] for i in group])

@@ -68,11 +68,11 @@ def as_raw(process: RankProcess) -> str:
     return "\n".join(wrong)
 
 
-def _differing(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _differing(wanted: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """Return the names that only one has, or whose numbers differ."""
-    both = wanted.keys() & found.keys()
+    both = wanted.keys() & actual.keys()
     assert len(both) > 1
-    return [*(wanted.keys() ^ found.keys()), *(name for name in both if not torch.equal(wanted[name], found[name]))]
+    return [*(wanted.keys() ^ actual.keys()), *(name for name in both if not torch.equal(wanted[name], actual[name]))]
 
 
 def critic(process: RankProcess) -> str:
@@ -137,8 +137,8 @@ def incomplete_checkpoints(process: RankProcess) -> str:
     said = []
     for wanted in ("model.layers.0.self_attn.q_proj.bias", "self_attention.linear_qkv.weight"):
         folder = Path(process.model("mistral"))
-        kept = load_file(folder / "model.safetensors")
-        changed = dict(kept)
+        tensors = load_file(folder / "model.safetensors")
+        changed = dict(tensors)
         if wanted.endswith("bias"):
             changed[wanted] = torch.zeros(64)
         else:
@@ -150,7 +150,7 @@ def incomplete_checkpoints(process: RankProcess) -> str:
         except ValueError as error:
             said += [f"{wanted}: {error}"] * (wanted not in str(error))
         finally:
-            save_file(kept, folder / "model.safetensors", {"format": "pt"})
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return "\n".join(said)
 
 
@@ -159,21 +159,21 @@ def _mode(name: str) -> dict[str, str]:
 
 
 def checks_of(layout: str, expected: dict[str, list[conformance_checks.Expected]]) -> dict[str, Check]:
-    found: dict[str, Check] = {"as raw": as_raw}
+    checks: dict[str, Check] = {"as raw": as_raw}
     if layout == "ep2":  # for models with experts
-        return found
+        return checks
     bridged: dict[str, Any] = {"models": tuple(BRIDGED), "mode": "bridge"}
-    found["log-probs"] = partial(state_checks.log_probs_equal_transformers, **bridged)
-    found["round trip"] = partial(state_checks.weights_come_back_exactly, **bridged)
-    found |= {"critic": critic, "checkpoint": checkpoint}
+    checks["log-probs"] = partial(state_checks.log_probs_equal_transformers, **bridged)
+    checks["round trip"] = partial(state_checks.weights_come_back_exactly, **bridged)
+    checks |= {"critic": critic, "checkpoint": checkpoint}
     if layout == "one":
-        found |= {"refused": what_is_not_computed, "incomplete": incomplete_checkpoints}
+        checks |= {"refused": what_is_not_computed, "incomplete": incomplete_checkpoints}
     for model in BRIDGED:
         for contract in conformance_checks.CONTRACTS:
-            found[f"{model}, {contract}"] = partial(
+            checks[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected[model], mode="bridge"
             )
-    return found
+    return checks
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -204,8 +204,8 @@ def next_step_is_the_same(process: RankProcess) -> None:
             assert torch.equal(torch.rand(3), wanted["random"]), label
         exact = "bf16" in process.name or "bf16" not in change.before
         for name, weight in weights(backend).items():
-            found = weight if exact else weight.bfloat16().float()
-            assert torch.equal(found, wanted["weights"][name]), f"{label}: {name}"
+            tensor = weight if exact else weight.bfloat16().float()
+            assert torch.equal(tensor, wanted["weights"][name]), f"{label}: {name}"
         metrics = values(_train(backend, batch_of(CASE)))
         is_fp32 = exact and "bf16" not in process.name
         relative, absolute = (RELATIVE_ERROR, METRIC_ERROR) if is_fp32 else (0.02, 0.02)  # five units of bf16
@@ -225,8 +225,8 @@ def without_optimizer_it_starts_from_zero(process: RankProcess) -> None:
         assert backend.load(folder, optimizer=False, rng=False) == LAUNCHER
         assert torch.equal(torch.get_rng_state(), state)
         assert backend.policy.optimizer.steps_done == 0
-        found = weights(backend)
-        assert all(torch.equal(found[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
+        tensors = weights(backend)
+        assert all(torch.equal(tensors[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
         assert _train(backend, batch_of(CASE))["train/lr"].value == ADAM["lr"]
         return  # one per layout is enough
 
@@ -245,12 +245,12 @@ def reference_comes_from_a_checkpoint(process: RankProcess) -> None:
         )
         assert at(folder) == at(folder.parent) == folder
         backend = MegatronBackend(settings, CPU, 10)
-        found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
+        reference, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
         plain = plain_model(process.folder, change.model, torch.float32)  # its logits are about as large after training
         tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
         for i, column in enumerate(expected):
-            assert abs(found[i] - column).max() < tolerance
-        assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
+            assert abs(reference[i] - column).max() < tolerance
+        assert max(abs(reference[i] - policy[i]).max() for i in range(len(reference))) > 1e-3
         return
 
 
@@ -341,8 +341,8 @@ def states_belong_to_their_parameters(process: RankProcess) -> None:
         assert model is not None
         adam = AdamState(model.optimizer.adam)
         for name, parameter in ((n, p) for chunk in model.stage.chunks for n, p in chunk.named_parameters()):
-            found = adam.piece(parameter).tensors[MASTER]  # whole: there is one data-parallel rank
-            assert torch.equal(found.view_as(parameter).to(parameter.dtype), parameter), name
+            master = adam.piece(parameter).tensors[MASTER]  # whole: there is one data-parallel rank
+            assert torch.equal(master.view_as(parameter).to(parameter.dtype), parameter), name
 
 
 def what_cannot_be_written_is_refused_at_the_start(process: RankProcess) -> None:
@@ -350,15 +350,15 @@ def what_cannot_be_written_is_refused_at_the_start(process: RankProcess) -> None
     backend = _backend(process, "untied")
     described = backend.policy.stage.sharded_state_dict
     check_can_save(backend.policy.stage, backend.ranks)
-    found = []
+    messages = []
     for wrong in (_forgets_a_parameter, _has_half_of_a_tensor):
         backend.policy.stage.sharded_state_dict = lambda wrong=wrong, **given: wrong(described(**given))  # type: ignore
         try:
             check_can_save(backend.policy.stage, backend.ranks)
         except ValueError as error:
-            found.append(str(error))
-    assert all(message.startswith("--save: ") and "--save-hf" in message for message in found)
-    assert len(found) == (2 if process.rank == 0 else 1)  # rank 0 compares the parts of all ranks
+            messages.append(str(error))
+    assert all(message.startswith("--save: ") and "--save-hf" in message for message in messages)
+    assert len(messages) == (2 if process.rank == 0 else 1)  # rank 0 compares the parts of all ranks
 
 
 def _forgets_a_parameter(described: dict[str, Any]) -> dict[str, Any]:
@@ -402,9 +402,9 @@ def last_checkpoint_is_whole(process: RankProcess) -> None:
     dist.barrier()
     _save(process, backend, root, 2)
     dist.barrier()
-    found = newest(root)
-    assert found is not None and found.name == "iter_0000002"
-    assert backend.load(found) == LAUNCHER and backend.policy.optimizer.steps_done == 1
+    path = newest(root)
+    assert path is not None and path.name == "iter_0000002"
+    assert backend.load(path) == LAUNCHER and backend.policy.optimizer.steps_done == 1
 
 
 STARTS = (without_optimizer_it_starts_from_zero, reference_comes_from_a_checkpoint)

@@ -58,9 +58,9 @@ class Contracts:
         modes = [draft for draft in drafts if draft.case.spec is EVERY_MODE]
         others = [draft for draft in drafts if draft.case.spec is not EVERY_MODE]
         random.Random(layout).shuffle(others)
-        found = modes + others[list(CONTRACTS).index(contract) :: len(CONTRACTS)]
+        selection = modes + others[list(CONTRACTS).index(contract) :: len(CONTRACTS)]
         turn = self._chosen[model] // len(CONTRACTS) % 2  # with either contract, one half and then the other
-        return found if self.whole else found[turn::2]
+        return selection if self.whole else selection[turn::2]
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,21 @@ class Oracle:
     def _drafts(self, name: str) -> list[Draft]:
         """Return all cases. On-policy cases have a group with equal rewards, whose samples are only scored."""
         config = self._model(name).config
-        found = []
+        drafts = []
         for mode in MODES:
             plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True, equal_rewards=True)
-            found += [
+            drafts += [
                 Draft(Case(EVERY_MODE, loss_of(mode, **FULL), ANYWHERE, seed=3)),
                 Draft(plain, is_off_policy=False),
                 Draft(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE)),
             ]
         if getattr(config, "num_experts_per_tok", None):
             routing = (config.num_hidden_layers, 4, 2)
-            found.append(Draft(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=routing)))
+            drafts.append(Draft(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=routing)))
         full = loss_of("token_mean", **FULL)
         for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4), full):
-            found.append(Draft(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full)))
-        return found
+            drafts.append(Draft(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full)))
+        return drafts
 
     def expected(self, name: str, draft: Draft) -> Expected:
         """Return the case of ``draft`` with its results."""
@@ -114,17 +114,17 @@ class Oracle:
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split the experts of a layer, which transformers keeps in one parameter, as a checkpoint does."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = gradient
+            by_name[name] = gradient
             continue
         prefix, _, kind = name.rpartition(".")
         for number, of_expert in enumerate(gradient):
             parts = of_expert.chunk(2) if kind == "gate_up_proj" else [of_expert]
             names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-            found |= {f"{prefix}.{number}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
-    return found
+            by_name |= {f"{prefix}.{number}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+    return by_name
 
 
 class RecordedOptimizer:
@@ -150,17 +150,17 @@ def conforms(process: RankProcess, model: str, contract: str, expected: list[Exp
     """Return the differences from the oracle, in words; empty if there are none."""
     auxiliary = {"megatron_to_hf_mode": mode}
     backend = make_backend(process, model, CONTRACTS[contract], auxiliary=auxiliary, lr=0.0, weight_decay=0.0)
-    found = []
+    messages = []
     for each in expected:
         result = _run(backend, each.case)
-        given = each.gradients
+        reference = each.gradients
         if process.layout.sizes.use_distributed_optimizer:
-            given, lines = compare_norm_alone(result, each.gradients)
-            found += lines
-        worst, lines = distance(result, given, each.metrics)
+            reference, lines = compare_norm_alone(result, each.gradients)
+            messages += lines
+        worst, lines = distance(result, reference, each.metrics)
         note(process, f"{model}, {contract}", worst)
-        found += [f"{each.case.loss.loss_aggregation}: {line}" for line in lines]
-    return "\n".join(found)
+        messages += [f"{each.case.loss.loss_aggregation}: {line}" for line in lines]
+    return "\n".join(messages)
 
 
 def compare_norm_alone(result: Result, wanted: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -170,10 +170,10 @@ def compare_norm_alone(result: Result, wanted: dict[str, torch.Tensor]) -> tuple
         The gradients of ``result``, to which its norm is set, so that a later comparison is of the other metrics;
         and a line if the norm differs.
     """
-    found, norm = result.metrics["grad_norm"], norm_of(wanted)
+    own_norm, norm = result.metrics["grad_norm"], norm_of(wanted)
     own = {name: torch.from_numpy(gradient).double() for name, gradient in result.gradients.items()}
     result.metrics["grad_norm"] = norm_of(own)
-    return own, [f"grad_norm {found} for {norm}"] * (abs(found - norm) > RELATIVE_ERROR * norm)
+    return own, [f"grad_norm {own_norm} for {norm}"] * (abs(own_norm - norm) > RELATIVE_ERROR * norm)
 
 
 def _run(backend: Any, case: Case) -> Result:
@@ -197,8 +197,8 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
 def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
     """Train one step and return its metrics, on which all ranks must agree."""
     (metrics,) = trainer.train([shard])
-    found = {n.removeprefix("train/"): v.value for n, v in metrics.items() if "time/" not in n}
+    result = {n.removeprefix("train/"): v.value for n, v in metrics.items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    assert all(str(other) == str(found) for other in everywhere), "ranks report different metrics"
-    return found
+    dist.all_gather_object(everywhere, result)
+    assert all(str(other) == str(result) for other in everywhere), "ranks report different metrics"
+    return result

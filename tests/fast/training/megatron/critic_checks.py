@@ -48,7 +48,7 @@ def models_of(layout: str, whole: bool) -> tuple[str, ...]:
 
 def expectations(folder: Path, layouts: Iterable[str], whole: bool) -> Expectations:
     """Compute them by model, before the ranks are forked: on-policy, and with old values, a KL and whitening."""
-    found: Expectations = {}
+    by_model: Expectations = {}
     more = dict(value_clip=0.15, kl_coef=0.3, kl_loss_type="k3", normalize_advantages=True)
     for name in sorted({name for layout in layouts for name in models_of(layout, whole)}):
         oracle = plain_model(folder, name, torch.float64).train()
@@ -57,44 +57,44 @@ def expectations(folder: Path, layouts: Iterable[str], whole: bool) -> Expectati
             off_policy_with_values(Case(BATCHES["masked"], loss_of("token_mean", **PPO, **more), ANYWHERE), oracle),
             off_policy_with_values(Case(BATCHES["masked"], loss_of("prompt_mean", **PPO, **more), ANYWHERE), oracle),
         ]
-        found[name] = [(case, expected_step(case, oracle)) for case in cases]
-    return found
+        by_model[name] = [(case, expected_step(case, oracle)) for case in cases]
+    return by_model
 
 
 def checks_of(
     name: str, expected: Expectations, contracts: Contracts
 ) -> dict[str, Callable[[RankProcess], str | None]]:
     """Return the checks of the layout ``name``, under ``contracts``."""
-    found: dict[str, Callable[[RankProcess], str | None]] = {}
+    checks: dict[str, Callable[[RankProcess], str | None]] = {}
     for model in models_of(name, contracts.whole):
         for contract in contracts.of(f"critic of {model}"):
-            found[f"critic of {model}, {contract}"] = partial(
+            checks[f"critic of {model}, {contract}"] = partial(
                 conforms, model=model, contract=contract, expected=expected[model]
             )
     if name in (("one", "tp2 with sp", "pp2") if contracts.whole else ("one",)):
-        found["critic learns alone"] = critic_learns_alone
+        checks["critic learns alone"] = critic_learns_alone
     if name == "tp2 with sp":
-        found["critic stays if the policy fails"] = critic_stays_if_the_policy_fails
+        checks["critic stays if the policy fails"] = critic_stays_if_the_policy_fails
     if name in (("dp2, distributed optimizer", "tp2", "pp2") if contracts.whole else BY_TURNS[:1]):
-        found["critic comes back from a checkpoint"] = critic_comes_back
-    return found
+        checks["critic comes back from a checkpoint"] = critic_comes_back
+    return checks
 
 
 def conforms(process: RankProcess, model: str, contract: str, expected: list[tuple[Case, ExpectedStep]]) -> str:
     """Return the differences from the oracle, in words; empty if there are none."""
     backend = make_backend(process, model, CONTRACTS[contract], lr=0.0, weight_decay=0.0)
     _set_head(backend)
-    found = []
+    messages = []
     for case, step in expected:
         result, of_critic = _run(backend, case)
-        given, lines = step.gradients, []
+        reference, lines = step.gradients, []
         if process.layout.sizes.use_distributed_optimizer:
-            given, lines = compare_norm_alone(result, step.gradients)
+            reference, lines = compare_norm_alone(result, step.gradients)
         else:
             lines += [f"critic: {line}" for line in gradient_differences(of_critic, step.critic_gradients)]
-        lines += differences(result, given, step.metrics)
-        found += [f"{case.loss.loss_aggregation}: {line}" for line in lines]
-    return "\n".join(found)
+        lines += differences(result, reference, step.metrics)
+        messages += [f"{case.loss.loss_aggregation}: {line}" for line in lines]
+    return "\n".join(messages)
 
 
 def _set_head(backend: MegatronBackend) -> None:
@@ -109,10 +109,10 @@ def _critic_gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return whole gradients: the decoder's by Hugging Face name, and the head's, which is on the last stage."""
     assert backend.critic is not None
     model, ranks = backend.critic.stage, backend.ranks
-    found = {n: g.clone() for n, g in backend.converter.export(model, lambda p: p.main_grad, torch.float32)}
+    tensors = {n: g.clone() for n, g in backend.converter.export(model, lambda p: p.main_grad, torch.float32)}
     head = torch.zeros(VALUE_HEAD.shape) if model.value_head is None else model.value_head.main_grad.clone()
     dist.broadcast(head, ranks.last_stage, group=ranks.pp)
-    return {**found, "value_head": head}
+    return {**tensors, "value_head": head}
 
 
 def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
@@ -167,10 +167,10 @@ def critic_learns_alone(process: RankProcess) -> None:
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(process, "untied", loss, lr=1e-2, weight_decay=0.1)
     before = weights(backend)
-    found = [_learn(backend, loss, seed=0, trains_policy=False) for _ in range(5)]
+    metrics = [_learn(backend, loss, seed=0, trains_policy=False) for _ in range(5)]
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before) and backend.policy.optimizer.steps_done == 0
-    assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
+    assert "train/pg_loss" not in metrics[0] and metrics[-1]["train/value_loss"] < 0.9 * metrics[0]["train/value_loss"]
 
 
 def critic_stays_if_the_policy_fails(process: RankProcess) -> None:

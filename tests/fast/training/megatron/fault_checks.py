@@ -28,9 +28,9 @@ def _never_counted(call: Call) -> Call:
 def _counted_with_every_micro_batch(call: Call) -> Call:
     def run(scaling: PerTokenScaling, *arguments: Any) -> Any:
         scored = scaling.scored_tokens
-        found = call(scaling, *arguments)
+        result = call(scaling, *arguments)
         scaling.scored_tokens = scored
-        return found
+        return result
 
     return run
 

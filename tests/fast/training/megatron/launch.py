@@ -47,20 +47,20 @@ def checks_of(
     contracts: conformance_checks.Contracts,
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns a fault in words."""
-    found: dict[str, Check] = {}
+    checks: dict[str, Check] = {}
     for module in (state_checks, offload_checks, host_memory_checks, reference_checks):
         of_layout = module.OF_LAYOUT if contracts.whole else module.BY_TURNS
-        found |= {check.__name__: check for check in of_layout.get(name, ())}
+        checks |= {check.__name__: check for check in of_layout.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in contracts.of(model):
             drafts = contracts.cases(model, name, oracle.drafts(model), contract)
             expected = [oracle.expected(model, draft) for draft in drafts]
-            found[f"{model}, {contract}"] = partial(
+            checks[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected
             )
-    found |= fault_checks.checks_of(name, oracle, contracts.whole)
-    found |= critic_checks.checks_of(name, of_critic, contracts)
-    return found | auxiliary_checks.checks_of(name, auxiliary, contracts)
+    checks |= fault_checks.checks_of(name, oracle, contracts.whole)
+    checks |= critic_checks.checks_of(name, of_critic, contracts)
+    return checks | auxiliary_checks.checks_of(name, auxiliary, contracts)
 
 
 def run_layout(

@@ -36,13 +36,13 @@ def all_splits() -> list[Split]:
 
 def cells_of(page: str) -> dict[str, list[str]]:
     """Return the cells of every row, by its name, as on the page."""
-    found = {}
+    by_row = {}
     for backend, title in BACKENDS.items():
         for line in page.partition(f"### {title}\n")[2].partition("\n#")[0].splitlines():
             columns = [column.strip() for column in line.strip("| ").split("|")]
             if re.match(r"\d+ rank", columns[0]):
-                found[f"{backend}, {columns[0]}"] = columns[1:]
-    return found
+                by_row[f"{backend}, {columns[0]}"] = columns[1:]
+    return by_row
 
 
 def reason_of(message: str) -> str | None:
@@ -105,7 +105,7 @@ trained with `aux_loss` and z-loss, MTP with two heads. A dash means that the la
 def measure(names: Iterable[str]) -> dict[str, list[str]]:
     """Measure the accepted layouts in separate processes, and return their cells as text, by row."""
     wanted = [split for split in all_splits() if row_name(split) in set(names)]
-    found: dict[str, list[str]] = {}
+    by_row: dict[str, list[str]] = {}
     for backend in KINDS:
         rows = [split.name for split in wanted if split.backend == backend]
         with tempfile.TemporaryDirectory() as folder:
@@ -113,8 +113,8 @@ def measure(names: Iterable[str]) -> dict[str, list[str]]:
                 script = HERE / f"measure_{backend}.py"
                 subprocess.run([sys.executable, str(script), folder, *rows], env=cpu_environment(), check=True)
                 distances = json.loads((Path(folder) / "distances.json").read_text())
-                found |= {f"{backend}, {row}": [_shown(d) for d in cells] for row, cells in distances.items()}
-    return found
+                by_row |= {f"{backend}, {row}": [_shown(d) for d in cells] for row, cells in distances.items()}
+    return by_row
 
 
 def _shown(distance: float | None) -> str:

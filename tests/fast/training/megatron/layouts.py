@@ -134,7 +134,7 @@ class RankProcess:
         return str(self.folder / name)
 
 
-def small(**given: Any) -> dict[str, Any]:
+def small(**fields: Any) -> dict[str, Any]:
     shape: dict[str, Any] = dict(
         vocab_size=66,  # a multiple of 2, not of 4
         hidden_size=32,
@@ -147,7 +147,7 @@ def small(**given: Any) -> dict[str, Any]:
         eos_token_id=None,
         pad_token_id=None,
     )
-    return shape | given
+    return shape | fields
 
 
 LLAMA3_ROPE = dict(

@@ -56,9 +56,9 @@ def main(folder: Path, rows: list[str]) -> None:
                 worst = 0.0
                 for case in cases_of(named[row], model, oracle):
                     (result,) = ranks.run(case)
-                    found, lines = distance(result, *wanted(case, oracle, samples_of(case)))
+                    error, lines = distance(result, *wanted(case, oracle, samples_of(case)))
                     print(*lines, sep="\n", end="\n" if lines else "", flush=True)
-                    worst = max(worst, found)
+                    worst = max(worst, error)
                 distances[row].append(worst)
                 print(f"{row}, {model}: {worst:.1e}", flush=True)
     (folder / "distances.json").write_text(json.dumps(distances))

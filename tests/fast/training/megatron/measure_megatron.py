@@ -46,11 +46,11 @@ def distance(process: RankProcess, kind: str, steps: dict[str, Any]) -> str:
     worst = 0.0
     for contract in CONTRACTS:
         for sharded in (False, True):
-            given = AUXILIARY[kind][1] | {"use_distributed_optimizer": sharded}
-            found, lines = checked_steps(process, kind, contract, steps[contract], given)
+            fields = AUXILIARY[kind][1] | {"use_distributed_optimizer": sharded}
+            error, lines = checked_steps(process, kind, contract, steps[contract], fields)
             if lines and process.rank == 0:
                 print(f"{process.name}: {kind}, {contract}, sharded {sharded}:", *lines, sep="\n  ", flush=True)
-            worst = max(worst, found)
+            worst = max(worst, error)
     return str(worst)
 
 
@@ -62,7 +62,7 @@ def _largest(said: list[str]) -> str:
 def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
     """Return one number per column."""
     accepted = [kind for kind in KINDS["megatron"] if refusal(split, kind, folder) is None]
-    found: dict[Kind, float] = {}
+    by_kind: dict[Kind, float] = {}
     for experts in sorted({(kind.expert_parallel, kind.cut_experts) for kind in accepted}):  # each with its own groups
         kinds = [kind for kind in accepted if (kind.expert_parallel, kind.cut_experts) == experts]
         name = f"{split.name}, experts {experts}"
@@ -76,8 +76,8 @@ def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
             for kind in kinds
         }
         outcomes = launch.run_layout(folder, name, checks, together=_largest)
-        found |= {kind: float(outcomes[kind.title]) for kind in kinds}
-    return [found.get(kind) for kind in KINDS["megatron"]]
+        by_kind |= {kind: float(outcomes[kind.title]) for kind in kinds}
+    return [by_kind.get(kind) for kind in KINDS["megatron"]]
 
 
 def main(folder: Path, rows: list[str]) -> None:

@@ -92,9 +92,9 @@ def _are_those_of_transformers(
     log_probs: list[np.ndarray], shard: TrainShard, process: RankProcess, model: str
 ) -> None:
     scores, tolerance = _expected_log_probs(process.folder, model)
-    for i, found in enumerate(log_probs):
+    for i, column in enumerate(log_probs):
         expected = scores[_key(shard.batch.tokens[i], shard.batch.response_lengths[i])]
-        assert found.dtype == "float32" and abs(found - expected).max() < tolerance, model
+        assert column.dtype == "float32" and abs(column - expected).max() < tolerance, model
 
 
 def weights_come_back_exactly(process: RankProcess, models: Sequence[str] | None = None, mode: str = "raw") -> None:
@@ -107,9 +107,9 @@ def weights_come_back_exactly(process: RankProcess, models: Sequence[str] | None
         backend.export_hf(folder)
         exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
         assert exported.dtype == torch.float32
-        found, expected = exported.state_dict(), plain.state_dict()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), model
+        tensors, expected = exported.state_dict(), plain.state_dict()
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], weight) for name, weight in expected.items()), model
         assert json.loads((folder / "generation_config.json").read_text()) == json.loads(
             (process.folder / model / "generation_config.json").read_text()
         )
@@ -162,9 +162,9 @@ def optimizer_is_adamw_with_clipping(process: RankProcess) -> None:
         assert math.isclose(metrics["train/lr"], 1e-2 * (1 - step / 10))
         expected = dict(plain.named_parameters())
         error = adam_error(ADAM["lr"], step + 1, GRADIENT_ERROR)
-        for name, found in weights(backend).items():
+        for name, tensor in weights(backend).items():
             wanted_weight = expected[name].detach().float()
-            torch.testing.assert_close(found, wanted_weight, rtol=FEW_ROUNDINGS, atol=error, msg=name)
+            torch.testing.assert_close(tensor, wanted_weight, rtol=FEW_ROUNDINGS, atol=error, msg=name)
 
 
 def step_without_loss_tokens_is_skipped(process: RankProcess) -> None:
@@ -208,8 +208,8 @@ def reference_keeps_its_first_weights(process: RankProcess) -> None:
     tolerance = log_prob_error(known_model(process.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
     kl = [_train(backend, batch_of(CASE))["train/kl_loss"].value for _ in range(2)]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
-    for found, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    for column, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):
+        np.testing.assert_allclose(column, expected, rtol=0, atol=tolerance)
 
 
 def reference_is_rotated_by_its_own_config(process: RankProcess) -> None:
@@ -218,8 +218,8 @@ def reference_is_rotated_by_its_own_config(process: RankProcess) -> None:
     shard = shard_of(policy, batch_of(CASE))
     model = replace(policy.settings.model, ref_load=process.model("llama3_rope"))
     settings = replace(policy.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
-    found = log_probs(MegatronBackend(settings, CPU, 10), shard, reference=True)
-    _are_those_of_transformers(found, shard, process, "llama3_rope")
+    reference = log_probs(MegatronBackend(settings, CPU, 10), shard, reference=True)
+    _are_those_of_transformers(reference, shard, process, "llama3_rope")
 
 
 def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:

@@ -29,10 +29,10 @@ def test_every_layout_is_measured_or_refused(page, folder):
     """Every accepted layout has a number, and every row is a layout."""
     cells = cells_of(page)
     assert cells.keys() == {row_name(split) for split in all_splits()}
-    shown = Page(folder)
+    table = Page(folder)
     for split in all_splits():
         row = cells[row_name(split)]
-        without_numbers = shown.row(split, [""] * len(KINDS[split.backend]))
+        without_numbers = table.row(split, [""] * len(KINDS[split.backend]))
         for cell, refused in zip(row, without_numbers, strict=True):
             if refused:
                 assert cell == refused, row_name(split)

@@ -94,7 +94,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Run the parts that the selected tests name, by turns or whole; the layouts of ``QUICK`` if they name none."""
     folder = tmp_path_factory.mktemp("megatron")
     selected = [item.callspec.params for item in request.session.items if item.path == request.path]
-    parts = dict.fromkeys(given.get("part") for given in selected if given["results"] == request.param)
+    parts = dict.fromkeys(params.get("part") for params in selected if params["results"] == request.param)
     layouts = [name for name in _layouts() if name in parts] or (QUICK if None in parts else ())
     others = [part for part in parts if part is not None and part not in layouts]
     said = run_checks(HERE / "launch.py", folder, request.param, *layouts, *others, seconds=SECONDS)
@@ -111,9 +111,9 @@ def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results:
     Megatron 0.16.1 on its own has 0.0815, 0.1556, 0.0778 and 10.43 in such a table.
     """
     norms = {
-        (layout, what): found["norm"]
+        (layout, what): figures["norm"]
         for layout, measured in results.measured.items()
-        for what, found in measured.items()
+        for what, figures in measured.items()
         if what.rpartition(", ")[0] == kind
     }
     assert {what.rpartition(", ")[2] for _, what in norms} == {"averages", "counts tokens"}

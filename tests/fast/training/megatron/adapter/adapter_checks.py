@@ -105,14 +105,14 @@ def new_adapter_changes_no_log_prob(process: RankProcess) -> None:
                 chunk.requires_grad_(False)
             shard = shard_of(backend, batch_of(CASE))
             policy, reference = log_probs(backend, shard), log_probs(backend, shard, reference=True)
-            for found, base, expected in zip(policy, reference, log_probs(none, shard), strict=True):
-                np.testing.assert_array_equal(found, expected)
+            for column, base, expected in zip(policy, reference, log_probs(none, shard), strict=True):
+                np.testing.assert_array_equal(column, expected)
                 np.testing.assert_array_equal(base, expected)
 
 
 def gradient_is_that_of_peft(process: RankProcess) -> str:
     """After B has moved away from 0: gradients under both contracts, and all metrics, equal the oracle's."""
-    found = []
+    messages = []
     for model, lora in _models(process):
         for name, contract in CONTRACTS.items():
             backend = _backend(process, model, lora, contract)
@@ -135,12 +135,12 @@ def gradient_is_that_of_peft(process: RankProcess) -> str:
             reported = {n.removeprefix("train/"): v for n, v in values(trainer.train([shard])[0]).items()}
             label = f"{model}, {name}, {','.join(lora.targets) or 'all'}"
             if not process.layout.sizes.use_distributed_optimizer:
-                found += [f"{label}: {line}" for line in gradient_distance(result, expected)[1]]
+                messages += [f"{label}: {line}" for line in gradient_distance(result, expected)[1]]
             metrics["grad_norm"] = norm_of(expected)
             for metric, number in metrics.items():
                 if not abs(reported[metric] - number) <= RELATIVE_ERROR * max(abs(number), 0.05):
-                    found.append(f"{label}: {metric} {reported[metric]:.8g} for {number:.8g}")
-    return "\n".join(found)
+                    messages.append(f"{label}: {metric} {reported[metric]:.8g} for {number:.8g}")
+    return "\n".join(messages)
 
 
 def only_the_adapter_learns(process: RankProcess) -> None:
@@ -159,8 +159,8 @@ def only_the_adapter_learns(process: RankProcess) -> None:
             for name, weight in exported:
                 if name in plain:  # transformers keeps the experts of a layer in one tensor
                     assert torch.equal(weight, plain[name].to(weight.dtype)), name
-            for found, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
-                np.testing.assert_array_equal(found, first)
+            for column, first in zip(log_probs(backend, shard, reference=True), start, strict=True):
+                np.testing.assert_array_equal(column, first)
 
 
 def export_is_the_sum_and_peft_reads_the_adapter(process: RankProcess) -> None:
@@ -184,8 +184,8 @@ def export_is_the_sum_and_peft_reads_the_adapter(process: RankProcess) -> None:
             for other in (merged, by_peft):
                 with torch.no_grad():
                     log_p = (other(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-                found = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
-                assert abs(found - policy[i]).max() < tolerance, (model, type(other))
+                result = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
+                assert abs(result - policy[i]).max() < tolerance, (model, type(other))
         changed = {name for name, weight in first.items() if name in sent and not torch.equal(weight, sent[name])}
         assert changed == {f"{name.rpartition('.')[0]}.weight" for name in _adapter(backend)}
 
@@ -228,9 +228,9 @@ def reads_the_adapter(process: RankProcess) -> None:
         folder = file.with_suffix("")
         backend = _backend(process, wanted["model"])
         backend.load(folder)
-        found = _adapter(backend)
-        assert found.keys() == wanted["saved"].keys()
-        assert all(torch.equal(tensor, wanted["saved"][name]) for name, tensor in found.items()), file.name
+        adapter = _adapter(backend)
+        assert adapter.keys() == wanted["saved"].keys()
+        assert all(torch.equal(tensor, wanted["saved"][name]) for name, tensor in adapter.items()), file.name
         assert backend.policy.optimizer.steps_done == 1
         for lora, words in (
             (replace(LORA, lora_rank=4), "--lora-rank 3, not 4; give --lora-rank 3"),

@@ -19,10 +19,10 @@ def shard_slices() -> Callable[..., Any]:
 def test_boxes_fill_every_range(shard_slices: Callable[..., Any], shape: tuple[int, ...]) -> None:
     numbers = np.arange(np.prod(shape)).reshape(shape)
     for begin, end in combinations(range(numbers.size + 1), 2):
-        found = list(shard_slices(shape, begin, end))
-        assert len(found) <= 2 * len(shape) - 1
+        boxes = list(shard_slices(shape, begin, end))
+        assert len(boxes) <= 2 * len(shape) - 1
         inside = []
-        for offsets, sizes, first in found:
+        for offsets, sizes, first in boxes:
             box = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
             assert box.shape == sizes and box.flat[0] == first
             inside += box.ravel().tolist()

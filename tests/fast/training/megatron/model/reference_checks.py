@@ -20,9 +20,9 @@ from miles.training.trainer import Trainer
 KL = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
 
 
-def _backend(process: RankProcess, model: str, alpha: float, bf16: bool, **given: Any) -> MegatronBackend:
+def _backend(process: RankProcess, model: str, alpha: float, bf16: bool, **fields: Any) -> MegatronBackend:
     plain = make_backend(process, model, PLAIN, **ADAM).settings
-    refreshed = replace(plain.model, **({"ref_update_interval": 1, "ref_mixup_alpha": alpha} | given))
+    refreshed = replace(plain.model, **({"ref_update_interval": 1, "ref_mixup_alpha": alpha} | fields))
     settings = replace(plain, model=refreshed, loss=KL, training=replace(plain.training, bf16=bf16))
     return MegatronBackend(settings, CPU, 10)
 
@@ -47,9 +47,9 @@ def reference_follows_the_policy(process: RankProcess) -> None:
             _train(backend)
             for name, weight in named_weights(backend.policy.stage).items():
                 expected[name] = alpha * weight.detach().double() + (1 - alpha) * expected[name]
-        for name, found in _exact(backend).items():
+        for name, tensor in _exact(backend).items():
             largest = expected[name].abs().max().item()
-            assert (found.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, bf16, name)
+            assert (tensor.double() - expected[name]).abs().max() <= rounding_error(4, largest), (alpha, bf16, name)
         assert backend.reference is not None
         for name, weight in named_weights(backend.reference.stage).items():
             assert torch.equal(weight, _exact(backend)[name].to(weight.dtype)), name
@@ -110,7 +110,7 @@ def logits_are_fp32_under_a_bf16_body(process: RankProcess) -> None:
                 parts = [torch.empty_like(hidden) for _ in range(ranks.tp.size())]
                 dist.all_gather(parts, hidden.contiguous(), group=ranks.tp)
                 hidden = torch.cat(parts)
-            found = scorer(with_entropy=False).log_probs.double()
+            actual = scorer(with_entropy=False).log_probs.double()
             own = stage.head_weight().detach()
             rows = [torch.empty_like(own) for _ in range(ranks.tp.size())]
             dist.all_gather(rows, own.contiguous(), group=ranks.tp)
@@ -119,7 +119,7 @@ def logits_are_fp32_under_a_bf16_body(process: RankProcess) -> None:
             logits = chosen @ torch.cat(rows).double().t() / TEMPERATURE
             expected = logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
             if len(expected):
-                errors.append((found - expected).abs().max().item() / logits.abs().max().item())
+                errors.append((actual - expected).abs().max().item() / logits.abs().max().item())
 
         backend.policy.forward(shard, shard.micro_batches, scored)
         worst[fp32] = max(errors)
@@ -133,10 +133,10 @@ def sums_of_squared_probs_are_those_of_the_model(process: RankProcess) -> None:
     name = process.layout.models[0]
     backend = make_backend(process, name, PLAIN)
     shard = shard_of(backend, batch_of(CASE))
-    found = scoring.sum_squared_probs(backend, backend.policy, shard, log_probs(backend, shard))
+    columns = scoring.sum_squared_probs(backend, backend.policy, shard, log_probs(backend, shard))
     model = plain_model(process.folder, name, torch.float64)
     tolerance = 4 * log_prob_error(model, shard.batch.tokens, TEMPERATURE)  # relative: of 2 log p - log q
-    for tokens, response, sums in zip(shard.batch.tokens, shard.batch.response_lengths, found, strict=True):
+    for tokens, response, sums in zip(shard.batch.tokens, shard.batch.response_lengths, columns, strict=True):
         with torch.no_grad():
             logits = model(torch.as_tensor(tokens)[None]).logits[0, -response - 1 : -1] / TEMPERATURE
         expected = logits.softmax(-1).square().sum(-1).numpy()

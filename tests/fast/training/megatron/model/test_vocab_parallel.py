@@ -29,7 +29,7 @@ def an_fp32_head_is_exact_on_two_ranks(rank: int) -> None:
     bound = rounding_error(WIDTH + VOCABULARY, size)
     for fp32 in (True, False):
         hidden.grad = own.grad = None
-        found = vocab_parallel_log_probs(
+        pair = vocab_parallel_log_probs(
             hidden,
             own,
             targets,
@@ -40,13 +40,13 @@ def an_fp32_head_is_exact_on_two_ranks(rank: int) -> None:
             with_entropy=True,
             fp32=fp32,
         )
-        assert found[1] is not None
-        errors = [float((a.double() - b).abs().max()) for a, b in zip(found, expected, strict=True)]  # type: ignore[type-var]
+        assert pair[1] is not None
+        errors = [float((a.double() - b).abs().max()) for a, b in zip(pair, expected, strict=True)]  # type: ignore[type-var]
         if not fp32:
             assert max(errors) > 30 * bound
             continue
         assert max(errors) < bound, errors
-        (found[0].sum() + found[1].sum()).backward()
+        (pair[0].sum() + pair[1].sum()).backward()
         assert hidden.grad is not None and own.grad is not None
         whole = hidden.grad.float()
         dist.all_reduce(whole)

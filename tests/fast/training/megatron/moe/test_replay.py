@@ -16,10 +16,10 @@ KINDS = {
 }
 
 
-def route(*tensors: object, **given: object) -> tuple[torch.Tensor, torch.Tensor]:
+def route(*tensors: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.core.transformer.moe import moe_utils  # slow to import, which every worker of pytest-xdist would do
 
-    return moe_utils.topk_routing_with_score_function(*tensors, **given)
+    return moe_utils.topk_routing_with_score_function(*tensors, **options)
 
 
 def expected_weights(kind: str, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -42,15 +42,15 @@ def inputs(kind: str) -> tuple[torch.Tensor, dict[str, object]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_experts_replace_the_choice_alone(kind: str) -> None:
-    logits, given = inputs(kind)
-    own, _ = route(logits, K, **given)
+    logits, options = inputs(kind)
+    own, _ = route(logits, K, **options)
     experts = torch.tensor([[(t + 1) % EXPERTS, (t + 4) % EXPERTS] for t in range(TOKENS)], dtype=torch.int16)
     experts[-1] = -1  # the last token chooses on its own
     weights, chosen = route(
         logits,
         K,
         router_replay=LayerExperts(experts, None),
-        **given,
+        **options,
     )
     index = experts[:-1].long()
     expected = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
@@ -66,26 +66,26 @@ def test_given_experts_replace_the_choice_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_kept_is_chosen_again(kind: str) -> None:
-    logits, given = inputs(kind)
-    kept: dict[int, torch.Tensor] = {}
-    first = MicroBatchExperts(kept=kept, keeps=True)
-    own, _ = route(logits, K, router_replay=first.of_layer(3), **given)
-    plain, _ = route(logits, K, **given)
-    assert list(kept) == [3] and torch.equal(own, plain)
+    logits, options = inputs(kind)
+    by_layer: dict[int, torch.Tensor] = {}
+    first = MicroBatchExperts(kept=by_layer, keeps=True)
+    own, _ = route(logits, K, router_replay=first.of_layer(3), **options)
+    plain, _ = route(logits, K, **options)
+    assert list(by_layer) == [3] and torch.equal(own, plain)
     again, _ = route(
         logits,
         K,
-        router_replay=MicroBatchExperts(kept=kept).of_layer(3),
-        **given,
+        router_replay=MicroBatchExperts(kept=by_layer).of_layer(3),
+        **options,
     )
     torch.testing.assert_close(again, plain)
     moved = -logits.detach()
-    _, other = route(moved, K, **given)
+    _, other = route(moved, K, **options)
     _, replayed = route(
         moved,
         K,
-        router_replay=MicroBatchExperts(kept=kept).of_layer(3),
-        **given,
+        router_replay=MicroBatchExperts(kept=by_layer).of_layer(3),
+        **options,
     )
     assert torch.equal(replayed, plain != 0) and not torch.equal(other, replayed)
 
@@ -107,9 +107,9 @@ def test_routers_see_tokens_with_the_sequence_first() -> None:
     experts = torch.arange(6, dtype=torch.int16).view(6, 1, 1)
 
     def order(shape: tuple[int, int], padding: int, group: object = None) -> list[int]:
-        found = MicroBatchExperts.of(experts, shape, padding, group)
-        assert found.given is not None
-        return found.given[:, 0, 0].tolist()
+        replay = MicroBatchExperts.of(experts, shape, padding, group)
+        assert replay.replayed is not None
+        return replay.replayed[:, 0, 0].tolist()
 
     assert order((1, 8), 2) == [0, 1, 2, 3, 4, 5, -1, -1]
     assert order((2, 3), 0) == [0, 3, 1, 4, 2, 5]

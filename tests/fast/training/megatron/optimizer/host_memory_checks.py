@@ -46,22 +46,22 @@ def _train(backend: MegatronBackend) -> None:
 
 def _state(backend: MegatronBackend) -> list[torch.Tensor]:
     """Return everything that a later step depends on."""
-    found = [weight for _, weight in sorted(weights(backend).items())]
+    tensors = [weight for _, weight in sorted(weights(backend).items())]
     for model in (backend.policy, backend.critic):
         if model is not None:
             adam = AdamState(model.optimizer.adam)
             pieces = [adam.piece(parameter) for parameter in model.stage.parameters()]
-            found += [tensor.clone() for piece in pieces for _, tensor in sorted(piece.tensors.items())]
-            found += [weight.detach().clone() for weight in model.stage.state_dict().values() if weight is not None]
+            tensors += [tensor.clone() for piece in pieces for _, tensor in sorted(piece.tensors.items())]
+            tensors += [weight.detach().clone() for weight in model.stage.state_dict().values() if weight is not None]
     if backend.following is not None:
-        found += [weight.clone() for weight in backend.following.exact.values()]
-    return found
+        tensors += [weight.clone() for weight in backend.following.exact.values()]
+    return tensors
 
 
 def _in_memory() -> dict[int, int]:
     """Return the bytes of every storage of this process's tensors, by its address."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and found.device.type == "cpu"]
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -89,9 +89,9 @@ def host_memory_and_back_changes_nothing(process: RankProcess) -> None:
             left = _besides(before | copies)
             assert left[0] < LEFT < held[0] and 10 * sum(left) < sum(held), (left[:12], held[:12])
             backend.onload()
-        found = _state(backend)
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), bf16
+        state = _state(backend)
+        assert len(state) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True)), bf16
 
 
 def gradients_that_are_left_are_found(process: RankProcess) -> None:

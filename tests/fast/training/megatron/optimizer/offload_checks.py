@@ -40,19 +40,19 @@ class TwoMemories(TorchFunctionMode):
             return not hasattr(args[0], "is_in_host_memory")
         if func is torch.Tensor.pin_memory:
             return args[0]
-        found = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        result = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         if func is torch.Tensor.cpu:
-            found = found.clone()
-            found.is_in_host_memory = True
+            result = result.clone()
+            result.is_in_host_memory = True
         elif func in KEEPING and hasattr(args[0], "is_in_host_memory"):
-            found.is_in_host_memory = True
-        return found
+            result.is_in_host_memory = True
+        return result
 
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    def configured(*given: Any) -> Any:
-        return optimizer_config(*given[:-1], torch.device("cuda"))
+    def configured(*arguments: Any) -> Any:
+        return optimizer_config(*arguments[:-1], torch.device("cuda"))
 
     with mock.patch.object(backend_module, "optimizer_config", configured), TwoMemories():
         yield
@@ -72,8 +72,8 @@ def _state(backend: MegatronBackend) -> list[torch.Tensor]:
     return [tensor.clone() for piece in pieces for _, tensor in sorted(piece.tensors.items())]
 
 
-def _equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def _equal(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(actual) == len(wanted) and all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 def _are_offloaded(adam: HybridDeviceOptimizer, fraction: float) -> None:
@@ -84,15 +84,15 @@ def _are_offloaded(adam: HybridDeviceOptimizer, fraction: float) -> None:
     """
     sizes = {p: p.numel() for group in adam.param_groups for p in group["params"]}
     there = [state["exp_avg"].numel() for part in adam.cpu_optimizers for state in part.state.values()]
-    kept = [] if adam.gpu_optimizer is None else list(adam.gpu_optimizer.state.values())
+    states = [] if adam.gpu_optimizer is None else list(adam.gpu_optimizer.state.values())
     updated = {**adam.gpu_params_map_cpu_copy, **adam.param_to_fp32_param}
     still = [size for p, size in sizes.items() if p not in updated]
     assert still in ([], [1])
-    assert sum(there) + sum(state["exp_avg"].numel() for state in kept) + sum(still) == sum(sizes.values())
-    assert len(there) + len(kept) + len(still) == len(sizes)
+    assert sum(there) + sum(state["exp_avg"].numel() for state in states) + sum(still) == sum(sizes.values())
+    assert len(there) + len(states) + len(still) == len(sizes)
     wanted = fraction * sum(sizes.values())
     assert wanted <= sum(there) < wanted + max(sizes.values())
-    assert (not kept) == (fraction == 1)
+    assert (not states) == (fraction == 1)
 
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -130,8 +130,8 @@ def checkpoints_are_the_same(process: RankProcess) -> None:
     for bf16, saves_offloaded in changes if process.whole else changes[:2]:
         offload = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
         with on_a_gpu():
-            given: tuple[dict[str, Any], ...] = (offload, {}) if saves_offloaded else ({}, offload)
-            first, second = (_backend(process, bf16, **sizes) for sizes in given)
+            options: tuple[dict[str, Any], ...] = (offload, {}) if saves_offloaded else ({}, offload)
+            first, second = (_backend(process, bf16, **sizes) for sizes in options)
             _train(first, batch_of(CASE))
             root = process.folder / f"offloaded {process.name} {bf16} {saves_offloaded}"
             if process.rank == 0:
@@ -150,9 +150,9 @@ def on_cpu_the_flag_changes_nothing(process: RankProcess) -> None:
     backend = _backend(process, False, optimizer_cpu_offload=True)
     kinds = [type(part.optimizer) for part in backend.policy.optimizer.adam.chained_optimizers]
     assert kinds == [torch.optim.AdamW]
-    given = backend.settings.optimizer, backend.settings.megatron, torch.float32
-    assert not optimizer_config(*given, CPU).optimizer_cpu_offload
-    assert optimizer_config(*given, torch.device("cuda")).optimizer_cpu_offload
+    arguments = backend.settings.optimizer, backend.settings.megatron, torch.float32
+    assert not optimizer_config(*arguments, CPU).optimizer_cpu_offload
+    assert optimizer_config(*arguments, torch.device("cuda")).optimizer_cpu_offload
 
 
 CHECKS = (steps_in_host_memory_are_the_same, checkpoints_are_the_same, on_cpu_the_flag_changes_nothing)

@@ -71,13 +71,13 @@ def test_ranks_that_do_not_write_hold_nothing(tmp_path: Path, monkeypatch: Monke
     held: list[int] = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        given: list[weakref.ref[torch.Tensor]] = []
+        references: list[weakref.ref[torch.Tensor]] = []
         for number in range(4):
             tensor = torch.full((3,), float(number))
-            given.append(weakref.ref(tensor))
+            references.append(weakref.ref(tensor))
             yield f"weight{number}", tensor
             del tensor
-            held.append(sum(reference() is not None for reference in given))
+            held.append(sum(reference() is not None for reference in references))
 
     export_hf(tmp_path / "out", tiny_llama(1).config, None, weights(), torch.float32, {})
     assert held == ([1, 2, 3, 4] if rank == 0 else [0, 0, 0, 0])
