@@ -210,10 +210,11 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
     if checkpoint.start_over:
         name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         return replace(checkpoint, save=checkpoint.inside(checkpoint.save, name))
+    without = " and without --finetune" if checkpoint.finetune else ""
     raise ValueError(
         f"--save {checkpoint.save}: holds checkpoints of {_shown(_run_of(newest))}, up to {newest.name}, and this is "
-        f"{_this_run(checkpoint)}; continue that run with --load {checkpoint.save} (without --finetune), give another "
-        "folder, or add --start-over to save into a new folder inside it"
+        f"{_this_run(checkpoint)}; to begin again, add --start-over (a new folder inside it) or give another folder; "
+        f"to continue that run, add --load {checkpoint.save}{without}"
     )
 
 

@@ -498,7 +498,7 @@ class SweepProgress:
     Args:
         runs: The runs that are to be done.
         finished: How many runs are finished already.
-        places: How many run at once.
+        num_slots: How many run at once.
         console: Where to print.
         clock: Seconds, as ``time.monotonic``.
     """
