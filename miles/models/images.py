@@ -21,7 +21,7 @@ from miles.base.text import InputError, one_line
 from miles.models.families import vision
 from miles.models.reading import read_config
 from miles.types.images import ImageTensors, PromptImages
-from miles.types.sample import data_uri
+from miles.types.sample import IMAGE_PLACEHOLDER, data_uri
 
 if TYPE_CHECKING:
     import torch
@@ -275,6 +275,21 @@ def encoded(images: PromptImages) -> PromptImages:
             file = buffer.getvalue()
         files.append(file)
     return replace(images, files=tuple(files), cache={})
+
+
+def has_other_media(images: PromptImages, token_ids: Sequence[int]) -> bool:
+    """Return whether a server may find more images in the tokens than ``images``, or a video.
+
+    SGLang takes the text ``<image>`` for an image, too, and fails if nothing follows the token that begins one.
+    """
+    processor, sent = load_processor(images.model), images.unexpanded(token_ids)
+    media = sent.count(images.placeholder_id) + sent.count(getattr(processor, "video_token_id", -1))
+    is_begun = sent[-1] == getattr(_config(images.model), "vision_start_token_id", -1)
+    return (
+        media > len(images.files)
+        or is_begun
+        or (processor.image_token != IMAGE_PLACEHOLDER and IMAGE_PLACEHOLDER in processor.tokenizer.decode(sent))
+    )
 
 
 def tensors_of(images: PromptImages) -> ImageTensors:

@@ -98,10 +98,10 @@ class Requests:
         self._check_prompt(request.prompt_ids)
         aborts = self._aborts
         if request.images is not None:
-            from miles.models.images import encoded  # a run with text reads none of it
+            from miles.models.images import encoded, has_other_media  # a run with text reads none of it
 
             images = request.images
-            if images.unexpanded(request.prompt_ids).count(images.placeholder_id) > len(images.files):
+            if await in_thread(has_other_media, images, request.prompt_ids):
                 # Servers find images by their placeholders. The model has sampled one, so nothing can follow it.
                 return [Generation([], [], "length", self._version) for _ in request.seeds]
             request = replace(request, images=await in_thread(encoded, images))

@@ -207,6 +207,8 @@ class ImageReader:
                 f"the chat template writes {len(parts) - 1} placeholders {self.placeholder} for {len(files)} images; "
                 "look at --apply-chat-template-kwargs, and remove the token from the text"
             )
+        if files and before is None and self.placeholder != IMAGE_PLACEHOLDER and IMAGE_PLACEHOLDER in text:
+            row.refuse(f"has the text {IMAGE_PLACEHOLDER} next to parts that are images; remove it from the text")
         written = self._expansions(row, files, before)
         return "".join(part + image for part, image in zip(parts, (*written, ""), strict=True))
 

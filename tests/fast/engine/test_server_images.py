@@ -2,24 +2,30 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForImageTextToText
-from vision_models import png, prompt_with
+from vision_models import play, png, prompt_with, write_vision_model
 
+from miles.batch.collate import collate
+from miles.batch.convert import convert
 from miles.config.sglang.flags import SglangArguments
 from miles.config.vllm.environment import missing_vllm, vllm_python
-from miles.engine.base import GenerationRequest, SamplingParams
+from miles.engine.base import EngineWrapper, GenerationRequest, SamplingParams
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.launch import ServerSpec
 from miles.engine.vllm.engine import VllmEngine
 from miles.engine.vllm.launch import VllmProgram
 from miles.engine.weight_sync.sender import WeightSender
-from miles.models.images import tensors_of
+from miles.models.images import load_processor, tensors_of
 from miles.models.tiny import write_small_vision_model
+from miles.objective.settings import LossArguments
+from miles.training.fsdp.models import load_policy
+from miles.types.sample import PromptGroup
 from tests.fast.engine.conftest import Running, chunks_of
 from tests.fast.engine.sglang_servers import HOST, KEYS, SMALL, engine_of
 
@@ -34,12 +40,16 @@ def of_vllm(servers, vocab_size, folder, **flags):
     return VllmEngine(servers, sglang, vocab_size, WeightSender(sglang, folder), None, keys=KEYS)
 
 
-@pytest.fixture(scope="module", params=["sglang", "vllm"])
+@pytest.fixture(scope="module", params=product(["qwen2_5_vl", "qwen3_vl"], ["sglang", "vllm"]), ids="-".join)
 def running(request, tmp_path_factory):
+    kind, engine = request.param
     folder = tmp_path_factory.mktemp("images")
     model = str(folder / "model")
-    write_small_vision_model(folder / "model", 1, patch=14)  # SGLang takes others as embedded pixels
-    if request.param == "sglang":
+    if kind == "qwen2_5_vl":
+        write_small_vision_model(folder / "model", 1, patch=14)  # SGLang takes others as embedded pixels
+    else:
+        write_vision_model(folder / "model", kind)
+    if engine == "sglang":
         program, make = ServerSpec(model, "float32", "cpu", 1, 0, flags=SMALL, keys=KEYS, reads_images=True), engine_of
     else:
         if (missing := missing_vllm(vllm_python())) is not None:
@@ -133,9 +143,42 @@ def test_a_prompt_that_the_server_reads_as_other_tokens_is_refused(running):
         running.run(engine.generate(request_of(replace(prompt, token_ids=ids, images=images))))
 
 
-def test_nothing_follows_a_placeholder_that_the_model_has_sampled(running):
+@pytest.mark.parametrize("written", ["<|image_pad|>?", "<|video_pad|>?", "see <image> ", "<|vision_start|>"])
+def test_nothing_follows_a_placeholder_that_the_model_has_sampled(running, written):
+    """SGLang reads the text <image> as an image, too, and fails if nothing follows the start of an image."""
     prompt = prompt_with(str(running.folder / "model"), [(56, 28)], 1)
-    longer = replace(prompt, token_ids=(*prompt.token_ids, prompt.images.placeholder_id, 5))
+    more = load_processor(prompt.images.model).tokenizer(written, add_special_tokens=False)["input_ids"]
     with running.engine() as engine:
+        longer = replace(prompt, token_ids=(*prompt.token_ids, *more))
         (generation,) = running.run(engine.generate(request_of(longer, (0,))))
     assert (generation.token_ids, generation.finish_reason) == ([], "length")
+
+
+def test_what_is_sampled_around_images_of_later_turns_is_what_is_trained(running):
+    """A tool returns an image after each of three turns. The trainer has the tokens, log-probs and images."""
+    model = str(running.folder / "model")
+
+    class Recorded(EngineWrapper):
+        async def generate(self, request):
+            (answer,) = await super().generate(request)
+            answers.append(answer)
+            return [answer]
+
+    samples, last = [], []
+    with running.engine() as engine:
+        for number in range(5):
+            answers = []
+            sample = running.run(play(model, Recorded(engine), number, SamplingParams(400), side=28, tokens=8))
+            samples.append(sample)
+            is_sampled = torch.tensor(sample.loss_mask) == 1
+            sampled = [token for answer in answers for token in answer.token_ids]
+            assert torch.tensor(sample.response_ids)[is_sampled].tolist() == sampled
+            last += answers[2].token_ids
+    assert last and max(len(sample.prompt.images.files) for sample in samples) == 4
+    groups = [PromptGroup(sample.group_index, sample.prompt, [sample]) for sample in samples]
+    (batch,) = convert(groups, loss=LossArguments(), global_batch_size=len(groups))
+    score = load_policy(model, 1.0, 64, torch.float32).scorer(collate(batch, range(len(groups)), torch.device("cpu")))
+    found = score(with_entropy=False).log_probs.split(batch.response_lengths)
+    for sample, log_probs in zip(samples, found, strict=True):
+        error = (torch.tensor(sample.rollout_log_probs) - log_probs.detach()).abs()
+        assert (error * torch.tensor(sample.loss_mask)).max() <= SERVER_LOG_PROB_ERROR

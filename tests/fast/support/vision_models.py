@@ -49,10 +49,11 @@ def write_vision_model(folder: Path, kind: str, seed: int = 1) -> str:
     text = _TEXT | dict(vocab_size=len(tokenizer), max_position_embeddings=512, eos_token_id=0, pad_token_id=0)
     torch.manual_seed(seed)
     if kind == "qwen3_vl":
-        rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 1e4}
+        rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 1e4}
         config = Qwen3VLConfig(
-            text_config=text | dict(head_dim=16, rope_parameters=rope),
+            text_config=text | dict(head_dim=32, rope_parameters=rope),
             vision_config=dict(hidden_size=32, intermediate_size=64, num_heads=2, depth=2, patch_size=4)
+            | dict(initializer_range=0.2)  # else no token depends on where a patch is
             | dict(out_hidden_size=32, deepstack_visual_indexes=[0], num_position_embeddings=64),
             image_token_id=image,
             video_token_id=video,

@@ -115,6 +115,9 @@ def test_bytes_and_structs_in_parquet_and_saved_sets(model: str, tmp_path: Path)
         assert decoded(prompt.images)[0].tobytes() == image(2).tobytes(), source
 
 
+TEXT = {"type": "text", "text": "<image> what?"}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -137,6 +140,10 @@ def test_bytes_and_structs_in_parquet_and_saved_sets(model: str, tmp_path: Path)
         ({"problem": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "audio is not trained on"),
         ({"problem": [{"role": "user", "content": ["text"]}]}, "message 1, part 1: is no text and no image"),
         ({"problem": [{"role": "user", "content": []}]}, "message 1: its content is empty"),
+        (
+            {"problem": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, TEXT]}]},
+            "has the text <image> next to parts that are images",
+        ),
     ],
 )
 def test_bad_images_are_refused_with_their_place(model: str, tmp_path: Path, row: dict, message: str) -> None:
