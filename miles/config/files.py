@@ -31,7 +31,7 @@ from miles.config.model import ModelArguments, is_on_hub, local_config
 from miles.config.notes import written
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
-from miles.config.spelling import flags_in, group_words, without_flags
+from miles.config.spelling import flags_in, group_words, most_values, without_flags
 from miles.config.suggest import suggestion
 
 FLAG = "--config"
@@ -148,24 +148,35 @@ class _Reader:
         return flag if action is None else action.dest
 
     def entries(self, words: Sequence[str]) -> Iterator[_Entry]:
-        """Yield the entries of a command line in order."""
-        position = 0
+        """Yield the entries of a command line in order. After a file, ``key=value`` may also follow another flag."""
+        position, file = 0, ""
         while position < len(words):
             word = words[position]
             flag, equals, path = word.partition("=")
             values = list(takewhile(lambda value: not value.startswith("--"), words[position + 1 :]))
             position += 1 + len(values)
             if flag != FLAG:
-                yield _Entry(flag if flag.startswith("--") else "", (word, *values))
+                most = 0 if equals else most_values(self._actions[flag]) if flag in self._actions else 1
+                overrides = values[most:] if file and all(map(self._is_override, values[most:])) else []
+                own = values[: len(values) - len(overrides)]
+                yield _Entry(flag if flag.startswith("--") else "", (word, *own))
+                for override in overrides:
+                    yield from self._of_override(file, override)
                 continue
             if not equals:
                 path = values.pop(0) if values else ""
             if not path:
                 self._errors.add(f"{FLAG}: expected the path of a YAML file; write {FLAG} FILE")
                 continue
+            file = path
             yield from self._of_file(path)
             for override in values:
                 yield from self._of_override(path, override)
+
+    def _is_override(self, word: str) -> bool:
+        """Return whether a word after the values of a flag is ``key=value`` with a key of ours."""
+        key, equals, _ = word.partition("=")
+        return bool(equals) and "--" + key.rpartition(".")[2].replace("_", "-") in self._actions
 
     def _of_file(self, path: str) -> Iterator[_Entry]:
         label = one_line(path, LONGEST_VALUE)

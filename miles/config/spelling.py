@@ -115,7 +115,7 @@ def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
     for flag, values in group_words(words):
         if flag and flag not in actions:
             continue
-        most = _most_values(actions.get(flag))
+        most = most_values(actions.get(flag))
         extra = [word for word in values[most:] if not word.startswith("-")]
         if flag == _ONE_SOURCE and extra:
             has_names = len(values) % 2 == 0 and all(name.isidentifier() for name in values[::2])
@@ -144,7 +144,7 @@ _ONE_SOURCE = "--prompt-data"
 _SETTING = re.compile(r"[+~]{0,2}[A-Za-z_][\w/]*(\.\w+)+=")  # of Hydra: data.train_batch_size=8
 
 
-def _most_values(action: argparse.Action | None) -> int:
+def most_values(action: argparse.Action | None) -> int:
     """Return how many values a flag takes at most."""
     if action is None:
         return 0

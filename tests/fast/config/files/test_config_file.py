@@ -95,6 +95,19 @@ def test_a_flat_file_means_its_flags(tmp_path, command):
 def test_what_comes_later_wins(nested, tmp_path):
     assert read("--lr", "1", "--config", nested).optimizer.lr == 1e-5
     assert read("--config", nested, "optimizer.lr=2", "--lr", "3").optimizer.lr == 3
+    after_others = [
+        "--colocate",
+        "lr=2",
+        "--rollout-seed",
+        "7",
+        "data.rollout_shuffle=true",
+        "--sglang-tp-size",
+        "1",
+        "n_samples_per_prompt=4",
+    ]
+    mixed = read("--config", nested, *after_others)
+    assert (mixed.optimizer.lr, mixed.data.rollout_seed, mixed.data.rollout_shuffle) == (2, 7, True)
+    assert mixed.rollout.n_samples_per_prompt == 4
     settings = read("--config", nested, "lr=2", "apply-chat-template=false", "colocate=true", "eval_prompt_data=[a, b]")
     assert (settings.optimizer.lr, settings.data.apply_chat_template, settings.cluster.colocate) == (2, False, True)
     assert settings.evaluation.eval_prompt_data == ("a", "b")
