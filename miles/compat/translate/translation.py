@@ -427,22 +427,16 @@ class Unknown(Exception):
         self.setting = setting
 
 
-class Translation:
-    """Collect what becomes of the settings of one file.
+class TypedSettings:
+    """The settings of one file, taken by name and checked for their type.
 
-    A launcher takes settings by name. The rest is translated by the rows of its table, or listed.
+    A setting that the file leaves out has the trainer's default.
     """
 
     def __init__(self, document: Document, table: Table) -> None:
         self.document = document
         self.table = table
-        self.carried: list[Entry] = []
-        self.differing: list[Entry] = []
-        self.missing: list[Entry] = []
-        self._taken: set[str] = set()  # written, or without effect
         self._read: set[str] = set()  # a part of what was written
-
-    # Reading ---------------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Return whether the file sets ``key`` to something but null."""
@@ -509,6 +503,20 @@ class Translation:
         """Raise ``InputError`` about the value of ``key``."""
         setting = self.document.settings.get(key, Setting(key, self.table.row(key).default, None))
         self.document.fail(setting.line, f"{setting.shown}: {rule}")
+
+
+class Translation(TypedSettings):
+    """Collect what becomes of the settings of one file.
+
+    A launcher takes settings by name. The rest is translated by the rows of its table, or listed.
+    """
+
+    def __init__(self, document: Document, table: Table) -> None:
+        super().__init__(document, table)
+        self.carried: list[Entry] = []
+        self.differing: list[Entry] = []
+        self.missing: list[Entry] = []
+        self._taken: set[str] = set()  # written, or without effect
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
