@@ -166,15 +166,18 @@ def size_of(file: bytes) -> tuple[int, int]:
     """Return width and height as the header of an encoded image states, turned unchanged to be shown.
 
     Raises:
-        ValueError: It is no image, or a huge one.
+        ValueError: It is no image, a huge one, or cut off.
     """
     image = _open(file)
+    if _ENDS.get(str(image.format), b"") not in file:
+        raise ValueError("it is cut off: its end is missing; copy it again")
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are read; make it smaller")
     return (height, width) if _exif(image).get(_ORIENTATION, 1) >= _ON_ITS_SIDE else (width, height)
 
 
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last marker of a whole file
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, 5  # of EXIF, and the first of its values that exchange width and height
 
 

@@ -125,6 +125,8 @@ TEXT = {"type": "text", "text": "<image> what?"}
         ({"problem": "<image>", "images": ["text.png"]}, "it is no image that Pillow reads"),
         ({"problem": "<image>", "images": [7]}, "it is of type int; give a path"),
         ({"problem": "<image>", "images": [None]}, "the image cannot be used: it is missing"),
+        ({"problem": "<image>", "images": ["cut.png"]}, "it is cut off: its end is missing; copy it again"),
+        ({"problem": "<image>", "images": ["cut.jpg"]}, "it is cut off"),
         ({"problem": "<image>", "images": ["huge.png"]}, "it is huge, and at most"),
         ({"problem": "<image>", "images": ["large.png"]}, "it has 10000 x 10000 pixels, and at most"),
         ({"problem": "<image>", "images": ["thin.png"]}, "absolute aspect ratio"),
@@ -150,6 +152,9 @@ def test_bad_images_are_refused_with_their_place(model: str, tmp_path: Path, row
     (tmp_path / "a.png").write_bytes(png(1))
     (tmp_path / "thin.png").write_bytes(png(1, 900, 2))
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(png(1, 64, 64)[:-20])
+    image(1).save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-2])
     (tmp_path / "huge.png").write_bytes(_with_size(png(1), 40_000, 30_000))
     (tmp_path / "large.png").write_bytes(_with_size(png(1), 10_000, 10_000))
     with pytest.raises(InputError, match=message) as error:
@@ -166,8 +171,9 @@ def _with_size(file: bytes, width: int, height: int) -> bytes:
 
 
 def test_a_file_broken_behind_its_header_is_refused_when_it_is_drawn(model: str, tmp_path: Path) -> None:
-    (tmp_path / "cut.png").write_bytes(png(1, 64, 64)[:300])
-    (prompt,) = prompts(tmp_path, [{"problem": "<image>", "images": "cut.png"}], model)
+    whole = png(1, 64, 64)
+    (tmp_path / "torn.png").write_bytes(whole[:300] + whole[400:])
+    (prompt,) = prompts(tmp_path, [{"problem": "<image>", "images": "torn.png"}], model)
     assert prompt.images is not None
     with pytest.raises(InputError, match=r"rows.jsonl:1: image 1 is broken behind its header"):
         tensors_of(prompt.images)
