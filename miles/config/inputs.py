@@ -334,7 +334,9 @@ def explain_inputs(settings: Settings, inputs: Inputs) -> list[str]:
         work = f"{count(iterations, 'iteration')}, {count(steps, 'optimizer step')}"
         lines.append(f"epoch: {inputs.training:,} prompts, {work}")
     if (trained := _trained(settings)) and settings.trains:
-        lines.append(f"trained: {trained}")
+        size = _STATE_BYTES * sum(map(math.prod, _shapes(settings).values())) / 1e9
+        saves = settings.checkpoint.save is not None and not settings.lora.trains_adapter
+        lines.append(f"trained: {trained}{f'; a checkpoint takes about {size:.2g} GB' if saves else ''}")
     if inputs.unchecked:
         lines.append(f"not checked, because it is not on this machine: {'; '.join(inputs.unchecked)}")
     return lines
@@ -359,18 +361,23 @@ def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) ->
     return f"{total:,} parameters, {tower:,} of them of the vision tower"
 
 
-def _trained(settings: Settings) -> str:
-    """Return the number of trained parameters in words, by the headers of weights here; without any, an empty text."""
-    shapes, lora = dict[str, list[int]](), settings.lora
+def _shapes(settings: Settings) -> dict[str, list[int]]:
+    """Return the shape of each weight, by the headers of files here; without any, nothing."""
+    shapes = dict[str, list[int]]()
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # they may be broken
         for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):
             shapes |= {name: tensor["shape"] for name, tensor in _header(file)[0].items()}
+    return shapes
+
+
+def _trained(settings: Settings) -> str:
+    """Return the number of trained parameters in words, by the headers of weights here; without any, an empty text."""
+    shapes, lora = _shapes(settings), settings.lora
     total = sum(map(math.prod, shapes.values()))
     if not total:
         return ""
     if not lora.trains_adapter:
-        size = f"; a checkpoint takes about {_STATE_BYTES * total / 1e9:.2g} GB" if settings.checkpoint.save else ""
-        return f"{_with_tower(settings, total, shapes)}{size}"
+        return _with_tower(settings, total, shapes)
     adapted = [
         sum(shape)
         for name, shape in shapes.items()
