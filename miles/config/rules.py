@@ -69,7 +69,7 @@ def _check_group(settings: Settings, errors: Errors) -> None:
     if not (settings.trains and loss.type.uses_advantages and build_objective(loss).normalizes_rewards):
         return
     smallest = build_objective(loss).estimator.smallest_group(loss)
-    if settings.given_advantages is None and 1 <= samples < smallest:
+    if settings.users_advantages is None and 1 <= samples < smallest:
         rule = (
             f"with --advantage-estimator {loss.advantage_estimator} every advantage is 0 and nothing is learned: it "
             f"compares {smallest} or more answers of a prompt"

@@ -87,11 +87,11 @@ class Settings:
             samples_per_prompt=self.rollout.n_samples_per_prompt,
             steps_per_iteration=self.steps_per_iteration,
             critic_only_iterations=self.critic.num_critic_only_steps,
-            given_advantages=self.given_advantages,
+            users_advantages=self.users_advantages,
         )
 
     @property
-    def given_advantages(self) -> Term | None:
+    def users_advantages(self) -> Term | None:
         """The call of the user's function that makes the advantages of samples, if one of these flags names it."""
         for path, module in (
             (self.rollout.custom_convert_samples_to_train_data_path, "miles.rollout.hooks"),

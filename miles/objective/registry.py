@@ -81,7 +81,7 @@ class StepShape:
         samples_per_prompt: The trajectories of a group.
         steps_per_iteration: Optimizer steps taken from the samples of one iteration.
         critic_only_iterations: Iterations at the start of the run where only the critic learns.
-        given_advantages: The call of the user's function outside of the objective that makes the advantages of samples
+        users_advantages: The call of the user's function outside of the objective that makes the advantages of samples
             instead of the estimator's first phase; None without one.
     """
 
@@ -89,7 +89,7 @@ class StepShape:
     samples_per_prompt: int
     steps_per_iteration: int = 1
     critic_only_iterations: int = 0
-    given_advantages: Term | None = None
+    users_advantages: Term | None = None
 
 
 class ObjectivePart(Choice[F]):

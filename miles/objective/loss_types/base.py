@@ -179,7 +179,7 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
 
 def _estimate(objective: Objective, shape: StepShape) -> list[Term]:
     """Return the estimator's formula, or the replacement of its first phase."""
-    estimator, term = objective.estimator, shape.given_advantages
+    estimator, term = objective.estimator, shape.users_advantages
     if term is None:
         return estimator.formula(objective.flags)
     if not estimator.by_token:
