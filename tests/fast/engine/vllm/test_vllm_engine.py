@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from vision_models import png
+from vision_models import png, write_vision_model
 
 from miles.config.sglang.flags import ServerFlags, SglangArguments
 from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
@@ -87,7 +87,8 @@ async def test_a_request_per_seed_is_answered_with_tokens_log_probs_and_version(
 
 
 async def test_a_server_must_read_a_prompt_with_images_as_it_was_rendered(tmp_path, monkeypatch):
-    images = PromptImages((png(1),), ((8, 8),), (3,), (1,), 7, "some/model", "rows.jsonl:2")
+    model = write_vision_model(tmp_path / "vision", "qwen2_5_vl")
+    images = PromptImages((png(1),), ((8, 8),), (3,), (1,), 7, model, "rows.jsonl:2")
     async with started(tmp_path, monkeypatch) as (engine, _):
         (answer,) = await engine.generate(replace(request(5, 7, 7, 7, 6), images=images))
         assert answer.token_ids == [6, 7, 5], "one placeholder is sent"
