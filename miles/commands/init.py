@@ -150,5 +150,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"{folder}: {', '.join(texts)}. Next:\n")
     print(f"cd {folder}", "python reward.py", "miles explain --config run.yaml", sep="\n")
+    print("miles train --config run.yaml --debug-rollout-only num_rollout=1    # answers and rewards, no training")
     print("miles train --config run.yaml", "miles report outputs/run", sep="\n")
     return 0

@@ -272,6 +272,7 @@ WIDTH = 80
 LONG_PHASE_SECONDS = 60.0
 FIRST_SECONDS = 15.0  # of the first time that a phase runs: it compiles and fills caches
 LONGEST_SECONDS = 1e10
+_MOST_ANSWERS = 8  # of an iteration
 _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 
 # The contents of a line, from left to right: the metric's name, its label, its format, and which one is left out first
@@ -458,6 +459,7 @@ class ConsoleSink:
         self._left = TimeLeft(header.total_steps)
         self._first: dict[str, float] = {}  # of the first evaluation, by set
         self._next_answer = 0  # the step after which an answer is printed
+        self._only_generates = header.settings.get("rollout", {}).get("debug_rollout_only", False)
         self._progress: Progress | None = None
         self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
@@ -504,15 +506,25 @@ class ConsoleSink:
 
     def resume(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         """Print where the run continues, and compare with its first evaluation from now on."""
-        self._print(f"continues at step {step} of {self._total}")
+        if step <= self._total:
+            self._print(f"continues at step {step} of {self._total}")
         for row in rows:
             self._first = dict(_held_out(row)) | self._first
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Print the first answer after the first iteration, and after each tenth of the run."""
-        if samples and step >= self._next_answer:
-            self._print(answer_line(samples[0]))
-            self._next_answer = step + max(1, self._total // 10)
+        """Print the first answer after the first iteration and after each tenth of the run.
+
+        A run that only generates prints one to each of the first prompts: what it answers is all there is to see.
+        """
+        if step < self._next_answer:
+            return
+        answers = samples[:1]
+        if self._only_generates:
+            firsts = {sample.group: sample for sample in reversed(samples)}
+            answers = list(firsts.values())[::-1][:_MOST_ANSWERS]
+        for sample in answers:
+            self._print(answer_line(sample))
+        self._next_answer = step + max(1, self._total // 10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of the step; a step that trained moves the bar."""

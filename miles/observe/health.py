@@ -678,6 +678,7 @@ class Trend:
     best: float
     best_at: int
     noise: float
+    width: int  # measurements in a mean
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Trend:
@@ -688,7 +689,7 @@ class Trend:
         bends = [(a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)]
         best = max(range(len(means)), key=means.__getitem__)
         noise = math.sqrt(fmean(bends) / 6 * 2 / n) if bends else 0.0
-        return cls(means[0], means[-1], means[best], best + n - 1, noise)
+        return cls(means[0], means[-1], means[best], best + n - 1, noise, n)
 
 
 @dataclass(frozen=True)
@@ -718,6 +719,8 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     curve = curves.judged(settings)
     if setting(settings, "debug_rollout_only"):
         last = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
+        if alike := curves.of("rollout/zero_std_groups"):
+            last += f" In {fmean(alike):.0%} of the groups all answers have one reward, which teaches nothing."
         return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{last}")
     if not curve.values:
         return Judgement(None, "It measures no reward and no loss that tells whether it learns.")
@@ -728,7 +731,7 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
         by_reward = _judge(rewards, runs)
         if by_reward.is_learning:
             first, last = (f"{value:.3g}" for value in (curve.values[0], curve.values[-1]))
-            also = f"{curve.name} went from {first} to {last} in {count(len(curve.values), 'measurement')}"
+            also = f"{curve.name} rose from {first} to {last} in {count(len(curve.values), 'measurement')}"
             return Judgement(True, f"{by_reward.sentence[:-1]}; {also}.")
     return judgement
 
@@ -745,7 +748,8 @@ def _judge(curve: Curve, runs: bool) -> Judgement:
         verb = "is getting worse" if runs else "got worse"
         return Judgement(False, f"It {verb}: {name} {down} from {best} at step {steps[trend.best_at]} to {now}.")
     if trend.now - trend.early > least:
-        return Judgement(True, f"It {'is learning' if runs else 'learned'}: {name} {up} from {early} to {now}.")
+        means = f" (means of {trend.width})" if trend.width > 1 else ""
+        return Judgement(True, f"It {'is learning' if runs else 'learned'}: {name} {up} from {early} to {now}{means}.")
     if len(set(values)) == 1:
         figures = f"{name} has been {now} in every measurement"
     else:

@@ -32,7 +32,7 @@ def begin(task, model, tmp_path, capsys):
     folder = tmp_path / "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["data.jsonl", "reward.py", "run.yaml"]
     assert len([json.loads(row) for row in (folder / "data.jsonl").read_text().splitlines()]) == 3
-    return folder, capsys.readouterr().out.splitlines()[-5:]
+    return folder, capsys.readouterr().out.splitlines()[-6:]
 
 
 @pytest.mark.parametrize("task", init.TASKS)
@@ -66,6 +66,7 @@ def test_the_printed_commands_train(task, model, tmp_path, capsys):
         ["python", "reward.py"],
         ["miles", "explain"],
         ["miles", "train"],
+        ["miles", "train"],
         ["miles", "report"],
     ]
     (tmp_path / "miles").write_text(MILES)
@@ -77,7 +78,7 @@ def test_the_printed_commands_train(task, model, tmp_path, capsys):
         "TUTORIAL_PYTHON": sys.executable,
         "TUTORIAL_FLAGS": " ".join(SHORT),
     }
-    lines = [*commands[:4], f"{commands[4]} --static page.html"]  # a page in a file: it is not served
+    lines = [*commands[:5], f"{commands[5]} --static page.html"]  # a page in a file: it is not served
     ended = subprocess.run(
         ["bash", "-euc", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True
     )

@@ -101,7 +101,7 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
     assert once.is_learning, "one evaluation states nothing; the reward does"
     few = {"eval__heldout__reward": [0.15, *[None] * 9, 0.36, *[None] * 8, 0.36]}
     assert judged(folder, rollout__reward=rising, **few).sentence.endswith(
-        "; held-out reward went from 0.15 to 0.36 in 3 measurements."
+        "; held-out reward rose from 0.15 to 0.36 in 3 measurements."
     )
     assert judged(folder, rollout__reward=flat, **few).is_learning is None, "the reward has not risen"
 
@@ -121,6 +121,12 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
             {"rollout__reward": [0.5] * 30},
             {"rollout": {"debug_rollout_only": True}},
             "It only generates (--debug-rollout-only); nothing is trained. Its reward is 0.5 on average.",
+        ),
+        (
+            {"rollout__reward": [0.5], "rollout__zero_std_groups": [0.75]},
+            {"rollout": {"debug_rollout_only": True}},
+            "It only generates (--debug-rollout-only); nothing is trained. Its reward is 0.5 on average. "
+            "In 75% of the groups all answers have one reward, which teaches nothing.",
         ),
         (
             {"rollout__reward": [1.0] * 30},

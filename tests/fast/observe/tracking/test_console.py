@@ -239,6 +239,14 @@ def test_an_answer_is_printed_first_and_after_each_tenth_of_the_run() -> None:
     assert all(len(line) == WIDTH and line.endswith('"  label 12  reward 0.50') for line in answers)
 
 
+def test_a_run_that_only_generates_prints_an_answer_to_each_of_the_first_prompts() -> None:
+    file = io.StringIO()
+    header = replace(HEADER, settings={"rollout": {"debug_rollout_only": True}})
+    sink = ConsoleSink(header, "out", Console(file=file, width=80))
+    sink.log_samples(1, [SampleRecord("p", f"{n}", 0.0, None, "completed", group=n // 4) for n in range(40)])
+    assert file.getvalue().splitlines()[-8:] == [f'  answer "{n}"  reward 0.00' for n in range(0, 32, 4)]
+
+
 def test_a_long_phase_is_said_again_until_it_ends() -> None:
     said: list[str] = []
     twice = threading.Event()
