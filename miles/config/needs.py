@@ -281,13 +281,16 @@ def without_effect(settings: Settings) -> tuple[Settings, list[Note]]:
 
     A flag whose condition is another flag without effect has none either.
     """
-    notes = list[Note]()
+    notes, removed = list[Note](), set[str]()
     while unmet := list(_unmet(settings)):
         first = [pair for pair in unmet if not pair[1].comes_last]
         for name, condition in first or unmet:
             of = section_of()[name]
             section = getattr(settings, of)
-            notes.append(note_on(condition.heading, name, getattr(section, name), condition.why))
+            flag = condition.why.removeprefix("without ")
+            why = f"{flag} has no effect" if flag in removed else condition.why
+            notes.append(note_on(condition.heading, name, getattr(section, name), why))
+            removed.add(flag_name(name))
             default = getattr(type(section), name)  # a dataclass keeps it as an attribute of the class
             settings = replace(settings, **{of: replace(section, **{name: default})})
     return settings, notes

@@ -168,6 +168,11 @@ def test_noted_and_without_effect(accepted, refusals, flags, the_rest, tmp_path,
         assert "has no effect" in message and "drop --strict-flags" in message
 
 
+def test_a_flag_of_another_that_has_no_effect_is_not_told_that_it_is_missing(accepted):
+    notes = accepted("--debug-rollout-only --save folder --save-interval 2").accepted
+    assert {note.written: note.why for note in notes}["--save-interval 2"] == "--save has no effect"
+
+
 def test_the_function_is_the_reward_unless_both_are_weighed(accepted):
     assert accepted("--custom-rm-path my:reward").settings.reward.rm_type is None
     both = accepted("--rm-type math:1,custom:0.5 --custom-rm-path my:reward").settings.reward
