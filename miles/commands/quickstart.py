@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         validated = main_parse(command)  # exits for wrong flags, --explain and --version
         if not validated.settings.rehearsal.rehearse:
             _check(out)  # another quickstart may have started meanwhile
-            shutil.rmtree(out)
+            if validated.settings.checkpoint.load is None:  # else the run continues what is there
+                shutil.rmtree(out)
             _write_inputs(out)
     except (ValueError, OSError) as error:
         print(f"miles quickstart: error: {error}", file=sys.stderr)
@@ -90,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("outputs/quickstart"),
         metavar="DIR",
-        help="folder of the run; one of an earlier quickstart is replaced (default: outputs/quickstart)",
+        help="folder of the run; one of an earlier quickstart is replaced, unless --load continues it "
+        "(default: outputs/quickstart)",
     )
     parser.add_argument(
         "--model-target",

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class EngineFailed(RuntimeError):
+    """A server does not answer, and is not replaced. The message is the sentence that ends the run."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Say how tokens are drawn.

@@ -725,7 +725,8 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     if not curve.values:
         return Judgement(None, "It measures no reward and no loss that tells whether it learns.")
     if len(curve.values) < (2 if curve.name.startswith("held-out") else ENOUGH):
-        return Judgement(None, f"Too early to tell: {done} of {total_steps} steps are done.")
+        early = f"Too early to tell: {done} of {total_steps} steps are done."
+        return Judgement(None, early if done < total_steps else f"Too short to tell: it had {count(done, 'step')}.")
     judgement, rewards = _judge(curve, runs), curves.judged(settings, held_out=False)
     if judgement.is_learning is None and curve.values[-1] > curve.values[0] and len(rewards.values) >= ENOUGH:
         by_reward = _judge(rewards, runs)

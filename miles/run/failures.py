@@ -23,6 +23,7 @@ from miles.base.stacks import frames, own_stacks, request_stacks
 from miles.base.storage import is_url
 from miles.base.text import InputError, few_lines, name_and_words, one_line, words_of
 from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
+from miles.engine.base import EngineFailed
 from miles.observe.sinks import Notifier
 from miles.run import stop_requests
 from miles.run.ray_watch import DEATHS, ActorLost, Workers, how_it_died
@@ -337,6 +338,8 @@ def exit_with_message(
             print(stopped("the reward function failed (above)", checkpoint, files), file=sys.stderr)
         elif isinstance(cause, WriteFailed):
             print(stopped(str(cause), checkpoint), file=sys.stderr)
+        elif isinstance(cause, EngineFailed):
+            print(stopped(one_line(str(cause), _LONGEST_WORDS), checkpoint, files), file=sys.stderr)
         else:
             show(error)
             print(stopped(in_one_line(error), checkpoint, files), file=sys.stderr)

@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from miles.base.flags import count
+
 
 def summarize(metrics_file: Path, name: str) -> str:
     """Return ``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, sum of ``time/step``."""
@@ -11,7 +13,7 @@ def summarize(metrics_file: Path, name: str) -> str:
     accuracies = [row[key] for row in rows if (key := f"eval/{name}/accuracy") in row]
     if len(accuracies) < 2:
         raise ValueError(
-            f"{metrics_file}: {len(accuracies)} evaluations of {name}; a summary needs two, before and after"
+            f"{metrics_file}: {count(len(accuracies), 'evaluation')} of {name}; a summary needs two, before and after"
         )
     seconds = sum(row.get("time/step", 0.0) for row in rows)
     return f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} in {seconds:.0f} s"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from miles.base.threads import in_thread
-from miles.engine.base import Generation, GenerationRequest, SamplingParams, gather_or_cancel
+from miles.engine.base import EngineFailed, Generation, GenerationRequest, SamplingParams, gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable, ServerClient
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.processes import allow_open_files
@@ -124,7 +124,7 @@ class Requests:
                     return await self._try(request, seed, aborts)
                 except EngineUnavailable as failure:
                     if attempt == REQUEST_TRIES:
-                        raise RuntimeError(self._gave_up(failure)) from failure
+                        raise EngineFailed(self._gave_up(failure)) from failure
                     await self._after_failure()
                     await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
         raise AssertionError("unreachable")
@@ -192,11 +192,9 @@ class Requests:
         return generation
 
     def _gave_up(self, failure: EngineUnavailable) -> str:
-        what_to_do = (
-            "its log file states why"
-            if self._servers.restarts
-            else "its log file states why; with --use-fault-tolerance engines that fail are restarted"
-        )
+        what_to_do = "the server's log in engines/ of --output-dir states why"
+        if not self._servers.restarts:
+            what_to_do += "; with --use-fault-tolerance engines that fail are restarted"
         return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {what_to_do}"
 
     @property

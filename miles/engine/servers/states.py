@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from miles.base.disk_faults import WriteFailed
-from miles.engine.base import Server
+from miles.engine.base import EngineFailed, Server
 from miles.engine.servers.client import ServerClient
 from miles.engine.servers.requests import SeenServer, SeenServers
 
@@ -241,7 +241,7 @@ class Servers:
             if isinstance(failure, WriteFailed):
                 raise WriteFailed(f"{server.name}: {failure}") from failure
             if not self.restarts:
-                raise RuntimeError(f"{server.name}{what}: {failure}") from failure
+                raise EngineFailed(f"{server.name}{what}: {failure}") from failure
             server.fail(failure)
 
     @contextmanager

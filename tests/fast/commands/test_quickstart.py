@@ -57,6 +57,11 @@ def test_the_run_has_the_settings_of_the_file_and_flags_win(model, started, tmp_
     settings = started[-1]
     assert (settings.optimizer.lr, settings.rollout.rollout_engine, settings.rollout.num_rollout) == (1, "sglang", 2)
     assert settings.training.fp32 and not (tmp_path / "out" / "old").exists(), "an earlier quickstart is replaced"
+    saved = tmp_path / "out" / "checkpoints" / "iter_0000002" / "weights"
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    assert quickstart.main([*words, "--load", "out/checkpoints"]) == 0
+    assert saved.exists(), "a run that continues keeps what it continues"
 
 
 def test_other_folders_and_models_are_refused(model, started, tmp_path, capsys):
@@ -122,5 +127,5 @@ def test_both_orders_of_a_held_out_pair_are_held_out():
 
 def test_a_summary_needs_two_evaluations(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/accuracy": 0.5}\n')
-    with pytest.raises(ValueError, match="1 evaluations of heldout; a summary needs two"):
+    with pytest.raises(ValueError, match="1 evaluation of heldout; a summary needs two"):
         summarize(tmp_path / "metrics.jsonl", "heldout")
