@@ -12,6 +12,7 @@ import pytest
 import ray.exceptions
 
 from miles.config.checkpoint import CheckpointArguments
+from miles.engine.base import EngineFailed
 from miles.run.failures import exit_with_message, how_to_resume
 from miles.run.stop_requests import StopRequested, StopRequests
 from miles.tasks.rewards.scoring import RewardError
@@ -68,6 +69,15 @@ def test_a_reward_that_raised_is_one_sentence_and_the_lines_of_the_users_file(ca
     assert first == f"train.py: error: {error}"
     assert trace == ["Traceback (most recent call last):", '  File "mine.py", line 3, in score']
     assert last.startswith("train.py: the run stopped: the reward function failed (above); nothing was saved")
+
+
+def test_an_engine_that_failed_is_one_sentence(capsys):
+    error = pickle.loads(pickle.dumps(EngineFailed("engine 0: no answer\nat all")))
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
+        raise ray.exceptions.RayTaskError("generate", "a traceback of miles", error)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: the run stopped: engine 0: no answer at all; nothing was saved")
 
 
 def test_other_errors_show_their_traceback(capsys):
