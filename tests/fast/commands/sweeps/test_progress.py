@@ -19,7 +19,7 @@ from miles.commands.sweeps.swept_run import Attempt, SweptRun
 
 
 @given(
-    places=st.integers(1, 8),
+    slots=st.integers(1, 8),
     runs=st.integers(1, 40),
     speed=st.floats(0.1, 1e4),
     ended=st.integers(0, 40),

@@ -100,7 +100,7 @@ def test_an_owner_that_is_terminated_removes_the_segments_and_files_of_its_serve
 
 def test_a_server_notes_its_segments_while_its_owner_is_stopped(run_folder, segment):
     with start_owner(run_folder, segment) as owner:
-        wait_until(lambda: psutil.Process(owner.pid).children())
+        wait_until(lambda: len(psutil.Process(owner.pid).children(recursive=True)) > 1)  # the server has its keys
         owner.send_signal(signal.SIGSTOP)
         wait_until(lambda: str(segment) in notes(run_folder))
         owner.kill()

@@ -65,7 +65,7 @@ def test_the_refusal_names_both_runs(saved, tmp_path, load, finetune, this):
     section = CheckpointArguments(save=folder, load=None if load is None else f"{tmp_path}/{load}", finetune=finetune)
     with pytest.raises(ValueError) as refused:
         own_save_folder(section)
-    both = f"holds checkpoints of run old of 2026-01-01 10:00:00, up to iter_0000060, and this is {this}; continue that"
+    both = f"holds checkpoints of run old of 2026-01-01 10:00:00, up to iter_0000060, and this is {this}; to begin"
     assert both.format(load=section.load) in str(refused.value)
 
 
