@@ -333,8 +333,9 @@ def explain_inputs(settings: Settings, inputs: Inputs) -> list[str]:
         steps = iterations * settings.steps_per_iteration
         work = f"{count(iterations, 'iteration')}, {count(steps, 'optimizer step')}"
         lines.append(f"epoch: {inputs.training:,} prompts, {work}")
-    if (trained := _trained(settings)) and settings.trains:
-        size = _STATE_BYTES * sum(map(math.prod, _shapes(settings).values())) / 1e9
+    shapes = _shapes(settings)
+    if (trained := _trained(settings, shapes)) and settings.trains:
+        size = _STATE_BYTES * sum(map(math.prod, shapes.values())) / 1e9
         saves = settings.checkpoint.save is not None and not settings.lora.trains_adapter
         lines.append(f"trained: {trained}{f'; a checkpoint takes about {size:.2g} GB' if saves else ''}")
     if inputs.unchecked:
@@ -362,7 +363,7 @@ def _with_tower(settings: Settings, total: int, shapes: dict[str, list[int]]) ->
 
 
 def _shapes(settings: Settings) -> dict[str, list[int]]:
-    """Return the shape of each weight, by the headers of files here; without any, nothing."""
+    """Return the shape of each weight by the headers of its files; none if the model is not on this machine."""
     shapes = dict[str, list[int]]()
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # they may be broken
         for file in Path(str(settings.model.hf_checkpoint)).glob("*.safetensors"):
@@ -370,9 +371,9 @@ def _shapes(settings: Settings) -> dict[str, list[int]]:
     return shapes
 
 
-def _trained(settings: Settings) -> str:
-    """Return the number of trained parameters in words, by the headers of weights here; without any, an empty text."""
-    shapes, lora = _shapes(settings), settings.lora
+def _trained(settings: Settings, shapes: dict[str, list[int]]) -> str:
+    """Return the number of trained parameters in words; without shapes, an empty text."""
+    lora = settings.lora
     total = sum(map(math.prod, shapes.values()))
     if not total:
         return ""

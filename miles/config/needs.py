@@ -41,12 +41,14 @@ class Condition:
         why: Why it has none, if the condition does not hold.
         heading: The heading of the note.
         comes_last: Whether it holds only without another flag, which may turn out to have no effect itself.
+        flag: The flag that must be set, if that is the whole condition.
     """
 
     holds: Callable[[Settings], bool]
     why: str
     heading: str = NO_EFFECT
     comes_last: bool = False
+    flag: str | None = None
 
 
 def _shares_sequences(s: Settings) -> bool:
@@ -225,7 +227,7 @@ def _condition(text: str) -> Condition:
     written, heading = " ".join([name, *filter(None, [" or ".join(accepted)])]), _HEADINGS.get(text, NO_EFFECT)
     if text.startswith("no "):
         return Condition(lambda s: not is_set(s), f"with {written}", heading, comes_last=True)
-    return Condition(is_set, f"without {written}", heading)
+    return Condition(is_set, f"without {written}", heading, flag=None if values else name)
 
 
 @cache
@@ -287,8 +289,7 @@ def without_effect(settings: Settings) -> tuple[Settings, list[Note]]:
         for name, condition in first or unmet:
             of = section_of()[name]
             section = getattr(settings, of)
-            flag = condition.why.removeprefix("without ")
-            why = f"{flag} has no effect" if flag in removed else condition.why
+            why = f"{condition.flag} has no effect" if condition.flag in removed else condition.why
             notes.append(note_on(condition.heading, name, getattr(section, name), why))
             removed.add(flag_name(name))
             default = getattr(type(section), name)  # a dataclass keeps it as an attribute of the class

@@ -718,26 +718,28 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     curves = Curves(metrics)
     curve = curves.judged(settings)
     if setting(settings, "debug_rollout_only"):
-        last = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
+        figures = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
         if alike := curves.of("rollout/zero_std_groups"):
-            last += f" In {fmean(alike):.0%} of the groups all answers have one reward, which teaches nothing."
-        return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{last}")
+            figures += f" In {fmean(alike):.0%} of the groups all answers have the same reward, which teaches nothing."
+        return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{figures}")
     if not curve.values:
         return Judgement(None, "It measures no reward and no loss that tells whether it learns.")
     if len(curve.values) < (2 if curve.name.startswith("held-out") else ENOUGH):
         early = f"Too early to tell: {done} of {total_steps} steps are done."
         return Judgement(None, early if done < total_steps else f"Too short to tell: it had {count(done, 'step')}.")
-    judgement, rewards = _judge(curve, runs), curves.judged(settings, held_out=False)
-    if judgement.is_learning is None and curve.values[-1] > curve.values[0] and len(rewards.values) >= ENOUGH:
-        by_reward = _judge(rewards, runs)
-        if by_reward.is_learning:
-            first, last = (f"{value:.3g}" for value in (curve.values[0], curve.values[-1]))
-            also = f"{curve.name} rose from {first} to {last} in {count(len(curve.values), 'measurement')}"
-            return Judgement(True, f"{by_reward.sentence[:-1]}; {also}.")
-    return judgement
+    judgement, (first, *_, last) = _judge(curve, runs), curve.values
+    if judgement.is_learning is not None or last <= first:
+        return judgement
+    rewards = curves.judged(settings, held_out=False)
+    by_reward = _judge(rewards, runs) if len(rewards.values) >= ENOUGH else judgement
+    if not by_reward.is_learning:
+        return judgement
+    also = f"{curve.name} rose from {first:.3g} to {last:.3g} in {count(len(curve.values), 'measurement')}"
+    return Judgement(True, f"{by_reward.sentence[:-1]}; {also}.")
 
 
 def _judge(curve: Curve, runs: bool) -> Judgement:
+    """Return what one curve, with enough measurements, states about the run."""
     name, sign, steps, values = curve
     trend = Trend.of([sign * value for value in values])
     scale = max(abs(trend.early), abs(trend.now), 1.0 if sign > 0 else 0.0)

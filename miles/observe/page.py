@@ -386,9 +386,13 @@ def write_report(folder: Path, samples_per_iteration: int, path: Path | None = N
         ValueError: The folder holds no run, or one of its files is damaged.
         WriteFailed: The disk is full, or cannot be written for another reason.
     """
-    view = RunView(folder)
+    return write_page(RunView(folder), samples_per_iteration, path)
+
+
+def write_page(view: RunView, samples_per_iteration: int, path: Path | None = None) -> Path:
+    """Write the report of a run that is open, as ``write_report`` does."""
     data = report_data(view, samples_per_iteration)
-    target = path or folder / REPORT
+    target = path or view.folder / REPORT
     page = single_file(view.header.title, data)
     if target.exists() and not target.is_file():  # a pipe, for example
         target.write_bytes(page)

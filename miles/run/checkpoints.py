@@ -162,18 +162,17 @@ class RunCheckpoints:
     def _save(self, done: int, best: BestCheckpoint | None = None, exports: bool = False) -> None:
         """Write a checkpoint; ``best`` is its record if it is the best so far."""
         self.before_writing()
-        actors = self.sides
-        actors.give_gpus_to_trainer()
-        with actors.timer.phase("save"):
-            state = {"rollouts_done": done, "prompts": actors.rollout.state(done), "run": self.run_state}
+        self.sides.give_gpus_to_trainer()
+        with self.sides.timer.phase("save"):
+            state = {"rollouts_done": done, "prompts": self.sides.rollout.state(done), "run": self.run_state}
             state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
-            actors.trainer.save(done, state, best)
+            self.sides.trainer.save(done, state, best)
             self.last_saved = done
             if exports:
                 self._export(done)
-        if actors.take_turns:
-            actors.sync_weights(version=done)  # gives the engines their memory back
+        if self.sides.take_turns:
+            self.sides.sync_weights(version=done)  # gives the engines their memory back
 
     def _export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""

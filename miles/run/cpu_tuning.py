@@ -51,7 +51,7 @@ def importing() -> Iterator[None]:
 
 
 def use_threads(device: str, sharers: int) -> None:
-    """On CPU, split the cores over the ``sharers`` processes that compute at the same time (launch/host_share.py).
+    """On CPU, split the cores over the ``sharers`` processes that compute at the same time (config/host_share.py).
 
     Ray sets OMP_NUM_THREADS to the actor's logical CPUs, which are not cores here, so PyTorch's number of threads is
     set directly.

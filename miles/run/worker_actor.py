@@ -1,6 +1,6 @@
-"""What every worker process of a run answers, whatever else it does: heartbeats, its stacks, the request to end.
+"""Answer heartbeats, return stacks and end on request: the base of the actors of a run.
 
-Each of these calls has a concurrency group, which is a thread of its own, of asyncio actors too.
+Each of these calls runs in a concurrency group, a separate thread, in asyncio actors too.
 """
 
 import os

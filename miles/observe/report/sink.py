@@ -11,7 +11,7 @@ from types import TracebackType
 from miles.base.disk_faults import WriteFailed
 from miles.config.tracking import TrackingArguments
 from miles.observe.health import MetricsFile, judge, unhealthy, verdicts
-from miles.observe.page import write_report
+from miles.observe.page import RunView, write_page
 from miles.observe.report.server import ReportServer
 from miles.observe.run_files import METRICS, RunHeader
 from miles.observe.sinks import Notifier
@@ -54,11 +54,14 @@ class ReportSink:
         self._closed = True
         if self._server is not None:
             self._server.close()
-        if self._has_rows:
-            print(_sentence(self._folder))
-        if self._has_rows and not self._tracking.no_report:
+        if not self._has_rows:
+            return
+        view = RunView(self._folder)
+        view.metrics_file.refresh()
+        print(judge(view.metrics_file, view.header.settings, runs=False, total_steps=view.header.total_steps).sentence)
+        if not self._tracking.no_report:
             try:
-                path = write_report(self._folder, self._tracking.report_samples)
+                path = write_page(view, self._tracking.report_samples)
             except WriteFailed as error:
                 print(f"note: {error}; miles report {self._folder} shows the run", file=sys.stderr)
             else:
@@ -71,13 +74,6 @@ class ReportSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _sentence(folder: Path) -> str:
-    """Return whether the run has learned."""
-    header, metrics = RunHeader.load(folder), MetricsFile(folder / METRICS)
-    metrics.refresh()
-    return judge(metrics, header.settings, runs=False, total_steps=header.total_steps).sentence
 
 
 def _serve(folder: Path, port: int) -> ReportServer:

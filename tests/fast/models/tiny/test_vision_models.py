@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from vision_models import KINDS, write_vision_model
 
-from miles.config.inputs import _trained
+from miles.config.inputs import _shapes, _trained
 from miles.config.lora import LoraArguments
 from miles.config.model import ModelArguments
 from miles.config.training import TrainingArguments
@@ -45,7 +45,8 @@ def test_it_reads_an_image_and_says_what_is_trained(kind: str, tmp_path) -> None
 
     def trained(**fields) -> str:
         arguments = ModelArguments(hf_checkpoint=f"{tmp_path}/tiny")
-        return _trained(SimpleNamespace(model=arguments, lora=LoraArguments(), training=TrainingArguments(**fields)))
+        settings = SimpleNamespace(model=arguments, lora=LoraArguments(), training=TrainingArguments(**fields))
+        return _trained(settings, _shapes(settings))
 
     assert trained() == f"{total:,} parameters, {tower:,} of them of the vision tower"
     frozen = f"{total - tower:,} parameters of the language part; {tower:,} of the vision tower stay unchanged"
