@@ -21,7 +21,7 @@ from typing import Any
 import miles
 from miles import commands
 from miles.base.disk_faults import fault_of_output
-from miles.base.text import one_line
+from miles.base.text import one_line, program
 from miles.commands import command_names
 
 # Answer Ctrl-C before a run listens to signals itself (run/stop_requests.py): one sentence, and status 130.
@@ -132,7 +132,7 @@ def _printing_help(words: Sequence[str]) -> Iterator[None]:
 def _last_line(words: Sequence[str]) -> str:
     """Return what is said when Ctrl-C ends the command. A run reports it itself (run/failures.py)."""
     if words[:1] == ["train"]:
-        return "train.py: stopped by SIGINT; no run was active"
+        return f"{program()}: stopped by SIGINT; no run was active"
     return f"{' '.join(['miles', *words[:1]])}: stopped by SIGINT"
 
 

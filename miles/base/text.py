@@ -1,6 +1,8 @@
 """Text from outside as a part of a message: short, on one line or a few, without control characters."""
 
 import re
+import sys
+from pathlib import Path
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST_TEXT = 1_000_000  # the middle of a longer one is not read
@@ -35,6 +37,15 @@ def few_lines(text: str, *, lines: int = 200, limit: int = 500) -> str:
         head, tail = lines - lines // 2, lines // 2
         every[head:-tail] = [f"… {len(every) - lines} lines are left out …"]
     return "\n".join(one_line(line, limit) for line in every)
+
+
+def program() -> str:
+    """Return the command that the user typed, which begins messages: ``miles train``, or the name of a script."""
+    path = Path(sys.argv[0])
+    is_miles = path.name == "miles" or path.parts[-2:] == ("miles", "__main__.py")
+    if is_miles and sys.argv[1:]:
+        return f"miles {one_line(sys.argv[1], 80)}"
+    return path.name if path.suffix == ".py" and path.name != "__main__.py" else "miles train"
 
 
 def name_and_words(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
+from miles.base.text import program
 from miles.compat.border import main_parse
 from miles.run.launcher import launch, train_in_one_process
 
@@ -62,6 +63,6 @@ def in_one_process(argv: Sequence[str]) -> None:
     try:
         check_one_process(validated.settings)
     except ValueError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        print(f"{program()}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     launch(validated, exit_with_message, runner=train_in_one_process)

@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.base.flags import changed, flag_name
 from miles.base.secrets import public_words
+from miles.base.text import program
 from miles.config.megatron.fields import DESTINATION
 from miles.config.settings import Settings
 
@@ -116,8 +117,8 @@ def report(messages: Sequence[str], groups: Mapping[str, str]) -> str:
         groups: The group of each flag; the groups are shown in this order.
     """
     if len(messages) == 1:
-        return f"train.py: error: {messages[0]}"
-    lines = [f"train.py: {len(messages)} errors in the flags:"]
+        return f"{program()}: error: {messages[0]}"
+    lines = [f"{program()}: {len(messages)} errors in the flags:"]
     by_group = dict[str, list[str]]()
     for message in messages:
         by_group.setdefault(_group(message, groups), []).append(message)

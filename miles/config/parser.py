@@ -20,7 +20,7 @@ from argparse_dataclass import _add_dataclass_options
 import miles
 from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name, flag_rules
 from miles.base.host import busy_cores, has_bf16, has_gpu
-from miles.base.text import one_line
+from miles.base.text import one_line, program
 from miles.config import files
 from miles.config.choice import (
     JoinedCluster,
@@ -175,9 +175,9 @@ def section_title(section: type) -> tuple[str, str]:
 
 
 def build_parser() -> FlagParser:
-    """Build the parser of ``train.py``: one group per section of ``Settings``, and ``--explain`` and ``--version``."""
+    """Build the parser of ``miles train``: a group per section of ``Settings``, and ``--explain`` and ``--version``."""
     parser = FlagParser(
-        prog="train.py",
+        prog=program(),
         usage="%(prog)s [--config FILE [key=value ...]] --flag value ... [@file]",
         description="Reinforcement-learning post-training of language models. @file reads flags from a file.",
         formatter_class=DefaultsFormatter,

@@ -15,6 +15,7 @@ import ray
 from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.storage import is_url
+from miles.base.text import program
 from miles.config.checkpoint import checkpoint_name
 from miles.config.rollout import path_of_iteration
 from miles.observe.run_files import RunIdentity
@@ -130,7 +131,7 @@ class RunCheckpoints:
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
         if self._lacks_checkpoint(done) and not self.sides.take_turns:
-            print(f"train.py: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
+            print(f"{program()}: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
             self._save(done)
         self._settle()
 

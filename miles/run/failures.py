@@ -21,7 +21,7 @@ from miles.base.flags import flag_name
 from miles.base.secrets import SHORTEST_HIDDEN_IN_TEXT, hide_in_text, secrets_in
 from miles.base.stacks import frames, own_stacks, request_stacks
 from miles.base.storage import is_url
-from miles.base.text import InputError, few_lines, name_and_words, one_line, words_of
+from miles.base.text import InputError, few_lines, name_and_words, one_line, program, words_of
 from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
 from miles.engine.base import EngineFailed
 from miles.observe.sinks import Notifier
@@ -212,7 +212,7 @@ class FailureFiles:
             path = self._made() / HANG_REPORT
             path.touch(mode=0o600)
             path.write_text(hide_in_text(report, self._hidden()), encoding="utf-8", errors="backslashreplace")
-            print(f"train.py: {why}; the stacks of all processes are in {path}", file=sys.stderr, flush=True)
+            print(f"{program()}: {why}; the stacks of all processes are in {path}", file=sys.stderr, flush=True)
 
     def keep_ray_logs(self) -> None:
         """Copy the logs of the run's own Ray, which are removed with its temporary folder."""
@@ -329,11 +329,11 @@ def exit_with_message(
             print(stopped_by(stop, checkpoint), file=sys.stderr)
             raise SystemExit(stop.exit_status) from None
         if isinstance(cause, ValueError):
-            print(few_lines(f"train.py: error: {words_of(cause)}", limit=_LONGEST_SENTENCE), file=sys.stderr)
+            print(few_lines(f"{program()}: error: {words_of(cause)}", limit=_LONGEST_SENTENCE), file=sys.stderr)
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
         elif isinstance(cause, RewardError):
-            lines = [f"train.py: error: {cause}", *getattr(cause, "__notes__", ())]
+            lines = [f"{program()}: error: {cause}", *getattr(cause, "__notes__", ())]
             print(few_lines("\n".join(lines), limit=_LONGEST_SENTENCE), file=sys.stderr)
             print(stopped("the reward function failed (above)", checkpoint, files), file=sys.stderr)
         elif isinstance(cause, WriteFailed):
@@ -382,7 +382,7 @@ def is_stopped_soon(stop: StopRequests) -> bool:
 def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:
     """Return the last line of a run that has failed: why, how to resume, and which files of the failure were kept."""
     ending = "" if files is None else files.in_words()
-    return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{ending}"
+    return f"{program()}: the run stopped: {why}; {how_to_resume(checkpoint)}{ending}"
 
 
 def cause_of(error: Exception) -> BaseException:

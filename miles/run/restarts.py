@@ -18,6 +18,7 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.locks import reading
+from miles.base.text import program
 from miles.config.checkpoint import NOT_OF_ITS_OWN
 from miles.config.settings import Settings
 from miles.run.failures import FailureFiles, cause_of, in_one_line, is_death, is_stopped_soon, show
@@ -50,7 +51,9 @@ class Restarts:
         self.left -= 1
         ending = "" if files is None else files.in_words()
         print(
-            f"train.py: {why}; restarting from {start} ({self.left} restarts left){ending}", file=sys.stderr, flush=True
+            f"{program()}: {why}; restarting from {start} ({self.left} restarts left){ending}",
+            file=sys.stderr,
+            flush=True,
         )
         if files is not None:
             files.next_attempt()
@@ -136,8 +139,9 @@ class Continuation:
         os.write(state, self._state)
         module, name = self._function.split(":")
         code = "import sys, json; [each.reconfigure(errors='backslashreplace') for each in (sys.stdout, sys.stderr)]; "
-        code += f"sys.path[:] = json.loads(sys.argv[2]); from {module} import {name}; "
-        code += f"from {__name__} import handed_over; {name}(handed_over(int(sys.argv[1])))"
+        code += "state, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
+        code += f"sys.argv = {program().split()}; from {module} import {name}; "
+        code += f"from {__name__} import handed_over; {name}(handed_over(int(state)))"
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2:
                 _close_later(number)

@@ -25,6 +25,7 @@ from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
 from miles.base.profiling import ProcessTrace, span
 from miles.base.stacks import own_stacks
+from miles.base.text import program
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder
@@ -54,7 +55,6 @@ from miles.types.weights import WeightChunk
 T = TypeVar("T")
 
 WORKER_TRIES = 4  # in a row: a worker that always fails is not replaced forever
-REPLACED = "train.py: {}; the rollout worker is replaced, and what was being generated is generated again"
 CLOSE_SECONDS = 20.0  # for stopping the servers, which takes a few seconds each, all at once
 
 
@@ -157,7 +157,8 @@ class RolloutDriver:
                 if tries_left == 0 or not (lost or failed_again):
                     raise
                 self._dead = True
-                print(REPLACED.format(in_one_line(error)), file=sys.stderr, flush=True)
+                replaced = "the rollout worker is replaced, and what was being generated is generated again"
+                print(f"{program()}: {in_one_line(error)}; {replaced}", file=sys.stderr, flush=True)
         raise AssertionError("unreachable")
 
     def _replace(self) -> None:

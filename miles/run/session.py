@@ -29,7 +29,7 @@ from miles.base.flags import count
 from miles.base.host import has_gpu
 from miles.base.locks import release_at_end
 from miles.base.processes import importing_miles, kill_all
-from miles.base.text import few_lines
+from miles.base.text import few_lines, program
 from miles.config.cluster import ClusterArguments
 from miles.run.cpu_tuning import malloc_environment
 from miles.run.failures import FailureFiles, cause_of, is_death, is_stopped_soon
@@ -312,7 +312,7 @@ def _starting(guard: RunGuard | None) -> Iterator[None]:
     """
 
     def end(number: int) -> None:
-        print(f"train.py: stopped by {signal.Signals(number).name} while Ray was starting", file=sys.stderr)
+        print(f"{program()}: stopped by {signal.Signals(number).name} while Ray was starting", file=sys.stderr)
         end_at_once(guard, 128 + number)
 
     original = ray._private.utils.set_sigterm_handler

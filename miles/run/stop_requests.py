@@ -33,6 +33,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from miles.base.text import program
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 SIGNAL_SECONDS = 2.0  # within which a signal that has ended processes of the run reaches the launcher too
 
@@ -158,7 +160,7 @@ class StopRequests:
             raise StopRequested
         self._start_timer()
         print(
-            f"train.py: {signal.Signals(number).name}: finishing the iteration that is training, for up to "
+            f"{program()}: {signal.Signals(number).name}: finishing the iteration that is training, for up to "
             f"{self._seconds:g} s (--stop-timeout); a second signal stops at the last checkpoint",
             file=sys.stderr,
             flush=True,
@@ -167,7 +169,7 @@ class StopRequests:
     def _warn(self, number: int, frame: FrameType | None) -> None:
         if self._requested is None:
             self._requested = number
-            print("train.py: SIGUSR1: stopping at the end of this iteration", file=sys.stderr, flush=True)
+            print(f"{program()}: SIGUSR1: stopping at the end of this iteration", file=sys.stderr, flush=True)
 
     def _start_timer(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
@@ -175,7 +177,7 @@ class StopRequests:
     def _time_out(self, number: int, frame: FrameType | None) -> None:
         if not self._only_notes:
             passed = f"{self._seconds:g} s (--stop-timeout) have passed"
-            print(f"train.py: {passed}: what is not saved by now is lost", file=sys.stderr, flush=True)
+            print(f"{program()}: {passed}: what is not saved by now is lost", file=sys.stderr, flush=True)
             raise StopRequested
 
 

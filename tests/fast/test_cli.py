@@ -111,8 +111,8 @@ def test_a_word_after_two_dashes_asks_for_no_help(tmp_path, monkeypatch, capsys)
     ("words", "said"),
     [
         (["train.py", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
-        (["train_async.py", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
-        (["-m", "miles", "train", "@{file}"], "train.py: stopped by SIGINT; no run was active\n"),
+        (["train_async.py", "@{file}"], "train_async.py: stopped by SIGINT; no run was active\n"),
+        (["-m", "miles", "train", "@{file}"], "miles train: stopped by SIGINT; no run was active\n"),
         (["-m", "miles", "check-reward", "math", "--cases", "{file}"], "miles check-reward: stopped by SIGINT\n"),
     ],
 )

@@ -248,7 +248,7 @@ def test_a_broken_model_folder(tmp_path, monkeypatch, content, fault):
     monkeypatch.chdir(tmp_path)
     for path in ("model", str(folder)):
         (line,) = errors_of([*command(hf_checkpoint=path), "--train-backend", "megatron"])
-        assert fault in line and line.startswith(f"train.py: error: --hf-checkpoint {path}: ")
+        assert fault in line and line.startswith(f"miles train: error: --hf-checkpoint {path}: ")
 
 
 def test_a_terminal_of_ascii_prints_escapes(tmp_path):

@@ -78,7 +78,7 @@ def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
         )
     assert caught.value.code == 2
     first, *errors = capsys.readouterr().err.splitlines()
-    assert first == "train.py: 7 errors in the flags:"
+    assert first == "miles train: 7 errors in the flags:"
     assert [error.split(":")[0] for error in errors if error.startswith("    ")] == [
         "    --loss-aggregation mean",
         "    --eps-clip 0.0",
@@ -148,6 +148,6 @@ def test_wrong_flags_are_reported_within_a_second_and_without_torch():
         assert run.stdout == "2 []\n"
         first, *lines = run.stderr.splitlines()
         errors = [line.strip() for line in lines if line.startswith("    ")]
-        assert first == f"train.py: {len(errors)} errors in the flags:"
+        assert first == f"miles train: {len(errors)} errors in the flags:"
         assert {"--lr", "--loss-aggregation", "--prompt-data"} <= {error.split()[0] for error in errors}
     assert min(seconds) < 1.0

@@ -66,7 +66,7 @@ def test_the_error_of_a_misspelled_setting_has_its_line(quickstart_folder, capsy
     file.write_text(file.read_text().replace("rollout_batch_size", "rolout_batch_size"))
     with pytest.raises(SystemExit):
         train.main(["--config", "products.yaml"])
-    message = re.search(r"^train.py: error: (--config products.yaml:\d+: rolout.*)$", text, re.M)[1]
+    message = re.search(r"^miles train: error: (--config products.yaml:\d+: rolout.*)$", text, re.M)[1]
     assert message in capsys.readouterr().err
 
 

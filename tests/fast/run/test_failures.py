@@ -56,7 +56,7 @@ def test_value_error_is_one_sentence(capsys):
     with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "train.py: error: --lr -1: must be at least 0; give 0 or more\n"
+    assert capsys.readouterr().err == "miles train: error: --lr -1: must be at least 0; give 0 or more\n"
 
 
 def test_a_reward_that_raised_is_one_sentence_and_the_lines_of_the_users_file(capsys):
@@ -66,9 +66,9 @@ def test_a_reward_that_raised_is_one_sentence_and_the_lines_of_the_users_file(ca
         raise ray.exceptions.RayTaskError("generate", "a traceback of miles", pickle.loads(pickle.dumps(error)))
     assert ended.value.code == 1
     first, *trace, last = capsys.readouterr().err.splitlines()
-    assert first == f"train.py: error: {error}"
+    assert first == f"miles train: error: {error}"
     assert trace == ["Traceback (most recent call last):", '  File "mine.py", line 3, in score']
-    assert last.startswith("train.py: the run stopped: the reward function failed (above); nothing was saved")
+    assert last.startswith("miles train: the run stopped: the reward function failed (above); nothing was saved")
 
 
 def test_an_engine_that_failed_is_one_sentence(capsys):
@@ -77,7 +77,7 @@ def test_an_engine_that_failed_is_one_sentence(capsys):
         raise ray.exceptions.RayTaskError("generate", "a traceback of miles", error)
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("train.py: the run stopped: engine 0: no answer at all; nothing was saved")
+    assert line.startswith("miles train: the run stopped: engine 0: no answer at all; nothing was saved")
 
 
 def test_other_errors_show_their_traceback(capsys):
@@ -86,7 +86,7 @@ def test_other_errors_show_their_traceback(capsys):
     output = capsys.readouterr().err
     assert ended.value.code == 1
     assert "Traceback" in output
-    assert output.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
+    assert output.splitlines()[-1].startswith("miles train: the run stopped: OSError: disk full; nothing was saved")
 
 
 class Silent(ValueError):
@@ -189,7 +189,7 @@ def test_a_reader_that_left_ends_the_run_without_a_traceback():
         process.stdout.close()
         error = process.stderr.read()
     assert process.returncode == 1
-    assert error.startswith("train.py: the run stopped: standard output was closed; nothing was saved")
+    assert error.startswith("miles train: the run stopped: standard output was closed; nothing was saved")
     assert len(error.splitlines()) == 1
 
 
@@ -198,7 +198,7 @@ def test_a_full_output_ends_the_run_without_a_traceback():
         ended = subprocess.run([sys.executable, "-c", PRINTING], stdout=full, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
     fault = "standard output cannot be written (No space left on device)"
-    assert ended.stderr.startswith(f"train.py: the run stopped: {fault}; nothing was saved")
+    assert ended.stderr.startswith(f"miles train: the run stopped: {fault}; nothing was saved")
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -150,7 +150,7 @@ def test_a_second_signal_while_ray_starts_ends_the_launcher_at_once(tmp_path: Pa
         text=True,
     )
     assert (ended.returncode, ended.stdout) == (143, "starting\n"), ended.stderr
-    assert ended.stderr == "train.py: stopped by SIGTERM while Ray was starting\n"
+    assert ended.stderr == "miles train: stopped by SIGTERM while Ray was starting\n"
     assert [path for path in tmp_path.glob("ray-*/*") if path.is_dir()] == []
 
 

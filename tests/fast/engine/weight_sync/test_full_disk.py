@@ -94,7 +94,7 @@ def test_the_run_ends_with_a_sentence_that_names_file_disk_and_what_to_do(
         writer.write()
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("train.py: the run stopped: ") and str(writer.written) in line
+    assert line.startswith("miles train: the run stopped: ") and str(writer.written) in line
     assert " was not written, because the disk " in line
     assert f"{words}; make room, or give another {writer.flag}; the same command with --load {saved} continues" in line
     if writer.flag == SHARED:

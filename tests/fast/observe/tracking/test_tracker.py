@@ -327,7 +327,7 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
         FILES[name](tracker)
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: the run stopped: {tmp_path / name} was not written, because the disk ")
+    assert line.startswith(f"miles train: the run stopped: {tmp_path / name} was not written, because the disk ")
     assert " is full; the same command with --load " in line and line.endswith("continues from the last checkpoint")
     (tmp_path / name).unlink()
     (tmp_path / name).write_bytes(copy + b'{"rollout_id": 3, "half a li')  # what did fit of the row

@@ -106,7 +106,7 @@ def test_a_failed_save_leaves_earlier_checkpoints_and_nothing_half_written(tmp_p
         driver(tmp_path, fail).save(4, {})
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: the run stopped: --save {tmp_path}: the checkpoint after 4 iterations was not")
+    assert line.startswith(f"miles train: the run stopped: --save {tmp_path}: the checkpoint after 4 iterations was ")
     assert WORDS[number] in line and line.endswith(f"--load {tmp_path} continues from the last checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000002"]
     assert check_checkpoint(tmp_path / "iter_0000002") is not None

@@ -98,7 +98,7 @@ def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeyp
     start("first", first)
     (line,) = capsys.readouterr().err.splitlines()
     owner = f"another run is writing to this folder (process {os.getpid()} on "
-    assert line.startswith(f"train.py: error: {shared} {tmp_path}/shared: {owner}")
+    assert line.startswith(f"miles train: error: {shared} {tmp_path}/shared: {owner}")
 
 
 def test_a_run_whose_folder_was_taken_over_ends(launch, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_an_export_that_a_killed_run_was_exchanging_is_in_place_before_the_run_b
     with pytest.raises(SystemExit):
         start(tmp_path / "hf")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: error: --save-hf {tmp_path}/hf: a run was killed while it exchanged this export")
+    assert line.startswith(f"miles train: error: --save-hf {tmp_path}/hf: a run was killed while it exchanged this ")
     assert f"{tmp_path}/.replaced_hf cannot be put into place (Permission denied)" in line
 
 
