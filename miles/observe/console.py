@@ -463,8 +463,6 @@ class ConsoleSink:
         self._progress: Progress | None = None
         self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
-        for line in header.objective_formula.splitlines():
-            self._print(Text.assemble(("           ", "dim"), line))
         self._print(Text.assemble(("output     ", "dim"), output_dir))
         if self._console.is_terminal:
             self._progress = self._start_bar(header.total_steps)
