@@ -16,6 +16,7 @@ from miles.compat.border import main_parse
 from miles.run.launcher import launch, train_in_one_process
 
 if TYPE_CHECKING:
+    from miles.config.settings import Settings
     from miles.config.validate import Validated
 
 
@@ -30,13 +31,21 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
         SystemExit: With status 2 for wrong flags, before anything starts; with 1 if the run fails.
     """
     hide_on_command_line(argv)
-    validated = main_parse(argv)
+    validated = main_parse(argv, check_folders=_check_save)
     if validated.settings.rehearsal.rehearse:
         from miles.commands.rehearsal.command import rehearse  # imports torch
 
         return rehearse(validated)
     start(validated, is_alone)
     return 0
+
+
+def _check_save(settings: Settings) -> None:
+    """Raise ``ValueError`` if the run is not the one whose checkpoints are in ``--save``."""
+    if settings.checkpoint.save is not None:
+        from miles.run.resume import own_save_folder
+
+        own_save_folder(settings.checkpoint)
 
 
 def start(validated: Validated, is_alone: bool = False) -> None:

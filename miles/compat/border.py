@@ -9,9 +9,9 @@
 """
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -184,12 +184,15 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     )
 
 
-def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
+def main_parse(
+    argv: Sequence[str], starts: bool = True, check_folders: Callable[[Settings], None] = lambda settings: None
+) -> Validated:
     """Parse and validate for a program.
 
     Args:
         argv: The words of the command.
         starts: Whether the run starts now, unchanged, unless the command explains or rehearses it.
+        check_folders: Raises ``ValueError`` if a start would refuse the folders of a run that is explained.
 
     Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
     ``--version`` print to stdout and exit with 0.
@@ -198,6 +201,11 @@ def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
         command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts), starts)
         validated = with_inputs(command, validated, starts)
     if command.explains:
+        try:
+            check_folders(validated.settings)
+        except ValueError as error:
+            fault = f"a start on this host would be refused: {error}"
+            validated = replace(validated, surprises=(*validated.surprises, fault))
         print(explain(validated))
         raise SystemExit(0)
     return validated

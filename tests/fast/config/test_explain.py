@@ -4,11 +4,13 @@ from fractions import Fraction
 
 import pytest
 
+from miles.commands.explain import main
 from miles.compat.border import main_parse
 from miles.config.explain import explain, without_effect
 from miles.objective import chosen as objective
 from miles.objective.aggregation import token_weights
 from tests.fast.support.rows import rows
+from tests.fast.support.small_checkpoint import save_checkpoint
 
 MODES = {
     "sample_mean": "--loss-aggregation sample_mean",
@@ -41,6 +43,16 @@ def test_explain_prints_and_stops(command, capsys):
         "8 trainer",
     ):
         assert said in text
+
+
+def test_a_folder_of_another_runs_checkpoints_is_told_before_the_start(command, tmp_path, capsys):
+    save_checkpoint(tmp_path, 2)
+    for more, is_told in (("", True), (" --start-over", False)):
+        with pytest.raises(SystemExit) as ended:
+            main(command(f"--save {tmp_path}{more}"))
+        text = " ".join(capsys.readouterr().out.split())
+        assert ended.value.code == 0
+        assert (f"a start on this host would be refused: --save {tmp_path}: holds checkpoints of " in text) == is_told
 
 
 @pytest.mark.parametrize(
