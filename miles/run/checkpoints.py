@@ -63,6 +63,14 @@ def check_same_steps(checkpoint: CheckpointArguments, steps_per_iteration: int) 
         )
 
 
+def note_of_nothing_left(done: int, last: int) -> str:
+    """Return the line that a run prints whose ``last`` iteration was done before."""
+    return (
+        f"note: {done} iterations are done already, and this run has {last}: nothing is left to train; give a larger "
+        "--num-rollout or --num-epoch to continue"
+    )
+
+
 def _continued(checkpoint: CheckpointArguments) -> tuple[str, dict[str, Any]]:
     """Return the name and the launcher's part of the checkpoint that the run continues; both empty without one."""
     if checkpoint.load is None or checkpoint.finetune:
@@ -105,10 +113,7 @@ class RunCheckpoints:
             self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
         self.sides.rollout.restore(state["prompts"])
         if done >= (last := self.sides.rollout.num_iterations) > 0:
-            print(
-                f"note: {done} iterations are done already, and this run has {last}: nothing is left to train; "
-                "give a larger --num-rollout or --num-epoch to continue"
-            )
+            print(note_of_nothing_left(done, last))
         return done
 
     def save_if_due(self, done: int, metrics: Mapping[str, Metric], due: bool) -> None:

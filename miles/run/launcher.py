@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from miles.base.secrets import hidden_in_output, secrets_in
 from miles.base.text import InputError
-from miles.config.checkpoint import NOT_OF_ITS_OWN, default_remote_cache, fault_of_nothing
+from miles.config.checkpoint import NOT_OF_ITS_OWN, default_remote_cache, fault_of_nothing, first_iteration
 from miles.config.host_share import host_line
 from miles.config.inputs import check_inputs
 from miles.config.notes import grouped
+from miles.config.rollout import path_of_iteration
 from miles.config.run_file import FILE_NAME, run_config
 from miles.config.settings import Settings
 from miles.types.metrics import Metric
@@ -386,6 +387,9 @@ def launch(
         _check(validated, previous is None)
         with _locked(settings) as (folders, lock):
             point, branch = _resume_point(validated)
+            if previous is None and (note := _note_if_finished(settings, point.checkpoint)) is not None:
+                print(note)
+                return
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
@@ -460,6 +464,18 @@ def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
     if validated.accepted:
         print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
     return point, branch
+
+
+def _note_if_finished(settings: Settings, start: CheckpointArguments) -> str | None:
+    """Return the note on a run that has neither an iteration nor an export left to do; None for others."""
+    from miles.run.checkpoints import note_of_nothing_left
+
+    last, done = settings.rollout.num_rollout, first_iteration(start)
+    if last is None or not done or done < last or start.urls:
+        return None
+    if start.save_hf is not None and not Path(path_of_iteration(start.save_hf, done)).exists():
+        return None
+    return note_of_nothing_left(done, last)
 
 
 @contextmanager

@@ -80,6 +80,25 @@ def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_pat
     assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
 
 
+def test_a_run_that_is_done_ends_before_anything_starts(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(launcher, "run", lambda settings, context: started.append(settings.checkpoint.load))
+    saved = save_checkpoint(tmp_path / "saved", 10)
+
+    def start(flags):
+        words = minimal(f"--rollout-shuffle --load {tmp_path}/saved --output-dir {tmp_path}/out {flags}")
+        launcher.launch(replace(validate(parse(words)), inputs=Inputs()), exit_with_message)
+        return capsys.readouterr().out
+
+    (tmp_path / "hf").mkdir()
+    for flags in ("", "--num-rollout 9", f"--save {tmp_path}/saved --save-hf {tmp_path}/hf"):
+        assert "nothing is left to train; give a larger --num-rollout" in start(flags)
+    assert started == []
+    for flags in ("--num-rollout 11", "--finetune", f"--save-hf {tmp_path}/missing"):
+        assert "nothing is left" not in start(flags)
+    assert started == [str(saved)] * 3
+
+
 @pytest.mark.parametrize("shared", ["--save", "--output-dir", "--save-hf", "--update-weight-disk-dir"])
 def test_a_second_launcher_in_a_folder_of_the_first_is_refused(tmp_path, monkeypatch, capsys, shared):
     def start(name, run):
