@@ -522,6 +522,18 @@ def _log_prob_gap(curves: Curves) -> Finding | None:
     return ends and Finding(ends[1] / 0.1, f"{ends[1]:.3g} nats per token")
 
 
+def _flat_reward(curves: Curves) -> Finding | None:
+    rewards = curves.of("rollout/reward")
+    if len(rewards) < 4 * WINDOW or not all(map(math.isfinite, rewards)):
+        return None
+    trend = Trend.of(rewards, most=len(rewards))
+    scale = max(1.0, abs(trend.early), abs(trend.now))
+    most = trend.now - trend.early + 2 * trend.noise
+    excused = curves.has_gained() or (trend.early >= 0.95 and max(rewards) <= 1)
+    level = 0.0 if excused else 0.03 * scale / max(most, 1e-12)
+    return Finding(level, f"a reward of {trend.now:.3g} after {trend.early:.3g}, means of {trend.width}")
+
+
 def _gradient_spikes(curves: Curves) -> Finding | None:
     norms = curves.of("train/grad_norm")
     if len(norms) < 2 * WINDOW:
@@ -634,6 +646,14 @@ RULES: tuple[Rule, ...] = (
         _gradient_spikes,
         lambda settings: True,
     ),
+    Rule(
+        "Flat reward",
+        "rollout/reward",
+        f"{4 * WINDOW} measurements or more that exclude a growth of 0.03, and held-out reward has not grown",
+        (Advice("--lr", "read the best and the worst answers; raise --lr; or choose easier prompts"),),
+        _flat_reward,
+        lambda settings: learns_from_rewards(settings) and not setting(settings, "debug_rollout_only"),
+    ),
 )
 
 
@@ -681,9 +701,9 @@ class Trend:
     width: int  # measurements in a mean
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Trend:
-        """Return the trend of measurements without gaps."""
-        n = max(1, min(WINDOW, len(values) // 4))
+    def of(cls, values: Sequence[float], most: int = WINDOW) -> Trend:
+        """Return the trend of measurements without gaps, from means of ``most`` or a quarter of them."""
+        n = max(1, min(most, len(values) // 4))
         sums = list(accumulate(values, initial=0.0))
         means = [(after - before) / n for before, after in zip(sums, sums[n:], strict=False)]
         bends = [(a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)]

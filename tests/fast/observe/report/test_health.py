@@ -91,13 +91,14 @@ BAD = {
     "Truncated answers": lambda step, row: row | {"rollout/truncated_fraction": 0.9 * min(1.0, 0.3 + late(step))},
     "Engine-trainer gap": lambda step, row: row | {"train/train_rollout_logprob_abs_diff": 0.01 + 0.4 * late(step)},
     "Gradient spikes": lambda step, row: row | ({"train/grad_norm": 90.0} if step == STEPS - 3 else {}),
+    "Flat reward": lambda step, row: stuck(row),
 }
 
 
 @pytest.mark.parametrize("rule", [rule.name for rule in RULES])
 def test_a_rule_fires_on_its_seeded_run_alone(tmp_path: Path, rule: str) -> None:
     rows = [BAD[rule](step, row) for step, row in enumerate(healthy(), 1)]
-    assert fired(tmp_path, rows) == [rule]
+    assert fired(tmp_path, rows) == [*dict.fromkeys([rule, *["Flat reward"] * (rows == [*map(stuck, rows)])])]
 
 
 def test_an_infinite_gradient_norm_fires(tmp_path: Path) -> None:

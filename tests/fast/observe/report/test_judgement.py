@@ -82,6 +82,20 @@ def test_a_reward_that_rises_and_collapses_got_worse(folder: Path, length: int, 
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.integers(40, 400), st.floats(0.0, 0.05), seeds, st.floats(0.05, 0.9))
+def test_the_light_of_a_flat_reward_is_no_matter_of_noise(
+    folder: Path, length: int, noise: float, seed: int, level: float
+) -> None:
+    def state(growth: float, noise: float, run: dict = POLICY) -> str:
+        rewards = curve(lambda x: level + growth * x, length, noise, seed)
+        return next((verdict.state for verdict in verdicts(metrics_of(folder, rollout__reward=rewards), run)), "")
+
+    assert state(0.1, noise) != "unhealthy"
+    assert state(0.0, min(noise, 0.01)) == "unhealthy"
+    assert state(0.0, 0.0, {"rollout": {"debug_rollout_only": True}}) == "", "nothing is trained"
+
+
+@settings(max_examples=60, deadline=None)
 @given(lengths, st.floats(0.0, 0.1), seeds)
 def test_fine_tuning_is_judged_by_its_loss(folder: Path, length: int, noise: float, seed: int) -> None:
     falls = curve(lambda x: 1 + 2 * math.exp(-4 * x), length, noise, seed)

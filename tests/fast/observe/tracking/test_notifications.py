@@ -94,7 +94,7 @@ def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, 
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
     monkeypatch.setattr("miles.observe.report.sink.COSTS", 0)
     for step in range(1, 61):
-        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": 0.5}
+        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60}
         files.append_metrics(step, row)
         watch.log(step, row)
     (body,) = server.bodies
@@ -107,7 +107,7 @@ def test_what_turns_bad_in_the_last_steps_is_sent_at_the_end(server, tmp_path, m
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
     monkeypatch.setattr("miles.observe.report.sink.COSTS", math.inf)  # the rules are read once, in the first step
     for step in range(1, 61):
-        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": 0.5}
+        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60}
         files.append_metrics(step, row)
         watch.log(step, row)
     assert server.bodies == []
