@@ -1,6 +1,7 @@
 """Answer a prompt with a checkpoint of a run, several times.
 
-The prompt is rendered as the run renders its own: with its chat template, if it uses one.
+The prompt is rendered as the run renders its own: with its chat template, if it uses one. Without PROMPT it is one of
+the run's data, with its label and the rewards of the answers.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
 from miles.config.command_parser import CommandParser
 from miles.config.components import ENGINES
+from miles.tasks.rewards.scoring import RewardError
 
 if TYPE_CHECKING:
     from miles.types.sample import Sample
@@ -32,7 +33,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="miles sample", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    which.add_argument(
+        "--row", type=int, metavar="N", help="the N-th prompt of the run's data (default without PROMPT: 1)"
+    )
     parser.add_argument(
         "--image",
         action="append",
@@ -53,22 +58,35 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--temperature {options.temperature}: must be finite, and 0 (greedy) or more")
     if options.max_response_len is not None and options.max_response_len < 1:
         parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.row is not None and options.row < 1:
+        parser.error(f"--row {options.row}: must be at least 1; give 1 or more")
+    if options.prompt is None and options.image:
+        parser.error("--image: needs PROMPT; give both")
+    ask = (options.row or 1) if options.prompt is None else options.prompt
     try:
-        samples = _answers(options, text)
-    except (InputError, ValueError, OSError) as error:
+        samples = _answers(options, sys.stdin.read() if ask == "-" else ask)
+    except (ValueError, OSError, RewardError) as error:
         parser.error(str(error))
     if options.json:
-        rows = [{"response": s.response, "tokens": len(s.response_ids), "status": s.status.value} for s in samples]
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        print(json.dumps([_as_json(sample, ask) for sample in samples], indent=1, ensure_ascii=False, default=str))
         return 0
+    if isinstance(ask, int) and samples:
+        prompt = samples[0].prompt
+        print(f"--- {prompt.source}, label {prompt.label}\n{prompt.text}")
     for number, sample in enumerate(samples, start=1):
-        print(f"--- answer {number} ({len(sample.response_ids)} tokens, {sample.status.value})")
+        reward = "" if sample.reward is None else f", reward {sample.reward:.3g}"
+        print(f"--- answer {number} ({len(sample.response_ids)} tokens, {sample.status.value}{reward})")
         print(sample.response)
     return 0
 
 
-def _answers(options: argparse.Namespace, text: str) -> list[Sample]:
+def _as_json(sample: Sample, ask: str | int) -> dict[str, Any]:
+    row = {"response": sample.response, "tokens": len(sample.response_ids), "status": sample.status.value}
+    of_data = {"prompt": sample.prompt.text, "label": sample.prompt.label, "reward": sample.reward}
+    return row | of_data if isinstance(ask, int) else row
+
+
+def _answers(options: argparse.Namespace, ask: str | int) -> list[Sample]:
     run = SavedRun(options.run)
     settings = run.settings
     with (
@@ -78,5 +96,5 @@ def _answers(options: argparse.Namespace, text: str) -> list[Sample]:
         from miles.commands.saved_runs.generation import answer, settings_for  # imports torch
 
         here = settings_for(settings, model, Path(logs), options.engine)
-        work = answer(here, text, options.n, options.seed, options.temperature, options.max_response_len, options.image)
+        work = answer(here, ask, options.n, options.seed, options.temperature, options.max_response_len, options.image)
         return asyncio.run(work)

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from miles.base.secrets import HIDDEN
@@ -18,6 +19,7 @@ from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
 from miles.config.components import engine_spec
 from miles.config.evaluation import fill_evaluation
+from miles.config.inputs import load_training_prompts
 from miles.config.settings import Settings
 from miles.config.spelling import group_words
 from miles.engine.base import Engine, LocalHost, start_engine
@@ -31,6 +33,7 @@ from miles.tasks.data.images import ImageReader
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer
 from miles.tasks.rewards.registry import get_reward_function, passes
+from miles.tasks.rewards.scoring import score
 from miles.types.sample import IMAGE_PLACEHOLDER, Prompt, PromptGroup, Sample
 
 
@@ -204,18 +207,18 @@ def estimates(
 
 async def answer(
     settings: Settings,
-    text: str,
+    ask: str | int,
     n: int,
     seed: int,
     temperature: float | None,
     max_new_tokens: int | None,
     images: Sequence[str] = (),
 ) -> list[Sample]:
-    """Return ``n`` answers to a prompt, unscored. The prompt is rendered as the run renders its own.
+    """Return ``n`` answers to a prompt, which is rendered as the run renders its own. Those to a row are scored.
 
     Args:
         settings: From ``settings_for``.
-        text: The prompt, one user message if the run uses a chat template.
+        ask: The prompt, one user message if the run uses a chat template; or the number of a prompt of the run's data.
         n: How many answers.
         seed: The seed of the sampling, with engines that honour seeds.
         temperature: None is the run's.
@@ -223,9 +226,51 @@ async def answer(
         images: Paths. The text ``<image>`` stands for each; without any they come first.
 
     Raises:
-        InputError: The prompt is empty, the template refuses it, or the run's prompts have no images.
+        InputError: The prompt is empty, the template refuses it, the run's prompts have no images, or its data no such
+            row.
+        RewardError: The reward function fails on an answer.
     """
-    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
+    tokenizer, reward = load_tokenizer(str(settings.model.hf_checkpoint)), settings.reward
+    is_row = isinstance(ask, int)
+    prompt = _row(settings, tokenizer, ask) if isinstance(ask, int) else _rendered(settings, tokenizer, ask, images)
+    sampling = sampling_params(settings.rollout)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    if max_new_tokens is not None:
+        sampling = replace(sampling, max_new_tokens=max_new_tokens)
+    sampling.check()
+    async with _engine(settings) as engine, group_generator(settings) as generate:
+        limit = settings.rollout.rollout_max_context_len
+        group = await generate(
+            PromptGroup(0, prompt),
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n,
+            seed_of=lambda _, k: response_seed(seed, "sample", k),
+            max_context_len=limit,
+        )
+    if is_row:
+        await score(group.samples, get_reward_function(reward), reward.reward_error_value, drop=reward.drops_errors)
+    return group.samples
+
+
+def _row(settings: Settings, tokenizer: PreTrainedTokenizerBase, number: int) -> Prompt:
+    """Return a prompt of the run's data, counted from 1 over all of its sets."""
+    sources = {} if settings.reads_conversations else settings.data.mixed_sources
+    left = number
+    for name, source in sources.items():
+        prompts = load_training_prompts(name, source, settings, tokenizer)
+        if left <= len(prompts):
+            return prompts[left - 1]
+        left -= len(prompts)
+    if not sources:
+        raise InputError("PROMPT is required: the run reads no file of prompts")
+    raise InputError(f"--row {number}: the run has {number - left} prompts; give one of 1 to {number - left}")
+
+
+def _rendered(settings: Settings, tokenizer: PreTrainedTokenizerBase, text: str, images: Sequence[str]) -> Prompt:
+    """Return the prompt of a text."""
     data = settings.data
     if images:
         data = replace(data, multimodal_keys='{"image": "images"}')
@@ -237,23 +282,4 @@ async def answer(
     ids = rendered.token_ids
     if ids is None:
         ids = tokenizer(rendered.text, add_special_tokens=not renderer.uses_template)["input_ids"]
-    sampling = sampling_params(settings.rollout)
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
-    if max_new_tokens is not None:
-        sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    sampling.check()
-    prompt = Prompt(rendered.text, tuple(ids), source="the prompt", input=text, images=rendered.images)
-    drawn = PromptGroup(0, prompt)
-    async with _engine(settings) as engine, group_generator(settings) as generate:
-        limit = settings.rollout.rollout_max_context_len
-        group = await generate(
-            drawn,
-            engine,
-            sampling,
-            tokenizer,
-            n_samples=n,
-            seed_of=lambda _, k: response_seed(seed, "sample", k),
-            max_context_len=limit,
-        )
-    return group.samples
+    return Prompt(rendered.text, tuple(ids), source="the prompt", input=text, images=rendered.images)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -69,13 +70,19 @@ def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iter
     if folder is not None:
         if not (folder / "config.json").is_file():
             raise InputError(f"--weights {folder}: no config.json there; give an exported Hugging Face folder")
+        _announce(str(folder))
         yield folder
         return
     checkpoint = run.checkpoint(step)
+    _announce(f"{checkpoint.folder} (step {checkpoint.steps})")
     with tempfile.TemporaryDirectory(prefix="miles-export-") as temporary:
         with on_this_machine(run.settings.checkpoint, checkpoint.folder) as whole:
             export(run, whole, Path(temporary) / "model")
         yield Path(temporary) / "model"
+
+
+def _announce(weights: str) -> None:
+    print(f"loads {weights} …", file=sys.stderr, flush=True)
 
 
 def _own_export(run: SavedRun, step: Step) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from miles.base.secrets import HIDDEN
 from miles.base.text import InputError
 from miles.commands import eval as eval_command
+from miles.commands import sample
 from miles.commands.saved_runs.generation import answer, estimates, evaluate_sets, settings_for
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import hugging_face_folder
@@ -57,6 +59,22 @@ def test_answers_differ_by_their_seeds_and_repeat(run, tiny_model, tmp_path):
     assert all(len(ids) <= 4 for ids in texts[0]) and len(texts[0]) == 3
     with pytest.raises(InputError, match="the prompt is empty"):
         asyncio.run(answer(here, " ", 1, 0, None, None))
+
+
+def test_a_row_of_the_data_is_answered_and_scored(run, tiny_model, capsys):
+    words = [str(run.folder), "--weights", str(tiny_model), "--n", "2"]
+    assert sample.main([*words, "--row", "2", "--json"]) == 0
+    rows, (source, *_) = json.loads(capsys.readouterr().out), run.settings.data.mixed_sources.values()
+    assert [[row["prompt"], row["label"], row["reward"]] for row in rows] == [
+        ["1 + 1 = ", "2", -row["tokens"]] for row in rows
+    ]
+    assert sample.main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"--- {source}:1, label 1\n0 + 1 = \n--- answer 1 (") and ", reward " in out
+    assert err == f"loads {tiny_model} …\n"
+    with pytest.raises(SystemExit):
+        sample.main([*words, "--row", "4"])
+    assert "--row 4: the run has 3 prompts; give one of 1 to 3" in capsys.readouterr().err
 
 
 def test_a_server_gets_new_keys_as_the_old_ones_were_not_stored(run, tiny_model, tmp_path):
