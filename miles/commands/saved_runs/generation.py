@@ -260,7 +260,7 @@ def _row(settings: Settings, tokenizer: PreTrainedTokenizerBase, number: int) ->
     sources = {} if settings.reads_conversations else settings.data.mixed_sources
     left = number
     for name, source in sources.items():
-        prompts = load_training_prompts(name, source, settings, tokenizer)
+        prompts: Sequence[Prompt] = load_training_prompts(name, source, settings, tokenizer)
         if left <= len(prompts):
             return prompts[left - 1]
         left -= len(prompts)
