@@ -1,7 +1,8 @@
 """Measure the engines on this machine: ``python benchmarks/engines.py MODEL [ENGINE ...]`` prints a JSON line for each.
 
 Per engine: seconds until it serves, tokens per second with 1, 16 and 64 responses of 64 tokens at once, seconds of a
-weight update, and the memory of its processes. They run one after the other; a busy machine slows all of them.
+weight update, and the memory of its processes. They run one after the other, in bf16 where the CPU multiplies it and
+otherwise in fp32; a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles.base.host import has_bf16
 from miles.config.parser import parse
 from miles.config.validate import validate
 from miles.engine.base import Engine, GenerationRequest, LocalHost, SamplingParams, start_engine
@@ -27,8 +29,8 @@ from miles.types.weights import in_chunks
 
 TOKENS = 64
 RUN = (
-    "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 --bf16 "
-    "--debug-rollout-only"
+    "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 "
+    f"--debug-rollout-only {'--bf16' if has_bf16() else ''}"
 )
 
 
@@ -59,7 +61,8 @@ async def measure(model: str, name: str) -> dict[str, Any]:
         for number in (1, 16, 64):
             figures[f"tokens_per_second_{number}"] = round(await speed(engine, number))
         figures["memory_mb"] = memory_mb()
-        weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
+        dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+        weights = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).state_dict()
         weights.pop("lm_head.weight", None)  # tied
         chunks = list(in_chunks(weights.items()))
         began = time.perf_counter()

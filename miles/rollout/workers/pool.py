@@ -214,6 +214,56 @@ class _Worker:
         return orders
 
 
+class _Orders:
+    """Which worker has which order, and the orders that wait for a worker.
+
+    Args:
+        workers: The workers that take orders, by number; shared with the pool, which adds and removes them.
+    """
+
+    def __init__(self, workers: dict[int, _Worker]) -> None:
+        self._workers = workers
+        self._waiting: list[_Order] = []  # all workers are being replaced
+        self.failure: Exception | None = None
+
+    def place(self, orders: Iterable[_Order]) -> None:
+        """Give each order to the worker with the fewest."""
+        for order in orders:
+            if not self._workers:
+                self._waiting.append(order)
+                continue
+            worker = min(self._workers.values(), key=lambda worker: len(worker.orders))
+            worker.orders[order.ticket] = order
+            worker.send(order)
+
+    def place_waiting(self) -> None:
+        """Give the orders that wait to the workers that there are now."""
+        waiting, self._waiting = self._waiting, []
+        self.place(waiting)
+
+    def withdraw(self, order: _Order) -> None:
+        """Have nobody produce it any more."""
+        if order in self._waiting:
+            self._waiting.remove(order)
+        for worker in self._workers.values():
+            if worker.orders.pop(order.ticket, None) is not None:
+                worker.send(Cancel((order.ticket,)))
+
+    def fail(self, error: Exception, lost: Iterable[_Order] = ()) -> None:
+        """Raise ``error`` from every call of ``WorkerPool.produce``, now and later; ``lost`` are with no worker."""
+        self.failure = self.failure or error
+        for order in [*lost, *self._waiting, *(o for worker in self._workers.values() for o in worker.orders.values())]:
+            if not order.result.done():
+                order.result.set_exception(error)
+        self._waiting = []
+
+    def cancel(self) -> None:
+        """Cancel all orders, at the end."""
+        for order in [*self._waiting, *(order for worker in self._workers.values() for order in worker.end())]:
+            order.result.cancel()
+        self._waiting = []
+
+
 class WorkerPool:
     """Produces groups in worker processes; ``miles.rollout.groups.GroupWorkers``.
 
@@ -232,12 +282,11 @@ class WorkerPool:
         self._engine = engine
         self._replaces = replaces
         self._workers: dict[int, _Worker] = {}  # those that take orders, by number
-        self._waiting: list[_Order] = []  # for a worker: all are being replaced
+        self._orders = _Orders(self._workers)
         self._seen: Any = None  # the servers, as the engine has shown them
         self._holds = False
         self._tickets = itertools.count()
         self._questions = itertools.count()
-        self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -282,15 +331,14 @@ class WorkerPool:
         collect = worker.collect(lambda message: self._keep(self._check_servers(worker, message)))
         for work in (worker.deliver(), collect):
             worker.tasks.append(self._keep(self._guarded(number, worker, work)))
-        waiting, self._waiting = self._waiting, []
-        self._place(waiting)
+        self._orders.place_waiting()
 
     # Groups
 
     async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
         """Produce a group in a worker; ``GroupWorkers.produce``."""
-        if self._failure is not None:
-            raise self._failure
+        if self._orders.failure is not None:
+            raise self._orders.failure
         kind = GeneratorParts(
             filters=spec.group_filter is not None,
             shows=spec.scored is not None,
@@ -298,29 +346,12 @@ class WorkerPool:
             interruptible=tools.interrupts,
         )
         order = _Order(next(self._tickets), drawn, spec, kind, asyncio.get_running_loop().create_future())
-        self._place([order])
+        self._orders.place([order])
         try:
             return await order.result
         except asyncio.CancelledError:
-            self._withdraw(order)
+            self._orders.withdraw(order)
             raise
-
-    def _place(self, orders: Iterable[_Order]) -> None:
-        """Give each order to the worker with the fewest."""
-        for order in orders:
-            if not self._workers:
-                self._waiting.append(order)
-                continue
-            worker = min(self._workers.values(), key=lambda worker: len(worker.orders))
-            worker.orders[order.ticket] = order
-            worker.send(order)
-
-    def _withdraw(self, order: _Order) -> None:
-        if order in self._waiting:
-            self._waiting.remove(order)
-        for worker in self._workers.values():
-            if worker.orders.pop(order.ticket, None) is not None:
-                worker.send(Cancel((order.ticket,)))
 
     async def _check_servers(self, worker: _Worker, asked: CheckServers) -> None:
         error = None
@@ -348,32 +379,25 @@ class WorkerPool:
             task.cancel()
         orders = worker.end()
         if not isinstance(lost, WorkerLost):  # it cannot be talked to any more: nobody may wait for it
-            self._fail(lost, orders)
+            self._orders.fail(lost, orders)
             return
         if not self._replaces:
-            self._fail(RuntimeError(f"{worker.name} {lost}; {INSTEAD}"), orders)
+            self._orders.fail(RuntimeError(f"{worker.name} {lost}; {INSTEAD}"), orders)
             return
         for order in orders:
             order.losses += 1
             if order.losses == GROUP_TRIES:
                 prompt = order.drawn.prompt.source or f"group {order.drawn.group_index}"
-                self._fail(RuntimeError(f"{worker.name} {lost}, the {GROUP_TRIES}th one with {prompt} in it"), orders)
+                self._orders.fail(
+                    RuntimeError(f"{worker.name} {lost}, the {GROUP_TRIES}th one with {prompt} in it"), orders
+                )
                 return
         log.warning("%s %s; it is replaced, and its %d groups are generated again", worker.name, lost, len(orders))
-        self._place(orders)
+        self._orders.place(orders)
         try:
             await self._start(number)
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception, orders: Iterable[_Order] = ()) -> None:
-        """Raise ``error`` from every call of ``produce``, now and later."""
-        self._failure = self._failure or error
-        lost = [*orders, *self._waiting, *(o for worker in self._workers.values() for o in worker.orders.values())]
-        self._waiting = []
-        for order in lost:
-            if not order.result.done():
-                order.result.set_exception(error)
+            self._orders.fail(error)
 
     # What every worker must know
 
@@ -431,10 +455,9 @@ class WorkerPool:
     async def close(self) -> None:
         """End the workers. No call may follow."""
         self._closed = True
-        workers, self._workers = list(self._workers.values()), {}
-        waiting, self._waiting = self._waiting, []
-        for order in [*waiting, *(order for worker in workers for order in worker.end())]:
-            order.result.cancel()
+        self._orders.cancel()
+        workers = list(self._workers.values())
+        self._workers.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
 """The FSDP2 backend: ``TrainBackend`` for one rank, on CPU (gloo) or CUDA (NCCL)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,11 @@ from miles.types.groups import ContextGroups
 from miles.types.weights import WeightChunk, in_chunks
 
 
-class FsdpBackend:
-    """One rank. The process group must be initialized.
+class FsdpModelBuilder:
+    """Builds and shards the models of a rank. The process group must be initialized.
 
-    It has all settings, because the objects that it builds read most of them: the models (model, training, parallel,
-    rollout, loss, lora), their optimizers (optimizer, critic) and the ranks (cluster).
+    It has all settings, as it reads most of them: model, training, parallel, rollout, loss, lora, optimizer, critic and
+    cluster.
     """
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
@@ -51,28 +51,21 @@ class FsdpBackend:
         torch.manual_seed(settings.training.seed)
         self.device = device
         self.settings = settings
+        self.total_steps = total_steps
+        self.base = settings.model.hf_checkpoint
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.mesh = init_device_mesh(device.type, (settings.cluster.world_size,))
         self.groups = ContextGroups(settings.dims)
-        self.token_group: dist.ProcessGroup | None = None
-        check_layout("--hf-checkpoint", settings.model.hf_checkpoint, settings.parallel)
-        self.policy = self._build_policy(settings.model.hf_checkpoint, settings.policy_steps(total_steps))
-        self.critic: FsdpTrainedModel[ValueScorer] | None = None
-        if settings.loss.has_critic:
-            self.critic = self._build_critic(settings.model.hf_checkpoint, total_steps)
-        self.reference: FsdpModel[PolicyScorer] | None = None
-        if settings.loss.needs_reference:
-            self.reference = self._build_reference(settings.model.ref_load)
-        self.teacher: FsdpModel[PolicyScorer] | None = None
-        if settings.loss.teacher_is_loaded:
-            self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
+        check_layout("--hf-checkpoint", self.base, settings.parallel)
 
-    def _build_policy(self, path: str, total_steps: int) -> FsdpTrainedModel[PolicyScorer]:
+    def policy(self) -> FsdpTrainedModel[PolicyScorer]:
+        """Return the model that is trained, with its adapter if it has one."""
         lora = self.settings.lora
         dtype = self.compute_dtype if lora.trains_adapter else torch.float32  # weights that are updated need fp32
-        policy = self._load_policy("--hf-checkpoint", path, dtype, lora)
+        policy = self._load_policy("--hf-checkpoint", self.base, dtype, lora)
         policy.train()
-        optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, total_steps)
+        steps = self.settings.policy_steps(self.total_steps)
+        optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, steps)
         model = FsdpTrainedModel(policy, optimizer, self.groups, self.device)
         if self.settings.rollout.use_rollout_routing_replay:
             policy.routers = Routers(policy.language_model, "--use-rollout-routing-replay")
@@ -81,39 +74,39 @@ class FsdpBackend:
             model.record_experts(policy.routers)
         return model
 
-    def _build_critic(self, path: str, total_steps: int) -> FsdpTrainedModel[ValueScorer]:
-        model = load_value_model(path, torch.float32, self._read)
+    def critic(self) -> FsdpTrainedModel[ValueScorer]:
+        """Return the policy's decoder with one number per token."""
+        model = load_value_model(self.base, torch.float32, self._read)
         self._shard(model)
         model.train()
-        optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, total_steps, rate_flag="--critic-lr")
+        optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, self.total_steps, rate_flag="--critic-lr")
         return FsdpTrainedModel(model, optimizer, self.groups, self.device)
 
-    def _build_reference(self, ref_load: str | None) -> FsdpModel[PolicyScorer]:
+    def reference(self, policy: FsdpTrainedModel[PolicyScorer]) -> FsdpModel[PolicyScorer]:
         """Return the model of ``--ref-load``, or the one that training starts from.
 
         Under an adapter that one is frozen already.
         """
+        ref_load = self.settings.model.ref_load
         if ref_load is None and self.settings.lora.trains_adapter:
-            return FsdpBaseModel(self.policy.module, self.groups, self.device)
+            return FsdpBaseModel(policy.module, self.groups, self.device)
         if self.settings.model.ref_update_interval is None:
-            return self._build_frozen("--ref-load", ref_load)
+            return self.frozen("--ref-load", ref_load)
         mixes = self.settings.model.ref_mixup_alpha < 1
-        reference = self._build_frozen("--ref-load", ref_load, torch.float32 if mixes else self.compute_dtype)
-        check_can_follow(_state(reference.module), _state(self.policy.module), ref_load)
-        check_same_positions(reference.module.language_model.config, self.policy.module.language_model.config, ref_load)
+        reference = self.frozen("--ref-load", ref_load, torch.float32 if mixes else self.compute_dtype)
+        check_can_follow(_state(reference.module), _state(policy.module), ref_load)
+        check_same_positions(reference.module.language_model.config, policy.module.language_model.config, ref_load)
         return reference
 
-    def _build_frozen(self, flag: str, path: str | None, dtype: torch.dtype | None = None) -> FsdpModel[PolicyScorer]:
+    def frozen(self, flag: str, path: str | None, dtype: torch.dtype | None = None) -> FsdpModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``.
 
         ``dtype`` is the dtype in which weights are kept; by default, the one in which they are computed with.
         """
         dtype = dtype or self.compute_dtype
-        hf_checkpoint = self.settings.model.hf_checkpoint
-        assert hf_checkpoint is not None
         folder = checkpoint_files.at(Path(path)) if path is not None else None
         if path is None or folder is not None:
-            model = self._load_policy("--hf-checkpoint", hf_checkpoint, dtype)
+            model = self._load_policy("--hf-checkpoint", self.base, dtype)
         else:
             check_layout(flag, path, self.settings.parallel)
             model = self._load_policy(flag, path, dtype)
@@ -149,6 +142,32 @@ class FsdpBackend:
 
     def _check(self, policy: Policy, flag: str, path: str) -> None:
         check_untested_model(policy, flag, path, self.settings.parallel, self.device)
+
+
+class FsdpBackend:
+    """One rank. The process group must be initialized.
+
+    It has all settings, because the models that it builds read most of them, and so do their checkpoints.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        total_steps: int,
+        builder: Callable[[Settings, torch.device, int], FsdpModelBuilder] = FsdpModelBuilder,
+    ) -> None:
+        build = builder(settings, device, total_steps)
+        self.device = device
+        self.settings = settings
+        self.compute_dtype = build.compute_dtype
+        self.token_group: dist.ProcessGroup | None = None
+        self.policy = build.policy()
+        self.critic = build.critic() if settings.loss.has_critic else None
+        self.reference = build.reference(self.policy) if settings.loss.needs_reference else None
+        self.teacher: FsdpModel[PolicyScorer] | None = None
+        if settings.loss.teacher_is_loaded:
+            self.teacher = build.frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up in one collective."""

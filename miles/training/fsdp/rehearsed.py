@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from miles.config.settings import Settings
 from miles.training.backend import LeaveOut, RehearsedBackend
-from miles.training.fsdp.backend import FsdpBackend
+from miles.training.fsdp.backend import FsdpBackend, FsdpModelBuilder
 from miles.training.fsdp.models import Policy, ShardedModule, build_model, decoder_layers
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
 from miles.types.train_batch import TrainShard
@@ -25,17 +26,13 @@ def _note_nothing() -> None:
     return None
 
 
-class RehearsedFsdp(FsdpBackend):
-    """One rank under fake tensors."""
-
-    reads_on_host = True
-    reducing: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: every micro-batch reduces
-    starting: Callable[[], None] = staticmethod(_note_nothing)
+class _BuilderWithoutWeights(FsdpModelBuilder):
+    """Builds models whose tensors are fake, and leaves out layers that are like others."""
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut) -> None:
+        super().__init__(settings, device, total_steps)
         self._leave_out = leave_out
         self._removed: list[tuple[nn.Module, int]] = []  # of the model that is being built: equal layers, how many
-        super().__init__(settings, device, total_steps)
 
     def _read(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
         """Build the model, and remove the layers that are left out: to shard them takes most of the time.
@@ -69,6 +66,14 @@ class RehearsedFsdp(FsdpBackend):
 
     def _check(self, policy: Policy, flag: str, path: str) -> None:
         """Compare nothing: there are no values."""
+
+
+class RehearsedFsdp(FsdpBackend):
+    """One rank under fake tensors."""
+
+    reads_on_host = True
+    reducing: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: every micro-batch reduces
+    starting: Callable[[], None] = staticmethod(_note_nothing)
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Exchange the sums; their values are not known."""
@@ -189,6 +194,6 @@ def _built(
     cut = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = _Parts  # type: ignore[assignment]
     try:
-        yield RehearsedFsdp(settings, device, total_steps, leave_out)
+        yield RehearsedFsdp(settings, device, total_steps, partial(_BuilderWithoutWeights, leave_out=leave_out))
     finally:
         _fsdp_param._chunk_with_empty = cut

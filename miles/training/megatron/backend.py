@@ -47,11 +47,11 @@ from miles.training.scoring import check_can_follow, check_same_positions, follo
 from miles.types.weights import WeightChunk, in_chunks
 
 
-class MegatronBackend:
-    """One rank. The process group must be initialized.
+class MegatronModelBuilder:
+    """Builds the models of a rank. The process group must be initialized.
 
-    It has all settings, because the objects that it builds read most of them: the models (model, training, megatron,
-    rollout, loss), their optimizers (optimizer, critic), the process groups (cluster, parallel) and checkpoints.
+    It has all settings, as it reads most of them: model, training, megatron, rollout, loss, lora, optimizer, critic,
+    cluster and parallel.
     """
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
@@ -59,68 +59,49 @@ class MegatronBackend:
         megatron_version()
         self.device = device
         self.settings = settings
+        self.total_steps = total_steps
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.ranks = initialize_process_groups(settings.dims, settings.training.seed)
         self.hf_config = read_config(settings.model.hf_checkpoint)
-        # Read now: the hub may not be there when the run ends.
         self.hf_weights = self._weights_at("--hf-checkpoint", settings.model.hf_checkpoint)
-        self.generation_config = self.hf_weights.generation_config()
         self.converter = build_converter(
             settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
         )
         check_with_model(settings.megatron, settings.megatron_overrides, self.hf_config.to_dict(), self.converter.shape)
-        self._host_copies = HostCopies()
-        self.policy = self._build_policy(settings.policy_steps(total_steps))
-        self.token_group: dist.ProcessGroup | None = self.ranks.token_group
-        self.critic: MegatronTrainedModel[ValueScorer] | None = None
-        if settings.loss.has_critic:
-            self.critic = self._build_critic(total_steps)
-        if settings.checkpoint.save is not None:
-            checkpoint.check_can_save(self.policy.stage, self.ranks)
-            if self.critic is not None:
-                checkpoint.check_can_save(self.critic.stage, self.ranks)
-        self.reference: MegatronModel[PolicyScorer] | None = None
-        self.following: FollowingReference | None = None  # the same model, if it follows the policy
-        if settings.loss.needs_reference:
-            self.reference = self._build_reference(settings.model.ref_load)
-        self.teacher: MegatronModel[PolicyScorer] | None = None
-        if settings.loss.teacher_is_loaded:
-            self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
-    def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
+    def policy(self) -> MegatronTrainedModel[PolicyScorer]:
+        """Return the model that is trained, with its adapter if it has one."""
         model = self._load(self.hf_config, self.hf_weights, is_trained=True)
         if self.settings.lora.trains_adapter:
             self._add_adapter(model)
         models = self._distributed(model)
         config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(models, config, self.settings.optimizer, total_steps)
+        steps = self.settings.policy_steps(self.total_steps)
+        optimizer = MegatronOptimizer(models, config, self.settings.optimizer, steps)
         policy = MegatronTrainedModel[PolicyScorer](models, optimizer, self.settings.megatron, self.ranks, self.device)
         policy.replays_experts = self.settings.rollout.use_rollout_routing_replay
         policy.records_experts = self.settings.training.use_routing_replay and not policy.replays_experts
         return policy
 
-    def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
+    def critic(self) -> MegatronTrainedModel[ValueScorer]:
+        """Return the policy's decoder with one number per token."""
         models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueStage))
         arguments = self.settings.critic_optimizer
         config = optimizer_config(arguments, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(models, config, arguments, total_steps, rate_flag="--critic-lr")
+        optimizer = MegatronOptimizer(models, config, arguments, self.total_steps, rate_flag="--critic-lr")
         return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
-    def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
+    def reference(self, policy: MegatronTrainedModel[PolicyScorer]) -> MegatronModel[PolicyScorer]:
         """Return the model of ``--ref-load``, or the one that training starts from.
 
-        Under an adapter that one is frozen already. ``refresh_reference`` can update the model if the run does that.
+        Under an adapter that one is frozen already.
         """
+        ref_load = self.settings.model.ref_load
         if ref_load is None and self.settings.lora.trains_adapter:
-            return MegatronBaseModel(self.policy.stage, self.ranks, self.device)
-        frozen = self._build_frozen("--ref-load", ref_load)
-        if self.settings.model.ref_update_interval is None:
-            return frozen
-        self.following = FollowingReference(frozen.stage, self.ranks, self.settings.model.ref_mixup_alpha)
-        self.following.check(self.policy.stage, ref_load)
-        return frozen
+            return MegatronBaseModel(policy.stage, self.ranks, self.device)
+        return self.frozen("--ref-load", ref_load)
 
-    def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
+    def frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
         folder = checkpoint_files.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
@@ -201,6 +182,45 @@ class MegatronBackend:
         if models[0].ddp_config.overlap_grad_reduce:
             policy.config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
         return models
+
+
+class MegatronBackend:
+    """One rank. The process group must be initialized.
+
+    It has all settings, because the models that it builds read most of them, and so do their checkpoints.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        total_steps: int,
+        builder: type[MegatronModelBuilder] = MegatronModelBuilder,
+    ) -> None:
+        build = builder(settings, device, total_steps)
+        self.device = device
+        self.settings = settings
+        self.compute_dtype = build.compute_dtype
+        self.ranks = build.ranks
+        self.token_group: dist.ProcessGroup | None = self.ranks.token_group
+        self.hf_config = build.hf_config
+        self.generation_config = build.hf_weights.generation_config()  # now: the hub may not be there when the run ends
+        self.converter = build.converter
+        self._host_copies = HostCopies()
+        self.policy = build.policy()
+        self.critic = build.critic() if settings.loss.has_critic else None
+        if settings.checkpoint.save is not None:
+            checkpoint.check_can_save(self.policy.stage, self.ranks)
+            if self.critic is not None:
+                checkpoint.check_can_save(self.critic.stage, self.ranks)
+        self.reference = build.reference(self.policy) if settings.loss.needs_reference else None
+        self.following: FollowingReference | None = None  # the reference, if it follows the policy
+        if self.reference is not None and settings.model.ref_update_interval is not None:
+            self.following = FollowingReference(self.reference.stage, self.ranks, settings.model.ref_mixup_alpha)
+            self.following.check(self.policy.stage, settings.model.ref_load)
+        self.teacher: MegatronModel[PolicyScorer] | None = None
+        if settings.loss.teacher_is_loaded:
+            self.teacher = build.frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up over the ranks of the last stage, which send names and sums to the others."""

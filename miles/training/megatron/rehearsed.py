@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -26,7 +25,7 @@ from miles.base.flags import refuse
 from miles.batch.collate import collate
 from miles.config.settings import Settings
 from miles.training.backend import LeaveOut, RehearsedBackend
-from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.backend import MegatronBackend, MegatronModelBuilder
 from miles.training.megatron.hf_files import HuggingFaceWeights
 from miles.training.megatron.layers import PackedRotaryEmbedding
 from miles.training.megatron.model.packed_tokens import PackedTokens
@@ -51,24 +50,8 @@ def _note_nothing() -> None:
     return None
 
 
-class RehearsedMegatron(MegatronBackend):
-    """One rank under fake tensors."""
-
-    activation_shape: list[int]  # that stages send each other
-    reads_on_host = False
-    reducing: Callable[[], AbstractContextManager[None]] = nullcontext
-    starting: Callable[[], None] = staticmethod(_note_nothing)
-
-    def _distributed(self, policy: PolicyModel) -> list[DistributedDataParallel]:
-        models = super()._distributed(policy)
-        finalize = policy.config.finalize_model_grads_func
-
-        def finalized(*args: Any, **named: Any) -> None:
-            with self.reducing():
-                finalize(*args, **named)
-
-        policy.config.finalize_model_grads_func = finalized
-        return models
+class _BuilderWithoutWeights(MegatronModelBuilder):
+    """Builds models whose tensors are fake."""
 
     def _weights_at(self, flag: str, path: str) -> HuggingFaceWeights:
         return _NoWeights(path)
@@ -82,6 +65,27 @@ class RehearsedMegatron(MegatronBackend):
 
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
         """Read nothing."""
+
+
+class RehearsedMegatron(MegatronBackend):
+    """One rank under fake tensors."""
+
+    activation_shape: list[int]  # that stages send each other
+    reads_on_host = False
+    reducing: Callable[[], AbstractContextManager[None]] = nullcontext
+    starting: Callable[[], None] = staticmethod(_note_nothing)
+
+    def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
+        super().__init__(settings, device, total_steps, _BuilderWithoutWeights)
+        for config in (model.stage.config for model in self._trained()):
+            config.finalize_model_grads_func = self._finalized(config.finalize_model_grads_func)
+
+    def _finalized(self, finalize: Callable[..., None]) -> Callable[..., None]:
+        def finalized(*args: Any, **named: Any) -> None:
+            with self.reducing():
+                finalize(*args, **named)
+
+        return finalized
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return zeros: the stages exchange names and values, and there are none."""

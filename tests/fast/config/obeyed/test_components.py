@@ -44,7 +44,7 @@ from miles.tasks.rewards import registry as rewards_registry
 from miles.tasks.rewards.registry import get_reward_function
 from miles.training.fsdp import backend as fsdp_backend
 from miles.training.fsdp.adapter import adapted_layers, add_adapter
-from miles.training.fsdp.backend import FsdpBackend
+from miles.training.fsdp.backend import FsdpModelBuilder
 from miles.training.fsdp.runner import ShardedOptimizer
 from miles.training.optimizer import learning_rate
 from miles.types.sample import Prompt, PromptGroup, Sample
@@ -168,13 +168,13 @@ def trained_model(settings: Settings) -> Any:
     """The rows of logits that a trainer rank computes at once, and the weights of its new adapter."""
     model = tiny_llama(0)
     mock = MagicMock(return_value=SimpleNamespace(language_model=model, tower=None))
-    backend = object.__new__(FsdpBackend)
-    backend.settings, backend.compute_dtype, backend.mesh = settings, torch.float32, MagicMock()
+    builder = object.__new__(FsdpModelBuilder)
+    builder.settings, builder.compute_dtype, builder.mesh = settings, torch.float32, MagicMock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_backend, "load_policy", mock)
         patch.setattr(fsdp_backend, "shard_model", MagicMock())
-        patch.setattr(FsdpBackend, "_check", MagicMock())
-        backend._load_policy("--hf-checkpoint", "m", torch.float32, settings.lora)
+        patch.setattr(FsdpModelBuilder, "_check", MagicMock())
+        builder._load_policy("--hf-checkpoint", "m", torch.float32, settings.lora)
     adapter = {name: weight.tolist() for name, weight in model.named_parameters() if "lora" in name}
     return mock.call_args.args[2], adapter
 

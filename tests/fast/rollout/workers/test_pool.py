@@ -91,7 +91,7 @@ async def test_a_group_that_waits_for_a_worker_is_cancelled_when_the_pool_closes
     pool = WorkerPool(lambda number, _: next(starts), 1, Servers(), replaces=True)
     await pool.start()
     producing = asyncio.ensure_future(pool.produce(PromptGroup(0, Prompt("1+1=", (1,))), TOOLS, SPEC))
-    while not pool._waiting:
+    while not pool._orders._waiting:
         await asyncio.sleep(0)
     await asyncio.wait_for(pool.close(), SECONDS)
     with pytest.raises(asyncio.CancelledError):
