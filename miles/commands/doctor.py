@@ -39,7 +39,7 @@ from miles.base.host import (
 from miles.base.processes import importing_miles
 from miles.base.text import one_line
 from miles.config.command_parser import CommandParser
-from miles.config.vllm.environment import INSTALL, missing_vllm, vllm_python
+from miles.config.vllm.environment import INSTALL, vllm_python, vllm_version
 from miles.engine.sglang import cpu
 
 # The findings of ``miles doctor``, one per part of the machine, and how they are written as text or JSON.
@@ -460,12 +460,13 @@ def install_command(extra: str = "", no_deps: Sequence[str] = ()) -> str:
     return f"{pip} {name}{after}"
 
 
-def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
+def check_packages(quick: bool, seconds: float, of_vllm: str | None = None) -> Iterator[MachineFinding]:
     """Yield a finding on Python, miles and each package.
 
     Args:
         quick: Whether to only look at installed packages.
         seconds: The longest time of one import.
+        of_vllm: The interpreter of vLLM's environment; None to look where a run looks.
     """
     version = sys.version.split()[0]
     if LOWEST_PYTHON <= sys.version_info[:2] < ABOVE_PYTHON:
@@ -481,13 +482,13 @@ def check_packages(quick: bool, seconds: float) -> Iterator[MachineFinding]:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         useful = [package for package in PACKAGES if has_gpu() or not package.needs_gpu]
         yield from pool.map(lambda package: check_package(package, quick, seconds), useful)
-    yield check_vllm(vllm_python())
+    yield check_vllm(vllm_python(of_vllm))
 
 
 def check_vllm(python: str) -> MachineFinding:
     """Return the finding on vLLM, which is in another environment: the environment of ``python``."""
-    if missing_vllm(python) is None:
-        return MachineFinding("vllm", State.OK, f"installed for {python}")
+    if (version := vllm_version(python)) is not None:
+        return MachineFinding("vllm", State.OK, f"{version}, {python}", facts={"version": version, "python": python})
     lost = "disables --rollout-engine vllm (torch works without it)"
     return MachineFinding("vllm", State.MISSING, f"{python} has none", lost, INSTALL)
 
@@ -583,11 +584,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest time of an import (default: 120)"
     )
+    parser.add_argument(
+        "--vllm-python", metavar="PYTHON", help="interpreter of vLLM's environment, as for `miles train`"
+    )
     options = parser.parse_args(argv)
     if not 0 < options.timeout < math.inf:
         parser.error(f"--timeout {options.timeout:g}: must be finite and above 0; give the seconds of an import")
     findings = [
-        *check_packages(options.quick, options.timeout),
+        *check_packages(options.quick, options.timeout, options.vllm_python),
         *check_host(Path.cwd()),
         check_leftovers(options.clean, options.timeout),
     ]

@@ -302,6 +302,10 @@ class ServerProcess(Protocol):
         """
         ...
 
+    def ending(self) -> str:
+        """Return which signal or exit code has ended the server since it served, as words; "" if it runs."""
+        ...
+
     def stop(self) -> None:
         """End the server. Does nothing if it does not run."""
         ...
@@ -314,6 +318,10 @@ class Server(Protocol):
 
     async def start(self) -> str:
         """Start the server if it does not run, wait until it serves, and return its URL."""
+        ...
+
+    async def ending(self) -> str:
+        """Return which signal or exit code has ended the server since it served; "" if it runs, or nobody knows."""
         ...
 
     async def stop(self) -> None:
@@ -377,6 +385,10 @@ class LocalServer:
     async def start(self, meeting: str | None = None) -> str:
         """Start the server in a thread, since that takes long; ``ServerPart.start``."""
         return await in_thread(self._process.start, meeting)
+
+    async def ending(self) -> str:
+        """Return what has ended it; ``Server.ending``."""
+        return await in_thread(self._process.ending)
 
     async def stop(self) -> None:
         """Stop it; ``Server.stop``."""

@@ -59,6 +59,10 @@ class EngineActor:
         """Start the server; ``ServerProcess.start``."""
         return self.server.start(meeting)
 
+    def ending(self) -> str:
+        """Return what has ended the server; ``ServerProcess.ending``."""
+        return self.server.ending()
+
     def stop(self) -> None:
         """Stop the server; ``ServerProcess.stop``."""
         self.server.stop()
@@ -128,6 +132,19 @@ class ActorServer:
             message = f"{self.name} has not started within {self._start_seconds:g} s: its host hangs"
             raise ServerFailed(message) from None
         return text
+
+    async def ending(self) -> str:
+        """Return what has ended the server; ``Server.ending``. It dies with its actor."""
+        if self._actor is None or not self._serves:
+            return ""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                how: str = await self._actor.ending.remote()
+        except DEATHS as death:
+            return f"with its actor, which died ({how_it_died(death)})"
+        except TimeoutError:  # its host hangs, or the actor is stopped
+            return ""
+        return how
 
     async def stop(self) -> None:
         """Stop the server; ``Server.stop``.

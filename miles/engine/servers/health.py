@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from miles.base.disk_faults import WriteFailed
 from miles.base.text import one_line
 from miles.config.sglang.flags import SglangArguments
-from miles.engine.base import gather_or_cancel
+from miles.engine.base import EngineFailed, gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
+from miles.engine.servers.requests import see_log
 from miles.engine.servers.states import ManagedServer, Servers, ServerState
 from miles.engine.sglang.router import Router
 
@@ -31,8 +32,8 @@ class Health:
 
     With ``--use-fault-tolerance`` a server that fails is stopped, started, given the current weights, and used again;
     meanwhile requests go to the others, or wait if there is none. A router that fails is started again. Without it, a
-    server or router that fails every check for ``unresponsive_seconds`` ends all requests: nothing else would end
-    those that wait for it.
+    server whose process has ended ends all requests, and so does a server or router that fails every check for
+    ``unresponsive_seconds``: nothing else would end those that wait for it.
 
     Servers are checked only while they serve, since a paused server answers no check. A check that was in flight when
     its server was paused proves nothing: whatever paused the server finds out itself whether it answers.
@@ -68,6 +69,7 @@ class Health:
         self._checks: dict[ManagedServer, asyncio.Task[None]] = {}  # the last one of each server
         self._router_repair: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._end_requests: Callable[[Exception], None] = lambda error: None  # before the servers have started
 
     async def start(self, end_requests: Callable[[Exception], None]) -> None:
         """Start all servers at the same time, then keep watching them.
@@ -75,9 +77,10 @@ class Health:
         ``end_requests`` is called with the error when no answer will come any more.
         """
         await gather_or_cancel(self._start(server) for server in self._servers.all)
-        self._tasks.append(asyncio.create_task(self._watch(end_requests)))
+        self._end_requests = end_requests
+        self._tasks.append(asyncio.create_task(self._watch()))
         if self._servers.restarts:
-            self._tasks += [asyncio.create_task(self._keep(server, end_requests)) for server in self._servers.all]
+            self._tasks += [asyncio.create_task(self._keep(server)) for server in self._servers.all]
 
     async def close(self) -> None:
         """Stop watching, and stop the servers and the router."""
@@ -100,7 +103,7 @@ class Health:
         results = await asyncio.gather(*checks, return_exceptions=True)
         return any(not isinstance(result, Exception) for result in results)
 
-    async def _watch(self, end_requests: Callable[[Exception], None]) -> None:
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
             try:
@@ -111,13 +114,23 @@ class Health:
                 else:
                     await self._monitor.check(self._checks_by_name())
             except Exception as failure:  # whatever it is: nobody would watch any more
-                end_requests(failure)
+                self._end_requests(failure)
                 return
 
     async def check_after_failure(self) -> None:
-        """After a failed request, find the servers that do not work. Does nothing if servers are not restarted."""
+        """After a failed request, find the servers that do not work; if none is restarted, those that have ended."""
         if self._servers.restarts:
             await self._check_all(self._probe)
+            return
+        try:
+            await asyncio.gather(*(self._check_process(server) for server in self._servers.in_use))
+        except EngineFailed as failure:
+            self._end_requests(failure)
+
+    async def _check_process(self, server: ManagedServer) -> None:
+        """Raise ``EngineFailed`` if the process of a server that is not restarted has ended."""
+        if how := await server.process.ending():
+            raise EngineFailed(f"{server.name}: its process ended {how}; {see_log(self._servers.restarts)}")
 
     async def _check_all(self, check: Check) -> None:
         """Have each server in use prove that it works, and take those out that do not.
@@ -140,10 +153,12 @@ class Health:
         try:
             await check(server)
         except (EngineUnavailable, RequestRefused) as failure:
-            server.fail(failure)
+            server.fail(await server.why(failure))
 
     def _checks_by_name(self) -> dict[str, Coroutine[Any, Any, object]]:
-        checks: dict[str, Coroutine[Any, Any, object]] = {s.name: self._check(s) for s in self._servers.in_use}
+        checks: dict[str, Coroutine[Any, Any, object]] = {
+            server.name: self._check_unreplaced(server) for server in self._servers.in_use
+        }
         if self._router is not None:
             checks[self._router.name] = self._router.check(self._timeout)
         return checks
@@ -167,6 +182,14 @@ class Health:
             if server.changes == changes:
                 raise
             return False
+
+    async def _check_unreplaced(self, server: ManagedServer) -> bool:
+        """Check a server that is not restarted; ``_check``. Raises ``EngineFailed`` too."""
+        try:
+            return await self._check(server)
+        except EngineUnavailable:
+            await self._check_process(server)
+            raise
 
     async def _ask(self, server: ManagedServer) -> None:
         with self._servers.checking():
@@ -192,14 +215,14 @@ class Health:
 
     # Replacement
 
-    async def _keep(self, server: ManagedServer, end_requests: Callable[[Exception], None]) -> None:
+    async def _keep(self, server: ManagedServer) -> None:
         """Replace ``server`` each time it fails. A full disk of its host ends all requests: another try has no room."""
         while True:
             await self._servers.until_failed(server)
             try:
                 await self._replace(server)
             except WriteFailed as failure:
-                end_requests(WriteFailed(f"{server.name}: {failure}"))
+                self._end_requests(WriteFailed(f"{server.name}: {failure}"))
                 server.enter(ServerState.LOST)
 
     async def _replace(self, server: ManagedServer) -> None:
@@ -290,7 +313,7 @@ class UnresponsiveServerMonitor:
         Warns when a server begins to fail, and when it passes again.
 
         Raises:
-            RuntimeError: If a server has failed for too long.
+            EngineFailed: If a server has failed for too long, or its process has ended.
         """
         began = time.monotonic()
         results = await asyncio.gather(*checks.values(), return_exceptions=True)
@@ -315,7 +338,7 @@ class UnresponsiveServerMonitor:
             return
         silent = time.monotonic() - self._since[name]
         if silent > self._seconds:
-            raise RuntimeError(
+            raise EngineFailed(
                 f"{name} has passed no health check for {silent:.0f} s (--worker-timeout), at last: "
                 f"{failure}; its log file may say why; with --use-fault-tolerance it would be restarted"
             ) from failure

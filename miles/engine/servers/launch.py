@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,6 +31,11 @@ SERVER_PROCESS = "miles.engine.servers.server_process"  # runs the module of a s
 
 class ServerProgram(Protocol):
     """Describe one server, and derive its command line and environment. Starts no process."""
+
+    @property
+    def title(self) -> str:
+        """The name of the program in messages."""
+        ...
 
     @property
     def python(self) -> str:
@@ -122,6 +129,9 @@ class ServerOnHost:
         arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
         words = [self._spec.module, *arguments]
+        server = f"the {self._spec.title} server on port {port}"
+        print(f"starts {server}; its log is {self._log.path}", file=sys.stderr, flush=True)
+        began = time.monotonic()
         process = self._process = ChildProcess(SERVER_PROCESS, words, environment, self._log, secret, self._spec.python)
         try:
             process.wait_until(
@@ -136,7 +146,12 @@ class ServerOnHost:
         except BaseException:
             self.stop()
             raise
+        print(f"{server} is ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return url
+
+    def ending(self) -> str:
+        """Return what has ended the server; ``miles.engine.base.ServerProcess.ending``."""
+        return "" if self._process is None else self._process.ending()
 
     def stop(self) -> None:
         """Send SIGTERM, then SIGKILL to the process group. Does nothing if no server runs."""

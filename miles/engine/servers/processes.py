@@ -28,6 +28,7 @@ from miles.engine.servers.server_log import LogFile, ServerLog
 CHILD = "miles.engine.servers.child"  # what every server runs as
 POLL_SECONDS = 0.5
 PORT_TRIES = 3  # another process can take a port between the moment it is found free and the moment it is used
+ENDING_SECONDS = 1.0  # a process that ends refuses connections shortly before its end is known
 COPY_SECONDS = 5.0  # for the rest of the output after the end; a process that has left the group may hold it open
 SPARE_FILES = 1024  # open files for everything but the counted sockets, and for sockets that are closing
 
@@ -87,14 +88,20 @@ class ChildProcess:
         while time.monotonic() < end:  # ``serves`` takes time too, above all if the server hangs
             if serves():
                 return
-            try:
-                status = self._process.wait(timeout=POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            raise ServerFailed(f"the server ended {how} before it served; {self._log_end()}")
+            if how := self.ending(POLL_SECONDS):
+                raise ServerFailed(f"the server ended {how} before it served; {self._log_end()}")
         self.stop(grace_seconds=0)
         raise ServerFailed(f"the server did not serve within {seconds:g} s; {self._log_end()}")
+
+    def ending(self, seconds: float = ENDING_SECONDS) -> str:
+        """Return which signal or exit code has ended the process, as words; "" if it still runs after ``seconds``."""
+        try:
+            status = self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return ""
+        if status == -signal.SIGKILL:
+            return "by SIGKILL (out of memory, or killed from outside)"
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM, and after ``grace_seconds`` SIGKILL to the whole group. Return when the process has ended."""

@@ -192,10 +192,7 @@ class Requests:
         return generation
 
     def _gave_up(self, failure: EngineUnavailable) -> str:
-        what_to_do = "the server's log in engines/ of --output-dir states why"
-        if not self._servers.restarts:
-            what_to_do += "; with --use-fault-tolerance engines that fail are restarted"
-        return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {what_to_do}"
+        return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {see_log(self._servers.restarts)}"
 
     @property
     def in_flight(self) -> int:
@@ -218,6 +215,12 @@ class Requests:
         """Close the connections to the router."""
         if self._router is not None:
             await self._router.close()
+
+
+def see_log(restarts: bool) -> str:
+    """Return what to do after a server has failed; ``restarts``: with ``--use-fault-tolerance``."""
+    remedy = "" if restarts else "; with --use-fault-tolerance engines that fail are restarted"
+    return f"the server's log in engines/ of --output-dir states why{remedy}"
 
 
 # Send requests to the servers of an engine from another process.

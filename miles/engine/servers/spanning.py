@@ -39,6 +39,10 @@ class SpanningServer:
             raise
         return urls[0]
 
+    async def ending(self) -> str:
+        """Return what has ended the first of the processes that have ended."""
+        return next(filter(None, await asyncio.gather(*(part.ending() for part in self._parts))), "")
+
     async def stop(self) -> None:
         """End all processes."""
         await asyncio.gather(*(part.stop() for part in self._parts))

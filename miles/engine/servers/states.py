@@ -16,7 +16,7 @@ from typing import Any
 from miles.base.disk_faults import WriteFailed
 from miles.engine.base import EngineFailed, Server
 from miles.engine.servers.client import ServerClient
-from miles.engine.servers.requests import SeenServer, SeenServers
+from miles.engine.servers.requests import SeenServer, SeenServers, see_log
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,12 @@ class ManagedServer:
             self.changes += 1
             self._changed()
 
-    def fail(self, reason: Exception) -> None:
+    async def why(self, failure: Exception) -> str:
+        """Return why it does not answer: what has ended its process, or ``failure`` if it runs."""
+        how = await self.process.ending()
+        return f"its process ended {how}" if how else str(failure)
+
+    def fail(self, reason: object) -> None:
         """Stop using it at once, and end the wait of its direct requests. ``Health`` starts it again."""
         if self.in_use:
             log.warning("%s has failed and is restarted: %s", self.name, reason)
@@ -180,12 +185,12 @@ class Servers:
                 raise gone
             await self._changed.wait()
 
-    def _gone(self) -> RuntimeError | None:
+    def _gone(self) -> EngineFailed | None:
         """Return the error that states that no server can come back, if that is so."""
         if any(server.state not in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
             return None
         reasons = (f"{server.name}: {server.lost_because}".removesuffix(": ") for server in self.all)
-        return RuntimeError(f"no engine is left ({', '.join(reasons)}); their log files say more")
+        return EngineFailed(f"no engine is left ({', '.join(reasons)}); their log files say more")
 
     async def until_failed(self, server: ManagedServer) -> None:
         """Wait until ``server`` has failed."""
@@ -230,9 +235,9 @@ class Servers:
 
     async def call_all(self, make: Callable[[ServerClient], Awaitable[object]]) -> None:
         """Make the same control call to all servers in use, and handle the failures."""
-        self.handle(await self.call(self.in_use, make))
+        await self.handle(await self.call(self.in_use, make))
 
-    def handle(self, failures: Failures, what: str = "") -> None:
+    async def handle(self, failures: Failures, what: str = "") -> None:
         """Take failed servers out of use if they are restarted; otherwise raise the first failure.
 
         A full disk is raised in any case, as a restart makes no room.
@@ -241,7 +246,7 @@ class Servers:
             if isinstance(failure, WriteFailed):
                 raise WriteFailed(f"{server.name}: {failure}") from failure
             if not self.restarts:
-                raise EngineFailed(f"{server.name}{what}: {failure}") from failure
+                raise EngineFailed(f"{server.name}{what}: {await server.why(failure)}; {see_log(False)}") from failure
             server.fail(failure)
 
     @contextmanager

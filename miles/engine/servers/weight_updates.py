@@ -47,7 +47,7 @@ class WeightUpdates:
                 for server in updated:
                     if server.state is ServerState.UPDATING:  # otherwise it was taken out meanwhile
                         server.enter(self._state_after(server, failures))
-            servers.handle(failures, " did not take the weights")
+            await servers.handle(failures, " did not take the weights")
 
     def _state_after(self, server: ManagedServer, failures: Failures | None) -> ServerState:
         """Return the state that an update leaves a server in. ``failures`` is None if an error ended the update."""

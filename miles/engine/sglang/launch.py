@@ -84,6 +84,11 @@ class ServerSpec:
     node: int = 0
 
     @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return "SGLang"
+
+    @property
     def python(self) -> str:
         """SGLang is in the environment of the run."""
         return sys.executable
@@ -217,6 +222,10 @@ class ExternalServer:
                 return (await http.get("/health_generate")).status_code == 200
             except httpx.TransportError:
                 return False
+
+    async def ending(self) -> str:
+        """Return nothing: the process is not ours to see."""
+        return ""
 
     async def stop(self) -> None:
         """Leave the server running: it is not ours to stop."""

@@ -63,6 +63,11 @@ class VllmProgram:
     cache_gib: int = 1
 
     @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return "vLLM"
+
+    @property
     def module(self) -> str:
         """What ``python -m`` runs: the command ``vllm`` does not run with the package for CPU."""
         return MODULE

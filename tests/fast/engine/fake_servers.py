@@ -47,6 +47,9 @@ class FakeServer:
         await asyncio.to_thread(self.process.wait_until, lambda: is_ready(self.url), 60)
         return self.url
 
+    async def ending(self):
+        return await asyncio.to_thread(self.process.ending)
+
     async def stop(self):
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, 0.0)

@@ -39,6 +39,9 @@ class LocalServer:
         self.url = await asyncio.to_thread(self.server.start)
         return self.url
 
+    async def ending(self):
+        return await asyncio.to_thread(self.server.ending)
+
     async def stop(self):
         await asyncio.to_thread(self.server.stop)
 

