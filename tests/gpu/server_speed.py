@@ -80,11 +80,12 @@ def chunks_of(model: Path, device: str = "cpu") -> list[WeightChunk]:
 
 
 async def updates_by(
-    mode: str, servers: Servers, settings: Settings, chunks: Sequence[WeightChunk], source: torch.device | None = None
+    mode: str, engine: Any, settings: Settings, chunks: Sequence[WeightChunk], source: torch.device | None = None
 ) -> dict[str, Any]:
     """Send the weights several times. The first update, which forms a group for a broadcast, is not counted."""
     sglang = replace(settings.sglang, update_weight_transfer_mode=mode)
-    updates = WeightUpdates(servers, sglang, WeightSender(sglang, settings.weights_folder, source))
+    servers: Servers = engine.servers
+    updates = WeightUpdates(servers, sglang, WeightSender(sglang, settings.weights_folder, source), engine.receiver)
     seconds = []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
@@ -127,10 +128,10 @@ async def measure(model: Path, output: Path, device: str, new_tokens: int, repor
         report["tokens_per_second"] = await rates(engine, vocab_size, new_tokens)
         chunks = chunks_of(model)
         for mode in MODES:
-            report["updates"].append(await updates_by(mode, engine.servers, settings, chunks))
+            report["updates"].append(await updates_by(mode, engine, settings, chunks))
         if torch.cuda.device_count() > 1:
             own = [WeightChunk({n: t.to("cuda:1") for n, t in chunk.tensors.items()}) for chunk in chunks]
-            over_nccl = await updates_by("broadcast", engine.servers, settings, own, torch.device("cuda:1"))
+            over_nccl = await updates_by("broadcast", engine, settings, own, torch.device("cuda:1"))
             report["updates"].append(over_nccl)
         else:
             report["no NCCL"] = f"needs 2 GPUs; this machine has {torch.cuda.device_count()}"
