@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import psutil
+
 from miles.base.connections import BoundedServer
+from miles.base.processes import kill_all
 from miles.base.secrets import hide_in_text
 from miles.base.text import InputError, one_line
 from miles.config.tracking import TrackingArguments
@@ -32,6 +35,7 @@ MLFLOW_VALUE = 500  # characters of a parameter
 MOST_TABLES = 100  # of answers in a run, spread over it
 CAUSE_LENGTH = 300  # characters of a service's own message
 CLOSE_SECONDS = 60.0  # for the calls still to be sent at the end of a run
+FAILED_SECONDS = 5.0  # for the process of a service that has failed
 
 _MLFLOW_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 _event_files = itertools.count()  # of this process: TensorBoard orders them by time, then by this
@@ -573,6 +577,17 @@ def _end_service() -> None:
         wandb.teardown()
 
 
+def _end_failed_service() -> None:
+    """End W&B's own process after a failure: it would try a server that does not answer again for many minutes."""
+    services = [child for child in psutil.Process().children() if child.name().startswith("wandb")]
+    timer = threading.Timer(FAILED_SECONDS, kill_all, [services, FAILED_SECONDS])
+    timer.start()
+    try:
+        _end_service()
+    finally:
+        timer.cancel()
+
+
 def _given_mode(tracking: TrackingArguments) -> Literal["online", "offline", "disabled"] | None:
     """Return ``--wandb-mode``, which validation has limited to these."""
     return cast(Literal["online", "offline", "disabled"] | None, tracking.wandb_mode)
@@ -606,7 +621,7 @@ def _failing_in_one_sentence(tracking: TrackingArguments, run_id: str | None = N
     try:
         yield
     except Exception as error:
-        _end_service()
+        _end_failed_service()
         cause = one_line(str(error), CAUSE_LENGTH).strip().rstrip(".") or type(error).__name__
         checked = ["the key (WANDB_API_KEY or --wandb-key)"]
         checked += ["--wandb-host"] if tracking.wandb_host is not None else []
