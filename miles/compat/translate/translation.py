@@ -714,7 +714,8 @@ def prompts_of(translation: Translation, key: str) -> str:
 
 def write_images(translation: Translation, key: str, column: str, model: str, why: str = "") -> None:
     """Record the column of images, if ``key`` is stated or the name of the model tells that it reads them."""
-    if translation.has(key) or (translation.has(model) and _SEES.search(translation.text(model))):
+    named = translation.document.settings.get(model)
+    if translation.has(key) or (named is not None and _SEES.search(str(named.value))):
         words = "--multimodal-keys", json.dumps({"image": column})
         translation.differ(key, why, *words) if why else translation.carry(key, *words)
 

@@ -57,7 +57,7 @@ class Verl(Launcher):
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate the settings of ``ppo_trainer.yaml``."""
         translation.take(["--config-path", "--config-name"])
-        parts = (_program, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
+        parts = (_program, _rows, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
         more = (_filter, _critic, _policy, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply)
         for part in (*parts, *more):
             translation.attempt(part)
@@ -67,10 +67,11 @@ class Verl(Launcher):
 def _program(translation: Translation) -> None:
     """Name a program that is built on verl: its own losses, filters and settings are not read."""
     words = translation.document.words
-    module = next((word for before, word in zip(words, words[1:], strict=False) if before == "-m"), PROGRAMS[0])
+    modules = [word for before, word in zip(words, words[1:], strict=False) if before == "-m"]
+    module = next(iter([*modules, *(word for word in words if word.endswith(".py"))]), PROGRAMS[0])
     if "one_step_off" in module:
         translation.differ(module, "generates one step ahead of training there", "--async-steps", 1)
-    elif module not in PROGRAMS:
+    elif not module.removesuffix(".py").replace("/", ".").endswith(PROGRAMS):
         translation.miss(module, f"another program than {PROGRAMS[0]}: what it changes was not read")
 
 
@@ -81,12 +82,15 @@ def _logger(translation: Translation) -> None:
         translation.carry("trainer.logger", "--use-wandb")
 
 
-def _prompts(translation: Translation) -> None:
-    key = "data.train_files"
+def _rows(translation: Translation) -> None:
     translation.carry("data.prompt_key", "--input-key", translation.text("data.prompt_key"))
     translation.carry("the rows", "--apply-chat-template", "--label-key", "reward_model.ground_truth")
     write_template(translation, "data.apply_chat_template_kwargs")
     write_images(translation, "data.image_key", translation.text("data.image_key"), "actor_rollout_ref.model.path")
+
+
+def _prompts(translation: Translation) -> None:
+    key = "data.train_files"
     if not translation.has(key):
         return
     files = translation.raw(key)

@@ -759,13 +759,29 @@ def test_a_loss_is_called_the_same_only_where_conformance_has_proved_it(tmp_path
     assert ("The gradient of a step's loss is the same" in capsys.readouterr().out) is is_same
 
 
-def test_a_program_on_top_of_verl_and_further_commands_are_named(tmp_path, capsys):
-    text = VERL_GRPO.replace("verl.trainer.main_ppo", "recipe.sppo.main_sppo")
+@pytest.mark.parametrize("program", ["-m recipe.sppo.main_sppo", "-u my_verl/main_ppo_of_mine.py"])
+def test_a_program_on_top_of_verl_and_further_commands_are_named(tmp_path, capsys, program):
+    text = VERL_GRPO.replace("-m verl.trainer.main_ppo", program)
     (tmp_path / "a.sh").write_text(f"{text}\n{text} data.train_batch_size=8\n")
     assert cli.main(["translate", str(tmp_path / "a.sh")]) == 0
     out = capsys.readouterr().out
-    assert "recipe.sppo.main_sppo: another program than verl.trainer.main_ppo" in out
+    assert f"{program.split()[1]}: another program than verl.trainer.main_ppo" in out
     assert "2 commands train here (lines 1, 2): the last one is translated" in out and "--rollout-batch-size 8" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "model"),
+    [
+        ("a.sh", "python3 -m verl.trainer.main_ppo data.train_files=$DATA actor_rollout_ref.model.path=", "$MODEL"),
+        ("a.sh", "python3 verl/trainer/main_ppo.py data.train_files=$DATA actor_rollout_ref.model.path=", "a/b"),
+        ("a.py", "GRPOTrainer(train_dataset=load(where), model=", "args.model)"),
+    ],
+)
+def test_how_rows_are_read_does_not_depend_on_unknown_names(tmp_path, capsys, name, text, model):
+    (tmp_path / name).write_text(text + model)
+    assert cli.main(["translate", str(tmp_path / name)]) == 0
+    out = capsys.readouterr().out
+    assert "--input-key prompt" in out and "--apply-chat-template" in out and "another program" not in out
 
 
 def test_a_trainer_without_a_configuration_has_the_defaults(tmp_path, capsys):
