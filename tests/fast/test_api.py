@@ -164,7 +164,7 @@ def test_the_script_of_the_docs_trains(tmp_path, tiny_model):
     assert len([line for line in code.splitlines() if line]) <= 17
     for before, after in (
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model)),
-        ("--num-rollout 34", "--num-rollout 2"),
+        ("--num-rollout 40", "--num-rollout 2"),
         ("batch-size 8", "batch-size 2"),
         ("run.metrics()", "import matplotlib; matplotlib.use('Agg'); run.metrics()"),
     ):
