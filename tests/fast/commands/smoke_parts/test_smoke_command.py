@@ -87,5 +87,5 @@ def test_a_run_that_fails_has_a_status_of_its_own(line, tmp_path, monkeypatch, c
     line[line.index("--rm-type") :] = ["--custom-rm-path", "broken_reward:score"]
     assert cli.main(["smoke", "--timeout", "900", "--", *line]) == 3
     ended = capsys.readouterr()
-    assert "FAILED  the run ends: it ended with status 1" in ended.out
+    assert "FAILED  the run ends: it ended with status 2" in ended.out
     assert "raised KeyError: 'nothing'" in ended.err, "the end of its log is shown"
