@@ -19,8 +19,8 @@ from pathlib import Path
 
 from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun, Step, on_this_machine, run_folder
+from miles.config.components import train_backend_spec
 from miles.config.settings import Settings
-from miles.training.adapter_folder import adapter_folder, holds_adapter
 from miles.training.checkpoint_files import DamagedFile, appearing_whole, check_against_manifest
 
 
@@ -97,12 +97,15 @@ def _own_export(run: SavedRun, step: Step) -> Path | None:
 def export(run: SavedRun, checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint as a Hugging Face folder with a tokenizer; ``folder`` appears whole or not at all.
 
-    A separate process does it, on CPU: Megatron needs torch changed there, which no engine should meet.
+    On CPU. A separate process does it for Megatron, which needs torch changed: no engine should meet that.
 
     Raises:
         InputError: The checkpoint is damaged, or the run's settings do not describe it.
         OSError: ``folder`` cannot be written.
     """
+    if train_backend_spec(run.settings.training.train_backend).trains_without_ray:
+        _export(run.settings, checkpoint.absolute(), folder.absolute())
+        return
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawning) as pool:
         try:
@@ -120,6 +123,8 @@ def export_adapter(run: SavedRun, checkpoint: Path, folder: Path) -> None:
         InputError: The checkpoint has no adapter, or is damaged.
         OSError: ``folder`` cannot be written.
     """
+    from miles.training.adapter_folder import adapter_folder, holds_adapter  # imports torch
+
     if not holds_adapter(checkpoint):
         raise InputError(f"--to peft: {checkpoint} holds all weights and no adapter; use --to hf")
     try:
