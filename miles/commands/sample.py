@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
 from miles.config.command_parser import CommandParser
@@ -22,6 +23,7 @@ from miles.config.components import ENGINES
 from miles.tasks.rewards.scoring import RewardError
 
 if TYPE_CHECKING:
+    from miles.config.settings import Settings
     from miles.types.sample import Sample
 
 
@@ -33,10 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="miles sample", description=__doc__, allow_abbrev=False)
     add_weights_flags(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
-    which.add_argument(
-        "--row", type=int, metavar="N", help="the N-th prompt of the run's data (default without PROMPT: 1)"
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--row", type=int, metavar="N", help="the N-th prompt of the run's data instead (default without PROMPT: 1)"
     )
     parser.add_argument(
         "--image",
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-response-len", type=int, metavar="N", help="tokens of an answer (default: the run's)")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
-    options = parser.parse_args(list(argv))
+    options = parser.parse_intermixed_args(list(argv))  # PROMPT may follow the flags
     if options.n < 1:
         parser.error(f"--n {options.n}: must be at least 1; give 1 or more")
     if options.temperature is not None and not 0 <= options.temperature < float("inf"):
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
     if options.row is not None and options.row < 1:
         parser.error(f"--row {options.row}: must be at least 1; give 1 or more")
+    if options.row is not None and options.prompt is not None:
+        parser.error("--row: cannot be used with PROMPT; give one of the two")
     if options.prompt is None and options.image:
         parser.error("--image: needs PROMPT; give both")
     ask = (options.row or 1) if options.prompt is None else options.prompt
@@ -89,6 +92,8 @@ def _as_json(sample: Sample, ask: str | int) -> dict[str, Any]:
 def _answers(options: argparse.Namespace, ask: str | int) -> list[Sample]:
     run = SavedRun(options.run)
     settings = run.settings
+    if isinstance(ask, int):
+        _check_row(settings, ask)
     with (
         hugging_face_folder(run, options.step, options.weights) as model,
         tempfile.TemporaryDirectory(prefix="miles-sample-") as logs,
@@ -98,3 +103,15 @@ def _answers(options: argparse.Namespace, ask: str | int) -> list[Sample]:
         here = settings_for(settings, model, Path(logs), options.engine)
         work = answer(here, ask, options.n, options.seed, options.temperature, options.max_response_len, options.image)
         return asyncio.run(work)
+
+
+def _check_row(settings: Settings, number: int) -> None:
+    """Refuse a number without a row before the weights are exported, which takes longer."""
+    from miles.tasks.data.sources import open_rows
+
+    sources = {} if settings.reads_conversations else settings.data.mixed_sources
+    if not sources:
+        raise InputError("PROMPT is required: the run reads no file of prompts")
+    rows = sum(len(open_rows(source)) for source in sources.values())
+    if number > rows:
+        raise InputError(f"--row {number}: the run has {rows} prompts; give one of 1 to {rows}")

@@ -257,16 +257,13 @@ async def answer(
 
 def _row(settings: Settings, tokenizer: PreTrainedTokenizerBase, number: int) -> Prompt:
     """Return a prompt of the run's data, counted from 1 over all of its sets."""
-    sources = {} if settings.reads_conversations else settings.data.mixed_sources
     left = number
-    for name, source in sources.items():
+    for name, source in settings.data.mixed_sources.items():
         prompts: Sequence[Prompt] = load_training_prompts(name, source, settings, tokenizer)
         if left <= len(prompts):
             return prompts[left - 1]
         left -= len(prompts)
-    if not sources:
-        raise InputError("PROMPT is required: the run reads no file of prompts")
-    raise InputError(f"--row {number}: the run has {number - left} prompts; give one of 1 to {number - left}")
+    raise InputError(f"--row {number}: only {number - left} prompts of the run are short enough; give a smaller one")
 
 
 def _rendered(settings: Settings, tokenizer: PreTrainedTokenizerBase, text: str, images: Sequence[str]) -> Prompt:

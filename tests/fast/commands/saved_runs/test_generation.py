@@ -68,13 +68,16 @@ def test_a_row_of_the_data_is_answered_and_scored(run, tiny_model, capsys):
     assert [[row["prompt"], row["label"], row["reward"]] for row in rows] == [
         ["1 + 1 = ", "2", -row["tokens"]] for row in rows
     ]
+    assert sample.main([*words, "--seed", "1", "4 + 1 = "]) == 0, "PROMPT follows the flags"
+    assert capsys.readouterr().out.startswith("--- answer 1 (")
     assert sample.main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"--- {source}:1, label 1\n0 + 1 = \n--- answer 1 (") and ", reward " in out
     assert err == f"loads {tiny_model} …\n"
     with pytest.raises(SystemExit):
         sample.main([*words, "--row", "4"])
-    assert "--row 4: the run has 3 prompts; give one of 1 to 3" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "--row 4: the run has 3 prompts; give one of 1 to 3" in err and "loads" not in err
 
 
 def test_a_server_gets_new_keys_as_the_old_ones_were_not_stored(run, tiny_model, tmp_path):
