@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,11 @@ class ImageTensors:
     def nbytes(self) -> int:
         """The memory that the tensors take."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def offset(self) -> int:
+        """How far rotary positions behind the images are from the indices of the tokens."""
+        return 0 if self.grids is None else int(self.grids[:, 1:].max(1).sum()) - sum(self.counts)
 
     def places(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the positions of the images' tokens in a sample, int64 [sum of counts].

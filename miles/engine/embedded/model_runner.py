@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from miles.types.images import ImageTensors, PromptImages
 
 
-# Run the decoder layers of Llama, Qwen2 and Qwen3 on a CPU with few operations and little Python.
+# Run the decoder layers of Llama, Qwen2 and Qwen3 on a CPU with few operations and little Python. The language parts of
+# models that read images have the layers of these.
 #
 # oneDNN's products apply SiLU, multiply gate and up, and add the residual before they round, so that these take no pass
 # of their own. The weights of the layers are kept in oneDNN's layout, which every product would otherwise make again;
@@ -48,13 +50,16 @@ if TYPE_CHECKING:
 
 
 _PLAIN_LAYERS: tuple[type[PreTrainedModel], ...] = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_PLAIN_LANGUAGE_PARTS = ("LlamaModel", "Qwen2Model", "Qwen3Model", "Qwen2_5_VLTextModel", "Qwen3VLTextModel")
 
 
 def can_fuse(model: Any) -> bool:
     """Return whether the layers of ``model`` are of the kind that ``FusedLayers`` computes, and this CPU has oneDNN."""
-    if type(model) not in _PLAIN_LAYERS or model.device.type != "cpu" or model.config.hidden_act != "silu":
+    body, config = _language_part(model), model.config.get_text_config()
+    is_plain = type(model) in _PLAIN_LAYERS or (body is not model.base_model and _is_plain_part(body))
+    if not is_plain or model.device.type != "cpu" or config.hidden_act != "silu":
         return False
-    if set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return False
     if not torch.backends.mkldnn.is_available():
         return False
@@ -62,29 +67,51 @@ def can_fuse(model: Any) -> bool:
     return bf16 or model.dtype == torch.float32
 
 
+def _language_part(model: Any) -> Any:
+    """Return the body of a model, without the tower of one that reads images."""
+    return model.base_model.language_model if reads_images(model.config.to_dict()) else model.base_model
+
+
+def _is_plain_part(body: Any) -> bool:
+    return type(body).__name__ in _PLAIN_LANGUAGE_PARTS  # by name: importing the types takes a text run longer
+
+
 class FusedLayers:
-    """Compute the output of the body of a model of ``_PLAIN_LAYERS``: hidden states after the last norm."""
+    """Compute the output of the body of a model that passes ``can_fuse``: hidden states after the last norm."""
 
     def __init__(self, model: Any) -> None:
-        """Take the weights out of ``model``, which must pass ``can_fuse``; its parameters keep their shapes."""
-        self._body = model.model
-        self._layers = [_Layer(layer) for layer in model.model.layers]
-        self._norm = _Norm(model.model.norm)
+        """Take the weights out of ``model``; its parameters keep their shapes."""
+        body = _language_part(model)
+        self._rotary = body.rotary_emb
+        self._layers = [_Layer(layer) for layer in body.layers]
+        self._norm = _Norm(body.norm)
         products = {id(product.emptied): product for layer in self._layers for product in layer.products}
         # What loads a weight, by the name of the parameter that it was taken from.
         self.load: dict[str, Callable[[torch.Tensor], None]] = {
             name: products[id(weight)].load for name, weight in model.named_parameters() if id(weight) in products
         }
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return the hidden states [B, T, H] of tokens ``ids`` [B, T] at ``positions`` [1 or B, T]."""
-        embedded = self._body.embed_tokens(ids)
-        cos, sin = self._body.rotary_emb(embedded, positions)
+    def __call__(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        step: Step,
+        visual_pos_masks: torch.Tensor | None = None,
+        deepstack_visual_embeds: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Return the hidden states [B, T, H] of embedded tokens [B, T, H] at ``positions`` [1 or B, T] or [3, B, T].
+
+        After the first layers, ``deepstack_visual_embeds`` are added where ``visual_pos_masks`` [B, T] is true.
+        """
+        cos, sin = self._rotary(inputs_embeds, positions)
         cos, sin = cos[:, :, None], sin[:, :, None, : sin.shape[-1] // 2]
-        hidden = embedded.flatten(0, 1)
-        for layer in self._layers:
-            hidden = layer.forward(hidden, ids.shape, cos, sin, step)
-        return self._norm(hidden).view(embedded.shape)
+        hidden, shape = inputs_embeds.flatten(0, 1), inputs_embeds.shape
+        for layer, added in zip_longest(self._layers, deepstack_visual_embeds):
+            hidden = layer.forward(hidden, shape[:2], cos, sin, step)
+            if added is not None:
+                assert visual_pos_masks is not None
+                hidden[visual_pos_masks.flatten()] += added.to(hidden.dtype)
+        return self._norm(hidden).view(shape)
 
 
 class _Norm:
@@ -281,9 +308,10 @@ class ModelRunner:
     def _shared_start(self, prompts: Sequence[Sequence[int]]) -> int:
         """Return how many tokens at the start of all prompts to run once; 0 if it saves too little.
 
-        Only fused layers do: they have plain attention, which is all that steps with a prefix compute.
+        Only fused layers do: they have plain attention, which is all that steps with a prefix compute. Equal tokens may
+        be of different images.
         """
-        shared = 0 if self._fused is None else common_start(prompts)
+        shared = 0 if self._fused is None or self._reads_images else common_start(prompts)
         return shared if shared * (len(prompts) - 1) >= SAVED_BY_PREFIX else 0
 
     @torch.inference_mode()
@@ -368,7 +396,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits of the last token of each row. An indexer chooses from the keys of ``mask``."""
         if self._fused is not None:
-            hidden = self._fused(ids, positions, step)
+            hidden = self._fused(self.model.get_input_embeddings()(ids), positions, step)
             fused_logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
             return fused_logits[:, -1]
         if states is not None:
@@ -409,8 +437,12 @@ class ModelRunner:
 
     def _forward_text(self, inputs: dict[str, Any], positions: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the logits of the last token of each row, by the language part of a model that reads images."""
-        output = self.model.base_model.language_model(**inputs, position_ids=positions, use_cache=False, kv_step=step)
-        logits: torch.Tensor = self.model.get_output_embeddings()(output.last_hidden_state)
+        if self._fused is not None:
+            hidden = self._fused(**inputs, positions=positions, step=step)
+        else:
+            body = self.model.base_model.language_model
+            hidden = body(**inputs, position_ids=positions, use_cache=False, kv_step=step).last_hidden_state
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         return logits[:, -1]
 
     def _keep_last_positions(self, _: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
@@ -427,9 +459,7 @@ def _offset(images: PromptImages | None) -> int:
         return 0
     from miles.models.images import tensors_of
 
-    tensors = tensors_of(images)
-    grids = tensors.grids
-    return 0 if grids is None else int(grids[:, 1:].max(1).sum()) - sum(tensors.counts)
+    return tensors_of(images).offset
 
 
 def common_start(prompts: Sequence[Sequence[int]]) -> int:
