@@ -46,6 +46,9 @@ class VisionFamily:
     inputs: tuple[str, ...]
     encoders: tuple[str, ...]
 
+    def prepare(self, body: Any) -> None:
+        """Let the tower of a model without its head compute the same in fewer operations, if that is known here."""
+
     def grids(self, config: Any, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the grid of tokens of each image, int64 [images, 3]; None without 3-D rotary positions."""
         return None

@@ -236,6 +236,12 @@ class ModelRunner:
         self.is_recurrent = has_recurrent_state(plain)
         self._is_sparse = model_type(plain) in SPARSE
         self._reads_images = reads_images(plain)
+        if self._reads_images:
+            from miles.models.images import vision_family
+
+            family = vision_family(config.model_type)
+            assert family is not None
+            family.prepare(self.model.base_model)
         states = LayerStates(config.get_text_config()) if self.is_recurrent or self._is_sparse else None
         self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings

@@ -21,6 +21,7 @@ class VisionTower:
         self._body = body
         family = vision_family(body.config.model_type)
         assert family is not None
+        family.prepare(body)
         self._family = family
         self._blank = blank(body.config)
         self._known: WeakKeyDictionary[ImageTensors, list[torch.Tensor]] = WeakKeyDictionary()

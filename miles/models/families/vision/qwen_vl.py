@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 class QwenVL(VisionFamily):
     """One of the two."""
 
+    def prepare(self, body: Any) -> None:
+        """Embed patches by a matrix product, and attend in all windows and images of one size at once."""
+        from torch.nn import functional as F
+        from transformers import AttentionInterface
+
+        tower = body.visual
+        convolution = tower.patch_embed.proj  # whose kernel covers a patch
+
+        def embed(patches: torch.Tensor) -> torch.Tensor:
+            weight = convolution.weight
+            return F.linear(patches.to(weight.dtype), weight.flatten(1), convolution.bias)
+
+        tower.patch_embed.forward = embed
+        AttentionInterface.register(NAME, attention_within_parts)
+        tower.config._attn_implementation = NAME
+        for block in tower.blocks:
+            block.attn.register_forward_pre_hook(_with_parts, with_kwargs=True)
+
     def grids(self, config: Any, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the grid of tokens of each image: the grid of its patches, merged."""
         merge = config.vision_config.spatial_merge_size
@@ -46,6 +64,60 @@ class QwenVL(VisionFamily):
         output = body.get_image_features(**tensors, return_dict=True)
         deeper = getattr(output, "deepstack_features", None) or []
         return [torch.cat(tuple(output.pooler_output)), *(torch.cat(tuple(layer)) for layer in deeper)]
+
+
+NAME = "miles_parts"  # of the attention implementation, in transformers
+
+
+def _with_parts(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give attention all patches in one call, with the bounds of the parts that transformers would call it for."""
+    bounds = kwargs["cu_seqlens"]
+    return args, kwargs | {"cu_seqlens": bounds[[0, -1]], "parts": bounds.diff().tolist()}
+
+
+def attention_within_parts(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    parts: Sequence[int],
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend from every patch to the patches of its part.
+
+    Args:
+        module: Unused.
+        query: [1, heads, patches, D].
+        key: The same shape.
+        value: The same shape.
+        attention_mask: Unused.
+        scaling: The factor of the scores.
+        parts: The number of patches of each part, in order.
+        _: Unused.
+
+    Returns:
+        [1, patches, heads, D], and None for the attention weights.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    sizes, lengths = sorted(set(parts)), np.array(parts)
+    places = np.argsort(np.repeat(lengths, lengths), kind="stable")  # parts of one size together
+    order = torch.from_numpy(places).to(query.device)
+    if len(sizes) > 1:
+        q, k, v = (x[order] for x in (q, k, v))
+    attended, start = [], 0
+    for size in sizes:
+        end = start + size * parts.count(size)
+        qr, kr, vr = (x[start:end].unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
+        attended.append(F.scaled_dot_product_attention(qr, kr, vr, scale=scaling).transpose(1, 2).flatten(0, 1))
+        start = end
+    out = torch.cat(attended)
+    return (out[order.argsort()] if len(sizes) > 1 else out)[None], None
 
 
 VISION = tuple(QwenVL(kind, ("pixel_values", "image_grid_thw"), ("visual",)) for kind in ("qwen2_5_vl", "qwen3_vl"))

@@ -206,6 +206,7 @@ def test_the_embedded_engine_has_the_log_probs_of_the_trainer(model: str, tmp_pa
 
     groups = groups_of(model)
     engine = TorchEngine(model, torch.float32, "cpu", 16)
+    assert engine._runner._fused is not None
     sampling = SamplingParams(max_new_tokens=6)
 
     async def generate() -> list:
