@@ -44,7 +44,6 @@ TARGETS: dict[str, tuple[str, str]] = {
     "router": ("sglang::router", "the router"),
     "vllm server": ("vllm.entrypoints.openai.api_server", r"engine \d"),
     "vllm core": ("VLLM::EngineCore", r"engine \d"),
-    "vllm worker": ("VLLM::Worker", r"engine \d"),
 }
 REPLACED_BY_RESTART = ("gcs", "raylet", "trainer rank")  # the others are replaced while the run continues
 # The targets that only set-ups with a word in their name have.
@@ -107,9 +106,9 @@ def ends(target: str, name: str) -> bool:
 
 
 class Plan:
-    """Draws trials at random from the kinds that were tried least often. Threads may share it.
+    """Draws trials at random: of the target that was tried least often on the set-up, the kind tried least often.
 
-    A target, signal and moment that were tried on no set-up come first.
+    Of that target, a signal and moment that were tried on no set-up come first. Threads may share it.
     """
 
     def __init__(self, tried: Iterable[Kind], setups: Sequence[str]) -> None:
@@ -127,7 +126,10 @@ class Plan:
         kinds = [kind for kind in kinds_of(setup) if resumes or kind[3] != LOAD]
         with self.lock:
             anywhere = {kind[1:] for kind, count in self.count.items() if count}
-            times = {kind: (kind[1:] in anywhere, self.count[kind]) for kind in kinds}
+            of_target = Counter[str]()
+            for (tried_on, target, *_), count in self.count.items():
+                of_target[target] += count if tried_on == setup else 0
+            times = {kind: (of_target[kind[1]], kind[1:] in anywhere, self.count[kind]) for kind in kinds}
             kind = rng.choice([kind for kind in kinds if times[kind] == min(times.values())])
             self.count[kind] += 1
         occurrence = 1 if kind[3] == LOAD else rng.randint(1, 2)

@@ -124,6 +124,8 @@ class VllmProgram:
         # One thread: waiting threads of OpenMP starve their neighbours. Nothing is compiled: the few functions
         # that vLLM compiles even so keep the first requests waiting, for half a minute or more on a busy host.
         cpu = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.cache_gib)}
+        if self.num_devices == 1:  # one process less: vLLM on CPU has its only worker in the engine's process then
+            cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         assert self.keys.server is not None and self.keys.admin is not None
         return {
             **(cpu | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.device == "cpu" else {}),

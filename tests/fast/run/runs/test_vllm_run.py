@@ -3,14 +3,22 @@
 import json
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from tolerance import SERVER_LOG_PROB_ERROR
+from transformers import AutoModelForCausalLM
 
-from miles.config.vllm.environment import missing_vllm, vllm_python
+from miles.base.processes import kill_group
+from miles.config.vllm.environment import clean_environment, missing_vllm, vllm_python
+from miles.engine.servers.launch import answers
 from miles.engine.servers.leftovers import open_segments
+from miles.engine.servers.processes import free_port
 from tests.fast.conftest import VLLM_SHAPE, save_tiny_model
+from tests.fast.engine.sglang_servers import log_probs_of
 from tests.fast.run.runs.launches import LOCAL_RAY, VLLM_SERVER, is_loopback, kind_of
 from tests.fast.run.runs.test_agent_run import AGENT, agent
 
@@ -19,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(missing_vllm(vllm_python()) is not None, reason="vLLM is missing: bash scripts/vllm.sh"),
 ]
-OF_VLLM = {"ray::EngineActor", VLLM_SERVER, "VLLM::EngineCore", "VLLM::Worker", "ray::GenerationActor"}
+OF_VLLM = {"ray::EngineActor", VLLM_SERVER, "VLLM::EngineCore", "ray::GenerationActor"}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +91,7 @@ def test_a_run_that_a_killed_server_has_ended_resumes_from_its_last_checkpoint(s
     run.wait_until(lambda: (workplace / "vllm_ckpt" / "iter_0000002").exists())
     segments = open_segments(run.left())
     os.killpg(servers_of(run)[0].pid, signal.SIGKILL)
-    assert run.wait() == 1 and "with --use-fault-tolerance" in run.err.splitlines()[-1], run.err
+    assert run.wait() == 1 and "engine 0: its process ended by SIGKILL (" in run.err.splitlines()[-1], run.err
     assert run.none_left() and segments and not any(Path(segment).exists() for segment in segments)
     resumed = start("vllm_partial", *flags, "--load", str(workplace / "vllm_ckpt"))
     assert resumed.wait() == 0, resumed.err
@@ -94,6 +102,44 @@ def test_a_run_that_a_killed_server_has_ended_resumes_from_its_last_checkpoint(s
     assert any(len(versions([group])) > 1 for iteration in groups for group in iteration), "one was continued"
     interrupted = [s for it in groups for group in it for s in group["samples"] if 0 in (s["loss_mask"] or [])]
     assert interrupted and all("</t>" in sample["response"] for sample in interrupted)
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """Return a model of other weights, and the address of a vLLM server for it that a user has started."""
+    save_tiny_model(tmp_path / "model", **VLLM_SHAPE, initializer_range=0.2)
+    port, log = free_port("127.0.0.1"), tmp_path / "log"
+    words = ["--model", tmp_path / "model", "--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
+    words += ["--host", "127.0.0.1", "--port", port]
+    few = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [vllm_python(), "-m", VLLM_SERVER, *map(str, words)]
+    with (
+        log.open("w") as out,
+        subprocess.Popen(
+            command, env=clean_environment() | few, stdout=out, stderr=out, start_new_session=True
+        ) as process,
+    ):
+        try:
+            while not answers(url := f"http://127.0.0.1:{port}", "/health"):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.5)
+            yield AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), f"{url}/v1"
+        finally:
+            kill_group(process.pid)
+
+
+def test_a_teacher_in_a_server_of_vllm_is_followed(start, workplace, teacher):
+    model, address = teacher
+    flags = ["--use-opd", "--opd-teacher-urls", address, "--custom-rm-path", "miles.tasks.rewards.built_in.zero:zero"]
+    run = start("vllm_opd", *flags, "--num-rollout", "2")
+    assert run.wait() == 0, run.err
+    rows = run.rows()
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert all(row["train/opd_kl"] > 0 and row["train/grad_norm"] > 0 for row in rows.values())
+    for group in groups_of(workplace, "vllm_opd", 2)[1]:
+        for sample in group["samples"]:
+            expected = log_probs_of(model, group["prompt"]["token_ids"], sample["response_ids"])
+            assert sample["teacher_log_probs"] == pytest.approx(expected.tolist(), abs=SERVER_LOG_PROB_ERROR)
 
 
 def test_a_program_is_trained_by_copies_of_deltas(start, workplace):
