@@ -136,7 +136,7 @@ def host_line(settings: Settings) -> str:
     cores = count(busy_cores(), "core")
     of_ranks = f" of {count(threads(sharers_of_trainer(settings)), 'thread')}"
     precision = "emulated bf16" if settings.training.bf16 else "fp32"
-    computes = "" if has_bf16() else f" and no bf16 arithmetic, which computes in {precision}"
+    computes = "" if has_bf16() else f" without bf16 arithmetic, so in {precision}"
     computing = [f"CPU with {cores}{computes}", *_ranks(settings, of_ranks)]
     if not settings.generates:
         return ", ".join(computing)

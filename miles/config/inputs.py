@@ -243,7 +243,7 @@ def _faults_of_functions(checked: list[tuple[str, str, int]]) -> list[str]:
 
 
 def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
-    """Import the reward function, and call it once with a stand-in answer to the first prompt, in its process."""
+    """Import the reward function, and call it once with stand-in answers to the first prompt, in its process."""
     reward = settings.reward
     if not settings.generates or not reward.weights:
         return
@@ -262,11 +262,11 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
     if not isinstance(function, RewardProcess) or inputs.first is None:
         return
     answer = str(inputs.first.label or "a stand-in answer")
-    sample = Sample(inputs.first, 0, 0, [0], answer, [1], [0.0], SampleStatus.COMPLETED)
+    pair = [Sample(inputs.first, 0, number, [0], answer, [1], [0.0], SampleStatus.COMPLETED) for number in range(2)]
     try:
-        (result,) = asyncio.run(asyncio.wait_for(function([sample]), CALL_SECONDS))
-        if isinstance(result, NotAReward):
-            raise UserCodeError(result)
+        for result in asyncio.run(asyncio.wait_for(function(pair), CALL_SECONDS)):
+            if isinstance(result, NotAReward):
+                raise UserCodeError(result)
     except (UserCodeError, UserCodeTimeout, RewardProcessDied, TimeoutError) as error:
         frames = re.findall(r'File "([^"]+)", line (\d+)', "".join(getattr(error, "__notes__", ())))
         own = [f"{file}:{line}: " for file, line in frames if os.sep + "miles" + os.sep not in file]

@@ -740,7 +740,8 @@ def judge(metrics: MetricsFile, settings: Settings, runs: bool, total_steps: int
     if setting(settings, "debug_rollout_only"):
         figures = f" Its {curve.name} is {number(fmean(curve.values))} on average." if curve.values else ""
         if alike := curves.of("rollout/zero_std_groups"):
-            figures += f" In {fmean(alike):.0%} of the groups all answers have the same reward, which teaches nothing."
+            share = f"{fmean(alike):.0%} of the groups have" if any(alike) else "No group has"
+            figures += f" {share} the same reward for all answers, which would teach nothing."
         return Judgement(None, f"It only generates (--debug-rollout-only); nothing is trained.{figures}")
     if not curve.values:
         return Judgement(None, "It measures no reward and no loss that tells whether it learns.")

@@ -139,7 +139,7 @@ class Tracker:
         if self._begun:
             return
         if resume_step is None and (folder := self._files.set_aside()) is not None:
-            self._console.note(f"--output-dir held an earlier run; its files are now in {folder}")
+            self._console.note(f"{self._output_dir} held an earlier run; its files are now in {folder}")
         self._header.save(self._output_dir)
         if self._config:
             path = self._output_dir / CONFIG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # In the launcher's part of a checkpoint.
 WANDB_RUN = "wandb_run"
 STEPS_PER_ITERATION = "steps_per_iteration"
+LONG_SAVE = 2.0  # seconds; a line tells of a longer one
 
 
 def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
@@ -138,6 +140,9 @@ class RunCheckpoints:
         if self._lacks_checkpoint(done) and not self.sides.take_turns:
             print(f"{program()}: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
             self._save(done)
+        elif self.last_saved:
+            saved = f"{self.arguments.save}/{checkpoint_name(self.last_saved)} is saved"
+            print(f"{program()}: {saved}", file=sys.stderr, flush=True)
         self._settle()
 
     def end(self, done: int) -> None:
@@ -173,7 +178,10 @@ class RunCheckpoints:
             state = {"rollouts_done": done, "prompts": self.sides.rollout.state(done), "run": self.run_state}
             state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
+            began = time.monotonic()
             self.sides.trainer.save(done, state, best)
+            if (seconds := time.monotonic() - began) > LONG_SAVE:
+                print(f"saved {self.arguments.save}/{checkpoint_name(done)} in {seconds:.0f} s", flush=True)
             self.last_saved = done
             if exports:
                 self._export(done)

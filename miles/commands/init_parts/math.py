@@ -21,3 +21,4 @@ def test_score() -> None:
 
 if __name__ == "__main__":
     test_score()
+    print("test_score passed")

@@ -43,3 +43,4 @@ def test_reward() -> None:
 
 if __name__ == "__main__":
     test_reward()
+    print("test_reward passed")

@@ -58,7 +58,9 @@ class ReportSink:
             return
         view = RunView(self._folder)
         view.metrics_file.refresh()
-        print(judge(view.metrics_file, view.header.settings, runs=False, total_steps=view.header.total_steps).sentence)
+        steps, total = view.metrics_file.steps, view.header.total_steps
+        may_continue = bool(steps) and steps[-1] < total
+        print(judge(view.metrics_file, view.header.settings, runs=may_continue, total_steps=total).sentence)
         if not self._tracking.no_report:
             try:
                 path = write_page(view, self._tracking.report_samples)

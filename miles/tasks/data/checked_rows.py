@@ -122,9 +122,19 @@ def check_rows(source: str, rows: Rows, make: Make[P], is_long: Callable[[P], bo
                 break
     progress.end()
     if verdict.faults:
-        raise FlagError(*verdict.faults[:MOST_FAULTS])
+        raise FlagError(*_each_once(verdict.faults[:MOST_FAULTS]))
     _remember(key, verdict)
     return verdict
+
+
+def _each_once(faults: Iterable[str]) -> Iterator[str]:
+    """Yield each fault once, with the other rows that have it: a misspelt column is missing in all."""
+    rows = dict[str, list[str]]()
+    for fault in faults:
+        row, _, words = fault.partition(": ")
+        rows.setdefault(words, []).append(row)
+    for words, (first, *others) in rows.items():
+        yield f"{first}: {words}" + (f" (also {', '.join(others)})" if others else "")
 
 
 @dataclass(frozen=True)

@@ -189,4 +189,4 @@ def test_a_repeated_run_has_the_same_values_on_another_host(host, judged, tmp_pa
 
 def test_the_line_names_the_precision_of_a_cpu_without_bf16(host, judged):
     host(bf16=False)
-    assert "2 cores and no bf16 arithmetic, which computes in fp32, " in host_share.host_line(judged().settings)
+    assert "2 cores without bf16 arithmetic, so in fp32, " in host_share.host_line(judged().settings)

@@ -140,7 +140,7 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
             {"rollout__reward": [0.5], "rollout__zero_std_groups": [0.75]},
             {"rollout": {"debug_rollout_only": True}},
             "It only generates (--debug-rollout-only); nothing is trained. Its reward is 0.5 on average. "
-            "In 75% of the groups all answers have the same reward, which teaches nothing.",
+            "75% of the groups have the same reward for all answers, which would teach nothing.",
         ),
         (
             {"rollout__reward": [1.0] * 30},

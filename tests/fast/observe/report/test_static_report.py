@@ -47,7 +47,7 @@ def test_the_page_has_curves_verdicts_and_samples(tmp_path: Path) -> None:
     write_run(tmp_path, steps=30, prompts=3, samples=2)
     data = Page(write_report(tmp_path, 4)).data
     assert data["metrics"]["steps"] == list(range(1, 31)) and data["metrics"]["exact"]
-    assert len(data["overview"]["verdicts"]) == 8
+    assert len(data["overview"]["verdicts"]) == 9
     assert [int(step) for step in data["iterations"]] == list(range(1, 31))
     assert len(data["details"]) == 4 * 30
     assert data["details"]["30/0"]["columns"]["weight"] and data["details"]["30/0"]["ledger"]
