@@ -28,6 +28,9 @@ class Started:
     async def start(self):
         return f"http://{self.address}"
 
+    async def ending(self):
+        return ""
+
     async def stop(self):
         """Do nothing: the suite's fixture stops the server."""
 

@@ -108,7 +108,7 @@ def write_varied_run(folder: Path, steps: int = 34) -> Path:
 def test_the_page_shows_every_section_of_a_run(tmp_path: Path, open_page: Any, serve: Any) -> None:
     page = open_page(serve(write_run(tmp_path / "run", steps=50)))
     assert page.locator("h1").inner_text() == "miles: run"
-    assert page.locator(".light.ok").count() == 8 and page.locator(".verdict").count() == 0
+    assert page.locator(".light.ok").count() == 9 and page.locator(".verdict").count() == 0
     assert page.locator(".answer").first.inner_text().startswith("It learned: held-out reward rose from ")
     assert page.locator("#charts-main figure").evaluate_all("all => all.map(each => each.dataset.title)") == [
         "Held-out reward",
@@ -180,7 +180,7 @@ def test_an_unhealthy_run_says_what_to_look_at(tmp_path: Path, open_page: Any, s
     bad = {"rollout/reward": 0.2, "rollout/truncated_fraction": 0.9}
     write_rows(tmp_path, ((step, healthy_row(step, 40) | bad) for step in range(1, 41)))
     page = open_page(serve(tmp_path))
-    verdict = page.locator(".verdict.unhealthy").inner_text()
+    verdict = page.locator(".verdict.unhealthy", has_text="Truncated").inner_text()
     assert page.locator(".answer.bad").inner_text().startswith("It did not learn: reward has been 0.2 in every")
     assert "90.0% of the answers" in verdict and "--rollout-max-response-len" in verdict
     picture(page.locator("#health"), "health")
@@ -538,7 +538,7 @@ def test_the_static_file_works_without_a_server(tmp_path: Path, open_page: Any) 
     path = write_report(write_varied_run(tmp_path), 6)
     page = open_page(path.as_uri())
     page.wait_for_selector("#samples .answer")
-    assert page.locator(".light").count() == 8
+    assert page.locator(".light").count() == 9
     page.get_by_role("button", name="previous").first.click()
     page.get_by_text("Step 33:").wait_for()
     page.locator("#samples .answer").first.click()
