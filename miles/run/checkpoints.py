@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # In the launcher's part of a checkpoint.
 WANDB_RUN = "wandb_run"
 STEPS_PER_ITERATION = "steps_per_iteration"
-LONG_SAVE = 2.0  # seconds; a line tells of a longer one
+LONG_SAVE_SECONDS = 2.0  # a line reports a longer one
 
 
 def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
@@ -133,16 +133,17 @@ class RunCheckpoints:
             self._save(done, best, exports=self._lacks_export(done))
 
     def save_before_stop(self, done: int) -> None:
-        """Save ``done`` iterations if they are not saved yet, before a signal ends the run.
+        """Save ``done`` iterations if they are not saved yet, before a signal ends the run, or name what is saved.
 
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
         if self._lacks_checkpoint(done) and not self.sides.take_turns:
             print(f"{program()}: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
             self._save(done)
-        elif self.last_saved:
-            saved = f"{self.arguments.save}/{checkpoint_name(self.last_saved)} is saved"
-            print(f"{program()}: {saved}", file=sys.stderr, flush=True)
+        elif self.arguments.save is not None:
+            with suppress(OSError):  # the last line of the run reports it
+                if (saved := checkpoint_files.newest(self.arguments.local(self.arguments.save))) is not None:
+                    print(f"{program()}: {self.arguments.save}/{saved.name} is saved", file=sys.stderr, flush=True)
         self._settle()
 
     def end(self, done: int) -> None:
@@ -180,7 +181,7 @@ class RunCheckpoints:
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
             began = time.monotonic()
             self.sides.trainer.save(done, state, best)
-            if (seconds := time.monotonic() - began) > LONG_SAVE:
+            if (seconds := time.monotonic() - began) > LONG_SAVE_SECONDS:
                 print(f"saved {self.arguments.save}/{checkpoint_name(done)} in {seconds:.0f} s", flush=True)
             self.last_saved = done
             if exports:

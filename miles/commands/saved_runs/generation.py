@@ -230,8 +230,7 @@ async def answer(
             row.
         RewardError: The reward function fails on an answer.
     """
-    tokenizer, reward = load_tokenizer(str(settings.model.hf_checkpoint)), settings.reward
-    is_row = isinstance(ask, int)
+    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     prompt = _row(settings, tokenizer, ask) if isinstance(ask, int) else _rendered(settings, tokenizer, ask, images)
     sampling = sampling_params(settings.rollout)
     if temperature is not None:
@@ -250,7 +249,8 @@ async def answer(
             seed_of=lambda _, k: response_seed(seed, "sample", k),
             max_context_len=limit,
         )
-    if is_row:
+    if isinstance(ask, int):
+        reward = settings.reward
         await score(group.samples, get_reward_function(reward), reward.reward_error_value, drop=reward.drops_errors)
     return group.samples
 

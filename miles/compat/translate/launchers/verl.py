@@ -26,6 +26,7 @@ from miles.objective.aggregation import Aggregation
 ESTIMATORS, POLICY_LOSSES, KL_TYPES, OWN = table_of("verl").names.values()
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 PROGRAMS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo")
+FILES = tuple(f"/{program.replace('.', '/')}.py" for program in PROGRAMS)
 POLICY_LOSS = ACTOR + "policy_loss."
 FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses with --eps-clip and --eps-clip-high
@@ -68,11 +69,12 @@ def _program(translation: Translation) -> None:
     """Name a program that is built on verl: its own losses, filters and settings are not read."""
     words = translation.document.words
     modules = [word for before, word in zip(words, words[1:], strict=False) if before == "-m"]
-    module = next(iter([*modules, *(word for word in words if word.endswith(".py"))]), PROGRAMS[0])
-    if "one_step_off" in module:
-        translation.differ(module, "generates one step ahead of training there", "--async-steps", 1)
-    elif not module.removesuffix(".py").replace("/", ".").endswith(PROGRAMS):
-        translation.miss(module, f"another program than {PROGRAMS[0]}: what it changes was not read")
+    scripts = [word for word in words if word.endswith(".py")]
+    program = [*modules, *scripts, PROGRAMS[0]][0]
+    if "one_step_off" in program:
+        translation.differ(program, "generates one step ahead of training there", "--async-steps", 1)
+    elif program not in PROGRAMS and not f"/{program}".endswith(FILES):
+        translation.miss(program, f"another program than {PROGRAMS[0]}: what it changes was not read")
 
 
 def _logger(translation: Translation) -> None:
