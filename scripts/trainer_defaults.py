@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import fnmatch
 import sys
 import tomllib
@@ -23,6 +24,7 @@ from typing import Any
 import yaml
 
 TABLES = Path(__file__).parents[1] / "miles/compat/translate/launchers"
+SETTINGS = "\n[settings]\n"  # the last part of a table, one line for each setting
 INTERPOLATED = "${"
 
 
@@ -100,22 +102,17 @@ def _constant(node: ast.expr, prefix: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def with_defaults(table: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
     """Return the table with the defaults of the package: names that it lacks are gone, and new ones added."""
+    table = tomllib.loads(text)
     old, settings = table["settings"], {}
     for name, default in defaults.items():
         if name in old or not any(fnmatch.fnmatchcase(name, pattern) for pattern in table["quiet"]):
             row = {key: value for key, value in old.get(name, {"learning": True}).items() if key != "default"}
             settings[name] = row if default is None else {"default": default, **row}
     settings |= {name: row for name, row in old.items() if row.get("other")}
-    return {**table, "settings": settings}
-
-
-def dumped(table: Mapping[str, Any]) -> str:
-    """Return the table as TOML, one line for each setting."""
-    head = [f"{key} = {_toml(value)}" for key, value in table.items() if key != "settings"]
-    rows = [f"{_toml(name)} = {_toml(row)}" for name, row in table["settings"].items()]
-    return "\n".join([*head, "", "[settings]", *rows, ""])
+    written_by_hand = text[: text.index(SETTINGS)]
+    return written_by_hand + SETTINGS + "".join(f"{_toml(name)} = {_toml(row)}\n" for name, row in settings.items())
 
 
 def _toml(value: Any) -> str:
@@ -144,8 +141,9 @@ def main(argv: list[str]) -> int:
     path = TABLES / f"{arguments.trainer}.toml"
     before = path.read_text(encoding="utf-8")
     with zipfile.ZipFile(arguments.wheel) as package:
-        after = dumped(with_defaults(tomllib.loads(before), dict(READERS[arguments.trainer](package))))
+        after = with_defaults(before, dict(READERS[arguments.trainer](package)))
     if arguments.check:
+        sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True), n=0))
         return int(before != after)
     path.write_text(after, encoding="utf-8")
     return 0

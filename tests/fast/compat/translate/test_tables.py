@@ -10,6 +10,7 @@ import pytest
 from miles.compat.translate.launchers.base import all_launchers
 from miles.compat.translate.translation import Document, KnownSetting, Setting, Translation, table_of
 from miles.config.parser import build_parser
+from scripts.trainer_defaults import TABLES, with_defaults
 
 TRAINERS = ("verl", "trl", "openrlhf", "nemo-rl", "prime-rl")
 PACKAGES = {"verl": "verl==0.9.1", "trl": "trl==1.16.0", "openrlhf": "openrlhf==0.11.2"}
@@ -75,6 +76,15 @@ def test_a_default_that_changes_learning_is_written_or_asks_for_nothing(name: st
         if not is_idle and key not in text and key not in result._read:
             silent.append(key)
     assert silent == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_new_defaults_replace_only_the_settings(name: str) -> None:
+    text = (TABLES / f"{name}.toml").read_text()
+    defaults = {key: row.default for key, row in table_of(name).rows.items()}
+    assert with_defaults(text, defaults) == text
+    changed = with_defaults(text, {**defaults, "new": 7})
+    assert set(changed.splitlines()) - set(text.splitlines()) == {'"new" = {default = 7, learning = true}'}
 
 
 @pytest.mark.slow
