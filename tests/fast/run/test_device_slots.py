@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,88 +88,94 @@ class Member(Reporting):
         return f"{super().start()} {meeting}"
 
 
-@contextmanager
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
     """Start Ray with two nodes of four simulated GPUs, and return its address."""
     from ray.cluster_utils import Cluster
 
-    path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     node = {"num_cpus": 4, "num_gpus": 4, "object_store_memory": 100 * 1024**2}
-    nodes = Cluster(initialize_head=True, head_node_args=node)
-    nodes.add_node(**node)
-    try:
-        yield nodes.address
-    finally:
-        nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]))
+        nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        try:
+            nodes.add_node(**node)
+            yield nodes.address
+        finally:
+            nodes.shutdown()
+
+
+@pytest.fixture
+def two_nodes(cluster: str) -> str:
+    """Return the address of the cluster once it has all GPUs back from the test before."""
+    ray.init(cluster)
+    while ray.available_resources().get("GPU") != 8:
+        time.sleep(0.1)
+    ray.shutdown()
+    return cluster
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("colocate", [True, False])
-async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: bool) -> None:
+async def test_an_engine_spans_nodes(two_nodes: str, colocate: bool) -> None:
     """An engine of all eight GPUs, shared with a trainer or not, is a process on each of two nodes."""
-    with two_nodes(monkeypatch) as address:
-        section = ClusterArguments(
-            ray_address=address,
-            device="cuda",
-            actor_num_nodes=2,
-            actor_num_gpus_per_node=4,
-            colocate=colocate,
-        )
-        with ray_session(section, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
-            host = RayHost(placement)
-            parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
-            meeting = await parts[0].meeting_address()
-            answers = [(await part.start(meeting)).split() for part in parts]
-            assert answers[0][0] != answers[1][0] and [words[2] for words in answers] == [meeting] * 2
-            assert [len(words[1].split(",")) for words in answers] == [4] * 2
-            if colocate:
-                for words, slots in zip(answers, (placement.slots[:4], placement.slots[4:]), strict=True):
-                    assert words[:2] == [slots[0].node, ",".join(slot.gpu for slot in slots)]
-            assert await SpanningServer(parts).start() == " ".join(answers[0])
+    section = ClusterArguments(
+        ray_address=two_nodes,
+        device="cuda",
+        actor_num_nodes=2,
+        actor_num_gpus_per_node=4,
+        colocate=colocate,
+    )
+    with ray_session(section, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
+        host = RayHost(placement)
+        parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
+        meeting = await parts[0].meeting_address()
+        answers = [(await part.start(meeting)).split() for part in parts]
+        assert answers[0][0] != answers[1][0] and [words[2] for words in answers] == [meeting] * 2
+        assert [len(words[1].split(",")) for words in answers] == [4] * 2
+        if colocate:
+            for words, slots in zip(answers, (placement.slots[:4], placement.slots[4:]), strict=True):
+                assert words[:2] == [slots[0].node, ",".join(slot.gpu for slot in slots)]
+        assert await SpanningServer(parts).start() == " ".join(answers[0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(two_nodes: str) -> None:
     """Two nodes of four simulated GPUs, engines of two: each sees the GPUs of two consecutive ranks, on one node."""
-    with two_nodes(monkeypatch) as address:
-        section = ClusterArguments(
-            ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True
-        )
-        with ray_session(section, EngineLayout(count=4, size=2)) as placement:
-            ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(8)]
-            pairs = ray.get([rank.look.remote() for rank in ranks])
-            assert pairs == [(slot.node, slot.gpu) for slot in placement.slots]
-            assert len({node for node, _ in pairs[:4]}) == 1 and pairs[0][0] != pairs[4][0]
-            host = RayHost(placement)
-            for number in range(4):
-                server = host.place_server(number, Reporting, start_seconds=60)
-                shared = pairs[2 * number : 2 * number + 2]
-                assert await server.start() == f"{shared[0][0]} {','.join(gpu for _, gpu in shared)}"
-                await server.stop()
+    section = ClusterArguments(
+        ray_address=two_nodes, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True
+    )
+    with ray_session(section, EngineLayout(count=4, size=2)) as placement:
+        ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(8)]
+        pairs = ray.get([rank.look.remote() for rank in ranks])
+        assert pairs == [(slot.node, slot.gpu) for slot in placement.slots]
+        assert len({node for node, _ in pairs[:4]}) == 1 and pairs[0][0] != pairs[4][0]
+        host = RayHost(placement)
+        for number in range(4):
+            server = host.place_server(number, Reporting, start_seconds=60)
+            shared = pairs[2 * number : 2 * number + 2]
+            assert await server.start() == f"{shared[0][0]} {','.join(gpu for _, gpu in shared)}"
+            await server.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node", "engines", "counts"), [(2, 2, 0, [2, 2]), (1, 6, 0, [4, 2])])
+@pytest.mark.parametrize(("nodes", "per_node", "counts"), [(2, 2, [2, 2]), (1, 6, [4, 2])])
 def test_ranks_are_on_as_many_nodes_as_the_flags_say(
-    monkeypatch: pytest.MonkeyPatch,
+    two_nodes: str,
     capsys: pytest.CaptureFixture[str],
     nodes: int,
     per_node: int,
-    engines: int,
     counts: list[int],
 ) -> None:
     """Two nodes of four simulated GPUs; Ray alone would pack two times two ranks onto one node."""
-    with two_nodes(monkeypatch) as address:
-        section = ClusterArguments(
-            ray_address=address, device="cuda", actor_num_nodes=nodes, actor_num_gpus_per_node=per_node
-        )
-        with ray_session(section, EngineLayout(count=engines, size=2)) as placement:
-            ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(nodes * per_node)]
-            where = [node for node, _ in ray.get([rank.look.remote() for rank in ranks])]
+    section = ClusterArguments(
+        ray_address=two_nodes, device="cuda", actor_num_nodes=nodes, actor_num_gpus_per_node=per_node
+    )
+    with ray_session(section, EngineLayout(count=0, size=2)) as placement:
+        ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(nodes * per_node)]
+        where = [node for node, _ in ray.get([rank.look.remote() for rank in ranks])]
     assert [where.count(node) for node in dict.fromkeys(where)] == counts and where == sorted(where, key=where.index)
     printed = capsys.readouterr().out
     assert f"placement: ranks 0-{counts[0] - 1} on " in printed
@@ -180,7 +186,7 @@ def test_ranks_are_on_as_many_nodes_as_the_flags_say(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ray_chooses_the_nodes_if_others_take_the_devices_of_those_that_were_chosen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_nodes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ray packs four ranks onto one of two nodes, and another run takes three devices of the second one meanwhile."""
     chosen: list[list[str] | None] = []
@@ -193,13 +199,12 @@ def test_ray_chooses_the_nodes_if_others_take_the_devices_of_those_that_were_cho
 
     monkeypatch.setattr(session, "choose_nodes", choose_too_late)
     monkeypatch.setattr(session, "CHOSEN_SECONDS", 2)
-    with two_nodes(monkeypatch) as address:
-        section = ClusterArguments(
-            ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=2, colocate=True
-        )
-        with ray_session(section, EngineLayout()) as placement:
-            ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(4)]
-            where = ray.get([rank.look.remote() for rank in ranks])
+    section = ClusterArguments(
+        ray_address=two_nodes, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=2, colocate=True
+    )
+    with ray_session(section, EngineLayout()) as placement:
+        ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(4)]
+        where = ray.get([rank.look.remote() for rank in ranks])
     [asked] = chosen
     assert asked is not None and len(set(asked)) == 2
     assert len({node for node, _ in where}) == 1 and len({gpu for _, gpu in where}) == 4
