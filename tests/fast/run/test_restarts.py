@@ -68,17 +68,6 @@ def test_a_run_restarts_after_a_killed_trainer_and_ends_with_the_second_failure(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
-    run = restarting(launch, workplace, "stops", ranks=2)
-    kill_when_trained(run, [(4, "TrainActor")])  # in iteration 2: there is a checkpoint after iteration 1
-    assert run.wait() == 1
-    assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
-    assert f"--load {workplace / 'stops_ckpt'} continues from the last checkpoint" in run.err.splitlines()[-1]
-    assert run.none_left()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", MODES)
 def test_random_kills_over_fifty_steps(launch, workplace, mode):

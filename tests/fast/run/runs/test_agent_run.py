@@ -1,13 +1,11 @@
 """Complete runs with ``--agent-command``: a program that knows OpenAI's API only is trained."""
 
-import os
 import shlex
-import subprocess
 import sys
 
 import pytest
 
-from tests.fast.run.runs.launches import LOCAL_RAY, REPO, is_loopback
+from tests.fast.run.runs.launches import LOCAL_RAY, is_loopback
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -73,12 +71,3 @@ def test_programs_end_with_a_killed_rollout_worker(launch, workplace):
     assert run.kill_worker("RolloutActor")
     assert run.wait() != 0
     assert run.none_left()
-
-
-def test_the_example_runs(tmp_path):
-    pytest.importorskip("openai")
-    environment = {**os.environ, "PYTHON": sys.executable, "OUTPUTS": str(tmp_path)}
-    script = REPO / "examples" / "agent_client" / "run.sh"
-    done = subprocess.run(["bash", script, "--smoke"], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("agent_client: held-out accuracy")

@@ -84,10 +84,6 @@ def samples(folder, iteration):
     return [json.loads(line) for line in folder.with_name(f"{folder.name}_{iteration}.jsonl").read_text().splitlines()]
 
 
-def prompts(folder, iteration):
-    return [(group["group_index"], group["prompt"]) for group in samples(folder, iteration)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
@@ -105,18 +101,3 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_mo
     tensors = [name for name in wanted_files if name.endswith((".distcp", ".pt"))]
     assert len(tensors) >= 4  # of two ranks, and their random states
     assert {name: found_files[name] for name in tensors} == {name: wanted_files[name] for name in tensors}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES)
-def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, moe_model, images, case):
-    """Its samples differ by design: those in progress are generated again, with the weights of the checkpoint."""
-    flags = [*flags_of(case, moe_model, images), "--async-steps", "1", "--use-tis"]
-    (whole, folder), (resumed, other) = run_and_resume(launch, workplace, f"{case}_async", *flags)
-    for iteration in range(SAVED, ALL):
-        assert prompts(other, iteration) == prompts(folder, iteration), iteration
-    rows, wanted = resumed.rows(), whole.rows()
-    assert sorted(rows) == list(range(SAVED * STEPS + 1, ALL * STEPS + 1))
-    for step, row in rows.items():
-        assert trained(row).keys() == trained(wanted[step]).keys() and row["train/lr"] == wanted[step]["train/lr"], step
