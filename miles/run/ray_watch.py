@@ -89,7 +89,7 @@ class Listener:
         return None
 
     def before_shutdown(self) -> None:
-        """Be patient no more: Ray's shutdown waits for a minute, and then ends the process with a message of Ray's."""
+        """Be patient no more."""
         if self.is_own:
             self._patience, self._asked = 0.0, -CONNECT_SECONDS
 
@@ -318,16 +318,36 @@ class RayWatch:
                     self._on_loss(loss)
                     return
 
-    def end(self) -> None:
-        """Look once more, and then no more: Ray is about to be shut down."""
+    def end_with_ray(self) -> None:
+        """Look without patience from now on, and no more when Ray ends its own processes in this process's shutdown.
+
+        The GCS may still be ending after a signal to all processes of the run. Ray's shutdown waits for it for a
+        minute, and then ends the process with a message of Ray's.
+        """
         with self._looking:
             for part in self._parts:
                 part.before_shutdown()
         self.look()
-        self._ended.set()
+        node: Any = ray_worker._global_node
+        if node is None:  # Ray did not start
+            self.end()
+            return
+        kill = node.kill_all_processes
+
+        def end_first(*arguments: Any, **options: Any) -> None:
+            self.end()
+            kill(*arguments, **options)
+
+        node.kill_all_processes = end_first
+
+    def end(self) -> None:
+        """Look no more."""
+        with self._looking:
+            self._ended.set()
         if self.nodes is not None:
             self.nodes.end()
-        _current.remove(self)
+        if self in _current:
+            _current.remove(self)
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):

@@ -235,7 +235,7 @@ def ray_session(
     finally:
         try:
             if watch is not None:
-                watch.end()
+                watch.end_with_ray()
             placement.remove()
             ray.shutdown()
         finally:  # also if a signal interrupts this

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -49,7 +50,7 @@ def test_a_death_just_before_the_end_is_reported(process, monkeypatch):
     watch = RayWatch([OwnProcess("Ray's raylet", psutil.Process(process.pid))], losses.append)
     process.kill()
     process.wait()
-    watch.end()
+    watch.end_with_ray()
     assert len(losses) == 1
 
 
@@ -77,7 +78,7 @@ def test_a_stopped_process_continues_at_the_end(process):
     watch = RayWatch([OwnProcess("Ray's GCS", psutil.Process(process.pid))], [].append)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    watch.end()
+    watch.end_with_ray()
     os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
     assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
 
@@ -91,8 +92,29 @@ def test_a_part_that_does_not_answer_at_the_end_is_reported_if_it_is_the_runs_ow
         watch = RayWatch([Listener("Ray's GCS", server.getsockname(), is_own)], losses.append)
         watch.look()
         server.close()
-        watch.end()
+        watch.end_with_ray()
     assert bool(losses) == is_own
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_part_that_ends_while_ray_shuts_down_is_reported_until_ray_ends_it(monkeypatch, is_late):
+    """After a signal to all processes the GCS may end late; Ray's shutdown would wait for it for a minute."""
+    losses, killed = queue.Queue(), []
+    node = SimpleNamespace(kill_all_processes=lambda wait: killed.append(wait))
+    monkeypatch.setattr(ray_watch, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(ray_watch.ray_worker, "_global_node", node)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        watch = RayWatch([Listener("Ray's GCS", server.getsockname(), is_own=True)], losses.put)
+        watch.end_with_ray()
+        assert losses.empty() and killed == []
+        if is_late:
+            server.close()
+            assert "Ray's GCS at 127.0.0.1:" in losses.get(timeout=60)
+        node.kill_all_processes(wait=False)
+    watch.look()
+    assert losses.empty() and killed == [False]
 
 
 @pytest.mark.parametrize(("kind", "how"), [("path", "dies"), ("port", "dies"), ("port", "stops")])
