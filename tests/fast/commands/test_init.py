@@ -69,9 +69,10 @@ def test_the_printed_commands_train(task, model, tmp_path, capsys):
         ["miles", "train"],
         ["miles", "report"],
     ]
-    (tmp_path / "miles").write_text(MILES)
-    (tmp_path / "miles").chmod(0o755)
-    (tmp_path / "python").symlink_to(sys.executable)
+    # A link to the interpreter would not find the packages of its virtual environment.
+    for name, program in {"miles": MILES, "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'}.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
     environ = os.environ | {
         "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
         "PYTHONPATH": str(REPO),
