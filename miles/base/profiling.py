@@ -149,7 +149,7 @@ MOST_EVENTS = 300_000  # of one process and iteration; about 4 MB of the compres
 OPERATION = "cpu_op"  # the categories of PyTorch's traces that are kept
 SPAN = "user_annotation"
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-_KEPT = (OPERATION, SPAN, *KERNELS)
+_CATEGORIES = (OPERATION, SPAN, *KERNELS)
 
 
 class Event(NamedTuple):
@@ -214,7 +214,7 @@ def from_kineto(trace: Mapping[str, Any], most: int = MOST_EVENTS) -> tuple[list
     events = []
     for event in trace["traceEvents"]:
         category = event.get("cat")
-        if event.get("ph") != "X" or category not in _KEPT:
+        if event.get("ph") != "X" or category not in _CATEGORIES:
             continue
         thread = f"GPU {event['pid']} stream {event['tid']}" if category in KERNELS else f"thread {event['tid']}"
         start = base + round(event["ts"] * 1000)

@@ -76,7 +76,7 @@ def secrets_in(name: str, value: Any) -> set[str]:
     """Return the secrets in the value of the setting ``name``, long enough to be looked for in text."""
     replacer = _Replacer()
     replacer.setting(name, value)
-    return {secret for secret in replacer.found if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
+    return {secret for secret in replacer.secrets if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
 
 
 def hide_in_text(text: str, secrets: Collection[str]) -> str:
@@ -111,7 +111,7 @@ class _Replacer:
     """Replace secrets, and remember the secrets of credentials."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.secrets: list[str] = []
 
     def setting(self, name: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -177,7 +177,7 @@ class _Replacer:
         return f"{name}={self._hidden(value)}" if secret else field.group()
 
     def _hidden(self, secret: str) -> str:
-        self.found.append(secret)
+        self.secrets.append(secret)
         return HIDDEN
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOKEN_MULTIPLE = 8
 
 # fp32 [response] each.
-_IF_GIVEN = ("advantages", "old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")
+_OPTIONAL = ("advantages", "old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")
 
 
 def collate(
@@ -94,7 +94,7 @@ def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         return to_device(np.asarray(whole[layout.response_index], np.float32), device)
 
-    optional = {name: getattr(part, name) for name in _IF_GIVEN}  # None: not given
+    optional = {name: getattr(part, name) for name in _OPTIONAL}  # None: not given
     columns = {name: None if parts is None else column(parts) for name, parts in optional.items()}
     columns |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
     if columns["advantages"] is None:
@@ -319,7 +319,7 @@ def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Record:
     """Columns of one sample on the device, fp32 [response] each."""
 
     advantages: torch.Tensor
@@ -334,7 +334,7 @@ class TokenRecorder:
     def __init__(self) -> None:
         self._step = 0
         self._wanted: frozenset[int] = frozenset()
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._records: dict[tuple[int, int], _Record] = {}
 
     def begin(self, step: int, shard: TrainShard | None) -> None:
         """Begin a step, counted from 0 within the iteration. None: nothing of it is recorded."""
@@ -354,15 +354,15 @@ class TokenRecorder:
         ends = list(accumulate(micro.response_lengths))
         for i in chosen:
             place = slice(ends[i] - micro.response_lengths[i], ends[i])
-            self._kept[self._step, micro.positions[i]] = _Kept(*(whole[place].clone() for whole in wholes))
+            self._records[self._step, micro.positions[i]] = _Record(*(whole[place].clone() for whole in wholes))
 
     def read(self) -> dict[tuple[int, int], TokenColumns]:
         """Return what was kept since the last call, by step in the iteration and position in the step."""
-        records, self._kept = self._kept, {}
+        records, self._records = self._records, {}
         return {key: _on_host(columns) for key, columns in records.items()}
 
 
-def _on_host(record: _Kept) -> TokenColumns:
+def _on_host(record: _Record) -> TokenColumns:
     def read(column: torch.Tensor) -> np.ndarray:
         values: np.ndarray = column.cpu().numpy()
         return values

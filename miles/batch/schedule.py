@@ -349,7 +349,7 @@ class ShardBuilder:
         self._supports: Supports = "if given"
         if settings.rollout.no_support_replay:
             self._supports = "left out"
-        elif settings.rollout.replays_support and not settings.is_given_samples:
+        elif settings.rollout.replays_support and not settings.reads_samples:
             self._supports = "required"
         self._advantages_of = None if path is None else RewardPostProcess(path, settings)
 

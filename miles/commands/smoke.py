@@ -433,7 +433,7 @@ def _notes(settings: Settings, small: Settings) -> Iterator[str]:
     """Yield in words the features that a smaller run does not check."""
     ranks = (settings.cluster.world_size, small.cluster.world_size)
     if ranks[0] != ranks[1] or settings.dims != small.dims:
-        yield f"{ranks[0]} trainer ranks become {ranks[1]}, on CPU, with {_shown(small)}"
+        yield f"{ranks[0]} trainer ranks become {ranks[1]}, on CPU, with {_parallel_text(small)}"
     if settings.training.bf16 and not small.training.bf16:
         yield "--bf16 becomes --fp32: this CPU has no bf16 arithmetic"
     if settings.rollout.rollout_engine != small.rollout.rollout_engine:
@@ -453,7 +453,7 @@ def _notes(settings: Settings, small: Settings) -> Iterator[str]:
         yield "if all answers to a prompt get the same reward, every second one gets 1 more: there must be a gradient"
 
 
-def _shown(settings: Settings) -> str:
+def _parallel_text(settings: Settings) -> str:
     kinds = {
         "tensor": settings.megatron.tensor_model_parallel_size,
         "context": settings.parallel.context_parallel_size,
@@ -465,7 +465,7 @@ def _shown(settings: Settings) -> str:
 
 PASSED, CHECK_FAILED, RUN_FAILED, TOO_SLOW = 0, 1, 3, 4
 END_SECONDS = 30.0  # for a run that is stopped
-SHOWN_LINES = 40  # of a run that failed
+NOTE_LINES = 40  # of a run that failed
 LOG = "log.txt"
 
 
@@ -562,9 +562,9 @@ def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[
         status, fault = RUN_FAILED, f"it ended with status {child.returncode}"
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     if fault is not None:
-        print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
+        print("\n".join(lines[-NOTE_LINES:]), file=sys.stderr)
     elapsed = time.perf_counter() - began
-    return status, [CheckResult("the run ends", elapsed, fault, "\n".join(lines[-SHOWN_LINES:]))]
+    return status, [CheckResult("the run ends", elapsed, fault, "\n".join(lines[-NOTE_LINES:]))]
 
 
 def _check(folder: Path, expectations: Sequence[Expectation]) -> list[CheckResult]:

@@ -42,7 +42,7 @@ from miles.config.notes import OTHERS, Note, report
 from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub, with_inputs
 from miles.config.settings import SECTIONS, Settings
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
-from miles.config.spelling import cut_spaced_words, given_twice, group_words
+from miles.config.spelling import cut_spaced_words, group_words, repeated_flags
 from miles.config.validate import Validated
 
 # Flags that exist elsewhere, and what to add if one of them is suggested.
@@ -79,7 +79,7 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
     line = Line(list(words), errors)
     names = read_settings_of_file(line, _known_flags)
     line.words = cut_spaced_words(line.words, {*_known_flags(line.words), *COUNTERPARTS})
-    line.notes += given_twice(line.words)
+    line.notes += repeated_flags(line.words)
     for read in _READERS:
         read(line)
     return Rewritten(line.words, line.notes, line.foreign, names)

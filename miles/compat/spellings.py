@@ -483,10 +483,10 @@ def read_mismatch_config(line: Line, values: Mapping[str, Any]) -> dict[str, Any
         line.drop(MISMATCH_FLAG)
         return others | {"use_rs": False}
     flags = _flags_of(values, is_on("use_rs"), line.errors)
-    said = " ".join(written(flag_name(name), value) for name, value in flags.items() if value is not False)
+    text = " ".join(written(flag_name(name), value) for name, value in flags.items() if value is not False)
     if flags["tis_batch_normalize"]:
-        said += ", where the mean is over the whole step instead of a rank's micro-batch"
-    line.read_as(MISMATCH_FLAG, f"{said}: the same weights")
+        text += ", where the mean is over the whole step instead of a rank's micro-batch"
+    line.read_as(MISMATCH_FLAG, f"{text}: the same weights")
     return others | flags
 
 

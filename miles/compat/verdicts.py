@@ -15,7 +15,7 @@ from miles.config.settings import Settings
 from miles.tasks.environments.built_in.tool_calls import ENVIRONMENT
 
 Kind = Literal["switch", "value", "list", "optional"]
-Given: TypeAlias = Mapping[str, Any]  # all flags of the tables in a command, with their values; True for a switch
+ForeignFlags: TypeAlias = Mapping[str, Any]  # flags of the tables in a command, with their values; True for a switch
 
 _KINDS: dict[str, Kind] = {"": "switch", "V": "value", "V...": "list", "V?": "optional"}
 
@@ -53,7 +53,7 @@ class Foreign:
             return "noted"
         return "noted or refused" if self.neutral or self.unless is not None else "refused"
 
-    def judge(self, value: Any, settings: Settings, command: Given, errors: Errors) -> Note | None:
+    def judge(self, value: Any, settings: Settings, command: ForeignFlags, errors: Errors) -> Note | None:
         """Return the note on the flag, or add its error.
 
         Args:
@@ -77,7 +77,7 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
-def _has_llama3_rope(settings: Settings, command: Given) -> bool:
+def _has_llama3_rope(settings: Settings, command: ForeignFlags) -> bool:
     """Return whether the rotary embedding of the model is scaled as Llama 3.1's, or may be: its config is not here."""
     config = readable_config(settings.model)
     if config is None:
@@ -86,24 +86,24 @@ def _has_llama3_rope(settings: Settings, command: Given) -> bool:
     return bool(rope.get("rope_type", rope.get("type")) == "llama3")
 
 
-def _trains_any_layer(settings: Settings, command: Given) -> bool:
+def _trains_any_layer(settings: Settings, command: ForeignFlags) -> bool:
     """Return whether layers come from transformers or Megatron-Bridge, and not from the flags that describe them."""
     return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
 
 
-def _keeps_tokens(settings: Settings, command: Given) -> bool:
+def _keeps_tokens(settings: Settings, command: ForeignFlags) -> bool:
     flags = ("--slime-router-middleware-paths", "--miles-router-middleware-paths")
     paths = [path for flag in flags for path in command.get(flag, ())]
     return all(path.rpartition(".")[2] == "RadixTreeMiddleware" for path in paths)
 
 
-def _trains_what_generated(settings: Settings, command: Given) -> bool:
+def _trains_what_generated(settings: Settings, command: ForeignFlags) -> bool:
     rollout = settings.rollout
     return not (rollout.async_steps or rollout.fully_async or rollout.partial_rollout)
 
 
-def _is_weight_decay(flag: str) -> Callable[[Settings, Given], bool]:
-    def is_equal(settings: Settings, command: Given) -> bool:
+def _is_weight_decay(flag: str) -> Callable[[Settings, ForeignFlags], bool]:
+    def is_equal(settings: Settings, command: ForeignFlags) -> bool:
         try:
             return float(command[flag]) == settings.optimizer.weight_decay
         except ValueError:
@@ -113,7 +113,7 @@ def _is_weight_decay(flag: str) -> Callable[[Settings, Given], bool]:
 
 
 # Values of ``unless`` in the tables: they name runs in which a refused flag changes nothing.
-CONDITIONS: dict[str, Callable[[Settings, Given], bool]] = {
+CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
     "has_tool_calls": lambda s, command: (s.rollout.environment or "").startswith(f"{ENVIRONMENT.name}:"),
     "keeps_tokens": _keeps_tokens,
     "shares_gpus": lambda s, command: s.cluster.colocate,

@@ -262,7 +262,7 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
         lines.append(f"{checkpoint.load}: {_loaded(checkpoint, checkpoint.load)}")
     if checkpoint.save is not None:
         when = f"every {checkpoint.save_interval} iterations and" if checkpoint.save_interval else "only"
-        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last iteration{_kept(checkpoint)}")
+        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last iteration{_retention(checkpoint)}")
         if checkpoint.save_best is not None:
             metric, mode = read_best(checkpoint.save_best)
             size = "largest" if mode == "max" else "smallest"
@@ -290,7 +290,7 @@ def _loaded(checkpoint: CheckpointArguments, folder: str) -> str:
     return f"the run starts at iteration {start}, {link} {checkpoint_name(newest)}"
 
 
-def _kept(checkpoint: CheckpointArguments) -> str:
+def _retention(checkpoint: CheckpointArguments) -> str:
     """Say which checkpoints stay, if not all do."""
     last, interval = checkpoint.save_keep_last, checkpoint.save_retain_interval
     if last is None and interval is None:

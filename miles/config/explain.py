@@ -28,7 +28,7 @@ from miles.objective.chosen import objective_in_words, objective_terms, objectiv
 from miles.tasks.data.settings import explain_prompts
 
 WIDTH = 110
-_SHOWN = 4  # groups of ranks that are listed, before and after "..."
+_LISTED = 4  # groups of ranks that are listed, before and after "..."
 _EXAMPLE_LENGTH = 1024  # tokens of an answer if no limit is given: conversations to train on need none
 
 
@@ -188,14 +188,14 @@ def _stages(settings: Settings) -> str:
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
-    if len(groups) <= 2 * _SHOWN:
+    if len(groups) <= 2 * _LISTED:
         return " | ".join(map(_ranks, groups))
-    return " | ".join([*map(_ranks, groups[:_SHOWN]), "...", *map(_ranks, groups[-1:])])
+    return " | ".join([*map(_ranks, groups[:_LISTED]), "...", *map(_ranks, groups[-1:])])
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Spell ranks: ``0 1 2``, or ``0 2 .. 14`` if they are many at one distance."""
-    if len(ranks) > _SHOWN and len({after - before for before, after in zip(ranks, ranks[1:], strict=False)}) == 1:
+    if len(ranks) > _LISTED and len({after - before for before, after in zip(ranks, ranks[1:], strict=False)}) == 1:
         return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
     return " ".join(map(str, ranks))
 

@@ -206,7 +206,7 @@ class _Reader:
             seen[flag] = origin
             yield _Entry(flag, self._words(flag, value), origin, _text(value))
         except _Refused as refused:
-            self._errors.add(f"{FLAG} {origin}: {_shown(key)}: {refused}")
+            self._errors.add(f"{FLAG} {origin}: {_key_text(key)}: {refused}")
 
     def _of_override(self, path: str, override: str) -> Iterator[_Entry]:
         key, equals, text = override.partition("=")
@@ -335,7 +335,7 @@ def _field(key: yaml.Node) -> str:
     return str(key.value).removeprefix("--").replace("-", "_") if isinstance(key, yaml.ScalarNode) else ""
 
 
-def _shown(key: yaml.Node) -> str:
+def _key_text(key: yaml.Node) -> str:
     return one_line(str(key.value), LONGEST_VALUE) if isinstance(key, yaml.ScalarNode) else "a key that is no word"
 
 

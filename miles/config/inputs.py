@@ -29,7 +29,7 @@ from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
-from miles.config.functions import given_functions
+from miles.config.functions import named_functions
 from miles.config.model import has_vision_tower, readable_config
 from miles.config.rollout import RolloutArguments
 from miles.config.rules import sequence_limit
@@ -123,7 +123,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except InputError:  # the tokenizer needs torch, or is broken
         inputs = _check_sets(settings, starts)
-    checked = [(name, path, hook.arguments) for name, hook, path in given_functions(settings) if hook.arguments]
+    checked = [(name, path, hook.arguments) for name, hook, path in named_functions(settings) if hook.arguments]
     if checked:
         inputs.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
@@ -275,7 +275,7 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
             f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
             f"{inputs.first.source}, it {fault}"
         )
-        makes_own = any(name in OF_SAMPLES for name, _, _ in given_functions(settings)) or settings.rollout.environment
+        makes_own = any(name in OF_SAMPLES for name, _, _ in named_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
         (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}; correct it", 1000))
 

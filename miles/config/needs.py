@@ -98,7 +98,7 @@ _SERVERS = "SGLang's, and another engine generates"
 # What flags need that no flag states in one word.
 CONDITIONS = {
     "a trainer": Condition(lambda s: s.trains, "with --debug-rollout-only, which trains and saves nothing"),
-    "generated samples": Condition(lambda s: not s.is_given_samples, _GENERATED),
+    "generated samples": Condition(lambda s: not s.reads_samples, _GENERATED),
     "generation": Condition(lambda s: s.generates, "by a run that generates nothing, for training or evaluation"),
     "prompts to draw": Condition(
         lambda s: not s.rollout.loads_samples, "with --load-debug-rollout-data no prompts are drawn"
@@ -146,7 +146,7 @@ CONDITIONS = {
         lambda s: s.reward.rm_type is None or s.reward.names(CUSTOM), "built-in rewards bound their calls"
     ),
     "fewer tokens to sample from": Condition(
-        lambda s: s.is_given_samples or s.rollout.truncates_sampling,
+        lambda s: s.reads_samples or s.rollout.truncates_sampling,
         "without --rollout-top-p, --rollout-top-k or --rollout-min-p",
     ),
     "a use of spare prompts": Condition(

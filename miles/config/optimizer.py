@@ -42,7 +42,7 @@ class OptimizerArguments:
         return "lr_warmup_iters" if self.lr_warmup_fraction is None else "lr_warmup_fraction"
 
     @property
-    def given_warmup(self) -> float:
+    def warmup_value(self) -> float:
         """The value of that field: steps, or a share of the decay."""
         return self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction
 
@@ -82,7 +82,7 @@ def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> N
         rule = f"must be less than --lr-decay-iters {decay}, which includes the warm-up"
         if fraction is not None:
             rule = f"is {count(decay, 'step')}, and {rule}"
-        errors.refuse(field, optimizer.given_warmup, rule, "give a shorter warm-up or a longer decay")
+        errors.refuse(field, optimizer.warmup_value, rule, "give a shorter warm-up or a longer decay")
 
 
 def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> Iterator[str]:
@@ -92,4 +92,4 @@ def notes_on_warmup(field: str, optimizer: OptimizerArguments, steps: int) -> It
     """
     if optimizer.warmup_steps(steps) >= steps:
         all_of_run = f"all of the run ({count(steps, 'optimizer step')})"
-        yield f"{flag_name(field)} {optimizer.given_warmup}: {all_of_run} is warm-up"
+        yield f"{flag_name(field)} {optimizer.warmup_value}: {all_of_run} is warm-up"

@@ -46,7 +46,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     _check_reward_parts(settings, errors)
     _check_removed_samples(settings, errors)
     if not loss.type.uses_advantages:
-        _check_given_samples(settings, errors)
+        _check_read_samples(settings, errors)
     elif loss.has_critic:
         check_critic(settings.critic, settings.optimizer, loss.type.trains_policy, settings.rollout.num_rollout, errors)
 
@@ -169,7 +169,7 @@ def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:
     return replace(loss, policy_loss=name), notes
 
 
-def _check_given_samples(settings: Settings, errors: Errors) -> None:
+def _check_read_samples(settings: Settings, errors: Errors) -> None:
     """Check that no temperature divides the logits of a loss that samples nothing."""
     temperature = settings.rollout.rollout_temperature
     if temperature != 1 and errors.none_about("rollout_temperature"):
@@ -288,7 +288,7 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
     if not settings.generates or (within is not None and within <= limit):
         return
     longest = rollout.rollout_max_response_len
-    asks = not settings.is_given_samples and not changed(rollout, _MAY_ASK_FOR_LESS)
+    asks = not settings.reads_samples and not changed(rollout, _MAY_ASK_FOR_LESS)
     if asks and longest is not None:
         yield "rollout_max_response_len", longest
     own = evaluation.eval_max_response_len
@@ -420,7 +420,7 @@ OF_USER = ("custom_generate_function_path", "rollout_function_path", "agent_comm
 def check_labels(settings: Settings, errors: Errors) -> None:
     """Refuse a reward that needs the label of each row, if no flag names the labels' column: it could score nothing."""
     reward, data = settings.reward, settings.data
-    scores_rows = settings.generates and not settings.is_given_samples and not changed(settings.rollout, OF_USER)
+    scores_rows = settings.generates and not settings.reads_samples and not changed(settings.rollout, OF_USER)
     if not scores_rows or reward.on_error in ("value", "drop") or data.label_key is not None:
         return
     if data.prompt_data is None or data.prompt_data.startswith(OWN_LABELS):
@@ -469,13 +469,13 @@ def check_debug_modes(settings: Settings, errors: Errors) -> None:
     if rollout.debug_rollout_only and rollout.debug_train_only:
         errors.refuse("debug_train_only", True, "contradicts --debug-rollout-only", "keep one of the two")
         return
-    if rollout.debug_train_only and not settings.is_given_samples:
+    if rollout.debug_train_only and not settings.reads_samples:
         what_to_do = (
             "name a file of samples with --load-debug-rollout-data, or use --loss-type sft_loss with conversations"
         )
         errors.refuse("debug_train_only", True, "needs samples to train on", what_to_do)
     if rollout.debug_rollout_only:
-        if settings.is_given_samples:
+        if settings.reads_samples:
             rule = "would generate nothing: this run reads the samples that it trains on"
             what_to_do = "drop it, or drop --load-debug-rollout-data and --loss-type sft_loss"
             errors.refuse("debug_rollout_only", True, rule, what_to_do)
@@ -515,7 +515,7 @@ def check_deterministic_on_cpu(settings: Settings, errors: Errors) -> None:
         errors.refuse("deterministic_mode", True, rule, f"use --rollout-engine {others}, or drop it")
 
 
-# Refuse settings that need more than a run in one process without Ray (run/one_process/sides.py).
+# Refuse settings that need more than a run in one process without Ray (run/one_process/drivers.py).
 
 
 def check_one_process(settings: Settings) -> None:
@@ -573,7 +573,7 @@ def check_replay(settings: Settings, errors: Errors) -> None:
         if settings.megatron.mtp_heads:
             rule = "heads of multi-token prediction have experts that no engine chooses"
             errors.refuse(name, True, f"cannot be obeyed with --mtp-num-layers: {rule}", "drop one of the two")
-    if rollout.use_rollout_routing_replay and not settings.is_given_samples:
+    if rollout.use_rollout_routing_replay and not settings.reads_samples:
         _check_engine(settings, errors)
         if settings.cluster.device == "cpu":
             check_replay_on_cpu(settings, errors)
@@ -582,7 +582,7 @@ def check_replay(settings: Settings, errors: Errors) -> None:
 def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
     """Refuse servers on CPU: SGLang 0.5.23 keeps experts in page-locked memory, which only a GPU's driver gives."""
     name = settings.rollout.rollout_engine
-    wants = settings.rollout.use_rollout_routing_replay and not settings.is_given_samples
+    wants = settings.rollout.use_rollout_routing_replay and not settings.reads_samples
     if wants and engine_spec(name).has_servers and not settings.sglang.rollout_external:
         rule = f"--rollout-engine {name} reports which experts it chose on GPUs only"
         what_to_do = "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay"

@@ -159,14 +159,14 @@ class Settings:
         return not self.loss.type.uses_advantages and not self.rollout.loads_samples
 
     @property
-    def is_given_samples(self) -> bool:
+    def reads_samples(self) -> bool:
         """Whether the samples to train on are read, and not generated."""
         return self.rollout.loads_samples or self.reads_conversations
 
     @property
     def generates(self) -> bool:
         """Whether anything is generated; it is not if samples are given and nothing is evaluated."""
-        return not self.rollout.debug_train_only and (not self.is_given_samples or self.evaluation.has_sets)
+        return not self.rollout.debug_train_only and (not self.reads_samples or self.evaluation.has_sets)
 
     @property
     def trains(self) -> bool:

@@ -56,11 +56,11 @@ def group_words(words: Iterable[str]) -> list[Group]:
 
 def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
     """Return the words without the words of ``flags``: each flag, and its values."""
-    rest, is_kept = list[str](), True
+    rest, is_copied = list[str](), True
     for word in words:
         if word.startswith("--") and len(word) > 2:
-            is_kept = word.partition("=")[0] not in flags
-        if is_kept:
+            is_copied = word.partition("=")[0] not in flags
+        if is_copied:
             rest.append(word)
     return rest
 
@@ -173,7 +173,7 @@ def rephrased(message: str) -> str:
     return message
 
 
-def given_twice(words: Sequence[str]) -> list[Note]:
+def repeated_flags(words: Sequence[str]) -> list[Note]:
     """Return a note for each flag that is given several times with different values; the last one counts."""
     by_flag = dict[str, list[tuple[str, ...]]]()
     for flag, values in group_words(words):

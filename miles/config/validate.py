@@ -219,7 +219,7 @@ def _reconcile(settings: Settings, set_fields: Collection[str], errors: Errors) 
         training.global_batch_size,
         rollout.n_samples_per_prompt,
         errors,
-        is_given="loss_aggregation" in set_fields,
+        is_explicit="loss_aggregation" in set_fields,
     )
     if not errors.messages:
         loss, policy_loss_notes = name_policy_loss(loss)

@@ -142,7 +142,7 @@ def _models() -> Path | None:
 # Types for text and images that are loaded whole, with the vision tower: the types in families/vision.
 WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 _READER = "PytorchStreamReader"  # begins torch's message about a broken pytorch_model.bin
-_SHOWN = 3  # names of tensors in a message
+_LISTED = 3  # names of tensors in a message
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -234,8 +234,8 @@ def choose_experts(model: PreTrainedModel) -> None:
 
 def _listed(names: list[str]) -> str:
     """Name tensors: all, or the first of many with their number."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"the tensor{'s' * (len(names) > 1)} {', '.join(names[:_SHOWN])}{more}"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"the tensor{'s' * (len(names) > 1)} {', '.join(names[:_LISTED])}{more}"
 
 
 # The tokens that end an answer, whatever part of a model's folder names them.

@@ -71,21 +71,21 @@ class Routers:
         self.topk = int(first.top_k)
         self._dtype = dtype_for(int(first.num_experts))
         self._weights = WEIGHTS[kind]
-        self._given: torch.Tensor | None = None
+        self._replayed: torch.Tensor | None = None
         self._records = False
-        self._found: dict[int, torch.Tensor] = {}
+        self._chosen: dict[int, torch.Tensor] = {}
         for layer, router in routers.items():
             router.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int) -> Callable[..., Any]:
         def choose(router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             logits, weights, experts = output
-            if self._given is not None:
-                chosen = self._given[:, layer].long()
+            if self._replayed is not None:
+                chosen = self._replayed[:, layer].long()
                 experts = torch.where(chosen == UNKNOWN, experts, chosen)
                 weights = self._weights(router, logits, experts)
             if self._records:
-                self._found[layer] = experts.detach()
+                self._chosen[layer] = experts.detach()
             return logits, weights, experts
 
         return choose
@@ -95,12 +95,12 @@ class Routers:
 
         It holds until the next call, so that a backward pass that computes a layer again takes the same experts.
         """
-        self._given = experts
+        self._replayed = experts
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Keep the experts that the block's pass chooses, for ``take``."""
-        self._records, self._found = True, {}
+        self._records, self._chosen = True, {}
         try:
             yield
         finally:
@@ -108,9 +108,9 @@ class Routers:
 
     def take(self) -> torch.Tensor:
         """Return the choices of the recorded pass, int64 [T, layers, k]; 0 in layers without experts."""
-        some = next(iter(self._found.values()))
-        columns = [self._found.get(layer, torch.zeros_like(some)) for layer in range(self.layers)]
-        self._found = {}
+        some = next(iter(self._chosen.values()))
+        columns = [self._chosen.get(layer, torch.zeros_like(some)) for layer in range(self.layers)]
+        self._chosen = {}
         return torch.stack(columns, 1)
 
     def take_numpy(self) -> np.ndarray:

@@ -82,7 +82,7 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return language | {"vision_config": _tower(tower, hidden)}
     if isinstance(config.get("text_config"), Mapping):
         return small | {"text_config": shrunk_config(config["text_config"]), "dtype": "float32"}
-    indices = _kept_layers(config)
+    indices = _layers_of_each_kind(config)
     layers = config.get("num_hidden_layers")
     for name, value in config.items():
         if layers is not None and isinstance(value, list) and len(value) == layers:
@@ -114,7 +114,7 @@ def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     return {**config, **{name: size for name, size in {**sizes, **layers}.items() if name in config}}
 
 
-def _kept_layers(config: Mapping[str, Any]) -> list[int]:
+def _layers_of_each_kind(config: Mapping[str, Any]) -> list[int]:
     """Return which layers stay: the first of each kind, in order, and at least two."""
     named = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
     lists = [config[name] for name in named if config.get(name)]

@@ -412,7 +412,7 @@ def reconcile_aggregation(
     trajectories_per_step: int | None,
     samples_per_prompt: int,
     errors: Errors,
-    is_given: bool = False,
+    is_explicit: bool = False,
 ) -> "tuple[LossArguments, list[str]]":
     """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
@@ -425,11 +425,11 @@ def reconcile_aggregation(
         trajectories_per_step: N; None if it is not known, which has its own error.
         samples_per_prompt: The trajectories of a group.
         errors: Collects the errors.
-        is_given: Whether the command gives ``--loss-aggregation``. Other flags may replace the default, but not the
+        is_explicit: Whether the command gives ``--loss-aggregation``. Other flags may replace the default, but not the
             same value in the command.
     """
     notes: list[str] = []
-    may_relabel = loss.loss_aggregation == "sample_mean" and not is_given
+    may_relabel = loss.loss_aggregation == "sample_mean" and not is_explicit
     loss = _from_pg_loss_divisor(loss, may_relabel, notes, errors)
     loss = _from_verl(loss, max_response_len, trajectories_per_step, may_relabel, notes, errors)
     if loss.pg_loss_divisor is not None or loss.loss_agg_mode is not None:
@@ -482,7 +482,7 @@ def _from_verl(
             what_to_do = "add --loss-agg-mode seq-mean-token-sum-norm, or use --loss-aggregation-divisor"
             errors.refuse("loss_scale_factor", factor, "would be ignored without --loss-agg-mode", what_to_do)
         return loss
-    _check_beside_verl(loss, name, may_relabel, errors)
+    _check_with_verl(loss, name, may_relabel, errors)
     mode = VERL_MODES[name]
     divisor: float | None = None
     if name == "seq-mean-token-sum-norm":
@@ -509,7 +509,7 @@ def _from_verl(
     )
 
 
-def _check_beside_verl(loss: "LossArguments", name: str, may_relabel: bool, errors: Errors) -> None:
+def _check_with_verl(loss: "LossArguments", name: str, may_relabel: bool, errors: Errors) -> None:
     is_reduced_here = loss.custom_pg_loss_reducer_function_path is None
     if loss.calculate_per_token_loss and is_reduced_here and VERL_MODES[name] not in _DIAGNOSTIC_MODES:
         rule = f"would divide the normalization of --loss-agg-mode {name} away"

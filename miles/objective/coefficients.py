@@ -40,7 +40,7 @@ class Coefficients:
     """The flags of the objective with the weights at present."""
 
     def __init__(self, loss: LossArguments) -> None:
-        self._given = loss
+        self._loss = loss
         self._adaptive: list[AdaptiveCoefficient] = []
         if loss.kl_target is not None:
             self._adaptive.append(AdaptiveKl(loss))
@@ -56,7 +56,7 @@ class Coefficients:
     def loss(self) -> LossArguments:
         """The flags, to compute the next step with."""
         changed = {name: value for part in self._adaptive for name, value in part.settings.items()}
-        return replace(self._given, **changed) if changed else self._given
+        return replace(self._loss, **changed) if changed else self._loss
 
     def metrics(self) -> dict[str, Metric]:
         """Return the weights of the next step, ``train/kl_coef`` and the like."""

@@ -93,7 +93,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = lse.new_empty(len(targets))
         entropy = torch.empty_like(lse) if with_entropy else None
         keeps = any(ctx.needs_input_grad) and len(hidden) <= rows
-        ctx.kept = None
+        ctx.stored = None
         for part in _chunks(len(hidden), rows):
             whole, blocks = _logits(hidden[part], weight, bias, fp32)
             for block in blocks:
@@ -109,7 +109,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 if entropy is not None:
                     entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
             if keeps:  # log p if they are fp32 or fp64, for they were changed in place; else raw logits
-                ctx.kept = whole, blocks
+                ctx.stored = whole, blocks
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.scale, ctx.rows, ctx.fp32, ctx.support, ctx.shared = scale, rows, fp32, support, shared
         ctx.set_materialize_grads(False)
@@ -126,7 +126,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         of_rows = _sum_of_readers(grad_log_probs, ctx.shared, lse)
-        cached, ctx.kept = ctx.kept, None  # changed below
+        cached, ctx.stored = ctx.stored, None  # changed below
         for part in _chunks(len(hidden), ctx.rows):
             whole, blocks = cached or _logits(hidden[part], weight, bias, ctx.fp32)
             for block in blocks:

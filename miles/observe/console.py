@@ -278,7 +278,7 @@ _ITERATIONS = 20  # of the newest, whose speed tells the time that is left
 # The contents of a line, from left to right: the metric's name, its label, its format, and which one is left out first
 # if not all fit (the highest number). A policy gradient's loss shows nothing: its value is near 0 however well it
 # learns.
-_SHOWN = (
+_COLUMNS = (
     ("rollout/reward", "reward", ".2f", 0),
     ("train/loss", "loss", ".4g", 1),
     ("train/value_loss", "value", ".3g", 3),
@@ -395,7 +395,7 @@ def step_line(
     hidden = "train/loss" if _POLICY_GRADIENT in values else None
     parts = [
         (rank, label, _spelled(values[name], spec))
-        for name, label, spec, rank in _SHOWN
+        for name, label, spec, rank in _COLUMNS
         if name in values and name != hidden
     ]
     sets = _held_out(values)

@@ -343,7 +343,7 @@ def settings_table(header: RunHeader) -> list[Json]:
         {
             "section": section,
             "rows": [
-                [name, _shown(value), None if header.is_default(section, name) else _shown(defaults[section][name])]
+                [name, _as_text(value), None if header.is_default(section, name) else _as_text(defaults[section][name])]
                 for name, value in fields.items()
             ],
         }
@@ -351,7 +351,7 @@ def settings_table(header: RunHeader) -> list[Json]:
     ]
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "–" if value is None else str(value)
 
 

@@ -495,7 +495,7 @@ def log_in(tracking: TrackingArguments) -> None:
     import wandb
 
     with _failing_in_one_sentence(tracking):
-        if (wandb_mode := _given_mode(tracking)) is not None:  # WANDB_MODE may say otherwise
+        if (wandb_mode := _wandb_mode(tracking)) is not None:  # WANDB_MODE may say otherwise
             wandb.setup(wandb.Settings(mode=wandb_mode))
         wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
     _end_service()
@@ -530,7 +530,7 @@ class WandbSink:
                 group=tracking.wandb_group,
                 entity=tracking.wandb_team,
                 name=title if continued is None else None,  # it has its name
-                mode=_given_mode(tracking),
+                mode=_wandb_mode(tracking),
                 dir=_folder(tracking)[1],
                 id=run_id,
                 resume=None if run_id is None else "allow",
@@ -588,7 +588,7 @@ def _end_failed_service() -> None:
         timer.cancel()
 
 
-def _given_mode(tracking: TrackingArguments) -> Literal["online", "offline", "disabled"] | None:
+def _wandb_mode(tracking: TrackingArguments) -> Literal["online", "offline", "disabled"] | None:
     """Return ``--wandb-mode``, which validation has limited to these."""
     return cast(Literal["online", "offline", "disabled"] | None, tracking.wandb_mode)
 

@@ -170,7 +170,7 @@ class BurstCollector:
                 if produced.drop_reason is None:
                     collected.append(produced.group)
                 if self._guard is not None:
-                    self._guard.count(kept=produced.drop_reason is None)
+                    self._guard.count(passed=produced.drop_reason is None)
             if self._guard is not None:
                 self._guard.check(iteration, len(collected), tally.dropped)
         groups = collected[: self._batch_size]

@@ -94,28 +94,28 @@ class FilterStallGuard:
         self._burst_size = burst_size
         self._batch_size = batch_size
         self._counted = 0  # groups of the current burst
-        self._kept_in_burst = 0
+        self._passed_in_burst = 0
         self._stalled_bursts = 0  # in a row, up to now
         self._since_epoch = 0  # the epoch where the first of them started
         self._burst_epoch = 0  # the epoch where the current burst started
 
-    def count(self, kept: bool) -> None:
+    def count(self, passed: bool) -> None:
         """Count one group that was kept or dropped."""
         if self._counted == 0:
             self._burst_epoch = self._stream.epoch
         self._counted += 1
-        self._kept_in_burst += kept
+        self._passed_in_burst += passed
         if self._counted == self._burst_size:
             self._end_burst()
 
     def _end_burst(self) -> None:
-        if self._kept_in_burst:
+        if self._passed_in_burst:
             self._stalled_bursts = 0
         else:
             if self._stalled_bursts == 0:
                 self._since_epoch = self._burst_epoch
             self._stalled_bursts += 1
-        self._counted = self._kept_in_burst = 0
+        self._counted = self._passed_in_burst = 0
 
     def check(self, iteration: int, num_groups: int, dropped: Counter[str]) -> None:
         """Stop the run if the stall is too long.

@@ -189,7 +189,7 @@ class StreamCollector:
     def _take_in(self, produced: ProducedGroup) -> None:
         self._tally.add(produced)
         if self._guard is not None:
-            self._guard.count(kept=produced.drop_reason is None)
+            self._guard.count(passed=produced.drop_reason is None)
         if produced.drop_reason is None:
             self._ready.append(produced.group)
             self._drop_stale(since=len(self._ready) - 1)

@@ -28,7 +28,7 @@ from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     from miles.config.checkpoint import CheckpointArguments
-    from miles.run.loop import Sides
+    from miles.run.loop import Drivers
 
 # In the launcher's part of a checkpoint.
 WANDB_RUN = "wandb_run"
@@ -88,7 +88,7 @@ class RunCheckpoints:
     Checkpoints and exports are numbered by the iterations that are done.
     """
 
-    sides: Sides
+    drivers: Drivers
     arguments: CheckpointArguments
     run_state: dict[str, str]  # saved in every checkpoint (run/resume.py)
     steps_per_iteration: int  # saved too
@@ -103,7 +103,7 @@ class RunCheckpoints:
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
-        state = self.sides.trainer.resume()
+        state = self.drivers.trainer.resume()
         if state is None:
             return 0
         self.last_saved = done = int(state["rollouts_done"])
@@ -113,8 +113,8 @@ class RunCheckpoints:
             self.run_state = self.continued.to_state()
         if self.wandb_run is None and not is_branch:
             self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
-        self.sides.rollout.restore(state["prompts"])
-        if done >= (last := self.sides.rollout.num_iterations) > 0:
+        self.drivers.rollout.restore(state["prompts"])
+        if done >= (last := self.drivers.rollout.num_iterations) > 0:
             print(note_of_nothing_left(done, last))
         return done
 
@@ -137,7 +137,7 @@ class RunCheckpoints:
 
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
-        if self._lacks_checkpoint(done) and not self.sides.take_turns:
+        if self._lacks_checkpoint(done) and not self.drivers.take_turns:
             print(f"{program()}: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
             self._save(done)
         elif self.arguments.save is not None:
@@ -149,9 +149,9 @@ class RunCheckpoints:
     def end(self, done: int) -> None:
         """End the run: export, wait for the last checkpoint, and print a note if no iteration had the metric."""
         if self._lacks_export(done):
-            self.sides.give_gpus_to_trainer()
+            self.drivers.give_gpus_to_trainer()
             self._export(done)
-        with self.sides.timer.phase("save"):
+        with self.drivers.timer.phase("save"):
             self._settle()
         if self.best is not None and not self.best.seen:
             print(f"note: --save-best {self.arguments.save_best}: no iteration had this metric, so no best was saved")
@@ -174,20 +174,20 @@ class RunCheckpoints:
     def _save(self, done: int, best: BestCheckpoint | None = None, exports: bool = False) -> None:
         """Write a checkpoint; ``best`` is its record if it is the best so far."""
         self.before_writing()
-        self.sides.give_gpus_to_trainer()
-        with self.sides.timer.phase("save"):
-            state = {"rollouts_done": done, "prompts": self.sides.rollout.state(done), "run": self.run_state}
+        self.drivers.give_gpus_to_trainer()
+        with self.drivers.timer.phase("save"):
+            state = {"rollouts_done": done, "prompts": self.drivers.rollout.state(done), "run": self.run_state}
             state |= {STEPS_PER_ITERATION: self.steps_per_iteration, SETTINGS: dict(self.settings)}
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
             began = time.monotonic()
-            self.sides.trainer.save(done, state, best)
+            self.drivers.trainer.save(done, state, best)
             if (seconds := time.monotonic() - began) > LONG_SAVE_SECONDS:
                 print(f"saved {self.arguments.save}/{checkpoint_name(done)} in {seconds:.0f} s", flush=True)
             self.last_saved = done
             if exports:
                 self._export(done)
-        if self.sides.take_turns:
-            self.sides.sync_weights(version=done)  # gives the engines their memory back
+        if self.drivers.take_turns:
+            self.drivers.sync_weights(version=done)  # gives the engines their memory back
 
     def _export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
@@ -200,18 +200,18 @@ class RunCheckpoints:
             naming_disk(folder, what=what, then="earlier checkpoints are intact"),
             appearing_whole(folder.absolute()) as staged,
         ):
-            self.sides.trainer.export_hf(staged)
-            self.sides.rollout.save_tokenizer(staged)
+            self.drivers.trainer.export_hf(staged)
+            self.drivers.rollout.save_tokenizer(staged)
         if is_url(name):
-            self.sides.trainer.upload_export(folder, name)
+            self.drivers.trainer.upload_export(folder, name)
         self.last_exported = done
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is still being written (``--async-save``), and for uploads."""
         if self.arguments.save is not None:
-            self.sides.trainer.settle_save()
+            self.drivers.trainer.settle_save()
         if self.arguments.urls:
-            self.sides.trainer.settle_uploads()
+            self.drivers.trainer.settle_uploads()
 
 
 # A checkpoint whose files the trainer's ranks write during training (``--async-save``).

@@ -171,7 +171,7 @@ def _last_lines(path: Path) -> Iterator[str]:
         yield f"cannot be read ({error.strerror})"
 
 
-KEPT_FOLDERS = 5  # in an output folder, the newest
+MOST_FOLDERS = 5  # in an output folder, the newest
 HANG_REPORT = "hang_report.txt"
 RAY_LOGS = "ray_logs"
 FILE_BYTES = 1_000_000  # the end of each of Ray's logs
@@ -248,7 +248,7 @@ class FailureFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = folder
             own = [path for path in self._output_dir.iterdir() if _FOLDER.fullmatch(path.name)]
-            for old in sorted(own)[:-KEPT_FOLDERS]:
+            for old in sorted(own)[:-MOST_FOLDERS]:
                 shutil.rmtree(old, ignore_errors=True)
         return self._folder
 

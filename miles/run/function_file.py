@@ -34,10 +34,10 @@ def function_path(function: Callable[..., Any], folder: Path, argument: str) -> 
     """
     name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
     module = sys.modules.get(str(getattr(function, "__module__", None)))
-    if module is not None and getattr(module, name, None) is function and _is_found_everywhere(module.__name__):
+    if module is not None and getattr(module, name, None) is function and _is_importable_everywhere(module.__name__):
         return f"{module.__name__}:{name}"
     with ExitStack() as registered:
-        if module is not None and module.__name__ != "__main__" and not _is_found_everywhere(module.__name__):
+        if module is not None and module.__name__ != "__main__" and not _is_importable_everywhere(module.__name__):
             cloudpickle.register_pickle_by_value(module)
             registered.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
@@ -53,7 +53,7 @@ def function_path(function: Callable[..., Any], folder: Path, argument: str) -> 
     return f"{file}:{name}"
 
 
-def _is_found_everywhere(module: str) -> bool:
+def _is_importable_everywhere(module: str) -> bool:
     """Return whether the processes of a run find a module: installed, or in the working folder or ``PYTHONPATH``."""
     if module == "__main__":
         return False

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from miles.observe.tracker import Tracker
     from miles.run.failures import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
-    from miles.run.loop import RolloutSide, TrainerSide
+    from miles.run.loop import RolloutCalls, TrainerCalls
     from miles.run.remote_checkpoints import Uploads
     from miles.run.restarts import Continuation, Restarts
     from miles.run.resume import ResumePoint
@@ -117,7 +117,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         if settings.trains:
             # First, so that the trainer's processes work while the rollout worker starts its engines.
             trainer = stack.enter_context(TrainDriver(settings, placement, workers, context.uploads))
-            if builds_beside_engines(settings, placement.device):
+            if builds_while_engines_start(settings, placement.device):
                 assert settings.rollout.num_rollout is not None
                 trainer.start_building(settings.rollout.num_rollout * settings.steps_per_iteration)
         rollout = stack.enter_context(RolloutDriver(settings, placement, workers))
@@ -144,7 +144,7 @@ def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[F
     return ForeseenMemory(settings)
 
 
-def builds_beside_engines(settings: Settings, device: str) -> bool:
+def builds_while_engines_start(settings: Settings, device: str) -> bool:
     """Return whether the trainer builds its models while the rollout worker starts its engines.
 
     Not on GPUs that both share: an engine divides the memory that it finds free. Nor with ``--num-epoch``: the number
@@ -156,9 +156,9 @@ def builds_beside_engines(settings: Settings, device: str) -> bool:
 def train_in_one_process(settings: Settings, context: RunContext) -> None:
     """Run the loop with trainer and rollout in this process; ``check_one_process`` has allowed it."""
     from miles.observe.report.sink import ReportSink
-    from miles.run.one_process.sides import both_sides
+    from miles.run.one_process.drivers import both_drivers
 
-    with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
+    with ReportSink(settings.tracking) as report, both_drivers(settings) as (rollout, trainer):
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         with _tracker(settings, context, [report], total_steps) as tracker:
             _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"), None)
@@ -167,8 +167,8 @@ def train_in_one_process(settings: Settings, context: RunContext) -> None:
 def _run_loop(
     settings: Settings,
     context: RunContext,
-    rollout: RolloutSide,
-    trainer: TrainerSide | None,
+    rollout: RolloutCalls,
+    trainer: TrainerCalls | None,
     tracker: Tracker,
     profiler: IterationProfiler | None,
     offload: Offload,
@@ -177,7 +177,7 @@ def _run_loop(
     """Run the iterations, with a trainer or without."""
     from miles.observe.console import PhaseTimer
     from miles.run.checkpoints import RunCheckpoints
-    from miles.run.loop import GenerationLoop, Sides, TrainingLoop, nothing_foreseen
+    from miles.run.loop import Drivers, GenerationLoop, TrainingLoop, nothing_foreseen
     from miles.run.resume import settings_to_save
 
     steps, stop = settings.steps_per_iteration, context.stop
@@ -189,7 +189,7 @@ def _run_loop(
             rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
         ).run()
         return
-    actors = Sides(rollout, trainer, offload, timer)
+    actors = Drivers(rollout, trainer, offload, timer)
     TrainingLoop(
         actors,
         RunCheckpoints(
@@ -209,7 +209,7 @@ def _run_loop(
         stop=stop,
         profiled=profiled,
         before_writing=context.before_writing,
-        foreseen=nothing_foreseen if foreseen is None else foreseen.beside,
+        foreseen=nothing_foreseen if foreseen is None else foreseen.compare,
     ).run()
 
 
@@ -284,14 +284,14 @@ class ForeseenMemory:
                 text=True,
             )
 
-    def beside(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
+    def compare(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the foreseen memory if it is known by now, and note it once alongside the measurement in ``row``."""
         if not self._is_noted and self._process.poll() is not None:
             self._is_noted = True
-            said, _ = self._process.communicate()
+            output, _ = self._process.communicate()
             result: dict[str, Any] = {"error": "the rehearsal failed"}
             if self._process.returncode == 0:
-                result = json.loads(said.splitlines()[-1])  # user code may have printed before
+                result = json.loads(output.splitlines()[-1])  # user code may have printed before
             self._gib = result.get("gib")
             measured = row[MEASURED].value if MEASURED in row else None
             print(f"note: {_note(measured, self._gib, result.get('error'))}", file=sys.stderr)
@@ -375,8 +375,8 @@ def launch(
     of_command = section if previous is None else previous.of_command
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
-    kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
-    files = FailureFiles(Path(settings.tracking.output_dir), kept_out)
+    secret_values = {*secrets, *settings.cluster.trainer_environment.values()}
+    files = FailureFiles(Path(settings.tracking.output_dir), secret_values)
     notifier = Notifier(settings.tracking.notify_url, settings.tracking.output_dir, secrets)
     with (
         as_json_lines(settings.tracking.log_format == "json"),

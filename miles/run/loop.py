@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 #     engines generate ── give_gpus_to_trainer() ──> the trainer trains, saves ── sync_weights() ──> engines generate
 
 
-class RolloutSide(Protocol):
+class RolloutCalls(Protocol):
     """The calls that the loop and the checkpoints make on the engines. ``RolloutDriver`` describes each call."""
 
     num_iterations: int
@@ -68,7 +68,7 @@ class RolloutSide(Protocol):
     def save_tokenizer(self, folder: Path) -> None: ...  # noqa: D102
 
 
-class TrainerSide(Protocol):
+class TrainerCalls(Protocol):
     """The calls that the loop and the checkpoints make on the trainer. ``TrainDriver`` describes each call."""
 
     def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
@@ -84,7 +84,7 @@ class TrainerSide(Protocol):
 
 
 @dataclass(frozen=True)
-class Sides:
+class Drivers:
     """Hands the trainer's weights to the engines, and shared GPUs from one to the other.
 
     Attributes:
@@ -94,8 +94,8 @@ class Sides:
         timer: Measures both.
     """
 
-    rollout: RolloutSide
-    trainer: TrainerSide
+    rollout: RolloutCalls
+    trainer: TrainerCalls
     offload: Offload
     timer: PhaseTimer
 
@@ -136,7 +136,7 @@ def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
 class TrainingLoop:
     """Runs the iterations of a training run and the tasks that are due between them."""
 
-    sides: Sides  # the engines and the trainer
+    drivers: Drivers  # the engines and the trainer
     checkpoints: RunCheckpoints
     tracker: Tracker
     _: KW_ONLY
@@ -151,8 +151,8 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
-        done, last = self.resume(), self.sides.rollout.num_iterations
-        self.sides.sync_weights(version=done)
+        done, last = self.resume(), self.drivers.rollout.num_iterations
+        self.drivers.sync_weights(version=done)
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
         while done < last:
@@ -177,20 +177,20 @@ class TrainingLoop:
         """Generate, train, sync weights, and do the tasks due then; return false if no prompts were left for it."""
         done = iteration + 1
         try:
-            with self.sides.timer.phase("generate"):
-                generated = self.sides.rollout.generate(iteration)
+            with self.drivers.timer.phase("generate"):
+                generated = self.drivers.rollout.generate(iteration)
         except KeyboardInterrupt:  # a signal abandons the samples
             self.checkpoints.save_before_stop(iteration)
             raise
         if generated is None:
             return False
         with self.stop.finish_first():
-            self.sides.give_gpus_to_trainer()
-            with self.sides.timer.phase("train"):
-                trained = self.sides.trainer.train(generated.shards_by_rank, iteration)
-            self.sides.sync_weights(version=done)
+            self.drivers.give_gpus_to_trainer()
+            with self.drivers.timer.phase("train"):
+                trained = self.drivers.trainer.train(generated.shards_by_rank, iteration)
+            self.drivers.sync_weights(version=done)
             row = trained.steps[-1]  # has the metrics that are measured once per iteration
-            row |= generated.summary.metrics | self.sides.rollout.weight_metrics
+            row |= generated.summary.metrics | self.drivers.rollout.weight_metrics
             row |= self.foreseen(row)
             if self.is_due(self.evaluation.eval_interval, done) and self.evaluation.has_sets:
                 row |= self.evaluate()
@@ -202,7 +202,7 @@ class TrainingLoop:
 
     def end_early(self, done: int) -> None:
         """End a run whose prompts are all left out after ``done`` iterations: do the tasks due after the last one."""
-        print(note_of_no_prompts(done, self.sides.rollout.num_iterations))
+        print(note_of_no_prompts(done, self.drivers.rollout.num_iterations))
         with self.stop.finish_first():
             row: dict[str, Metric] = {}
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
@@ -214,18 +214,18 @@ class TrainingLoop:
 
     def is_due(self, interval: int | None, done: int) -> bool:
         """Return whether something is due after ``done`` iterations: every ``interval``, and after the last one."""
-        return is_due_after(done, interval, self.sides.rollout.num_iterations)
+        return is_due_after(done, interval, self.drivers.rollout.num_iterations)
 
     def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of the held-out sets under the engine's weights."""
-        with self.sides.timer.phase("eval"):
-            return self.sides.rollout.evaluate()
+        with self.drivers.timer.phase("eval"):
+            return self.drivers.rollout.evaluate()
 
     def log(self, first_step: int, rows: list[dict[str, Metric]]) -> None:
         """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
         self.before_writing()
         # Overlapping generation runs during the whole step.
-        self.sides.timer.add_to(rows[-1], generated_during="generate" if self.is_synchronous else "step")
+        self.drivers.timer.add_to(rows[-1], generated_during="generate" if self.is_synchronous else "step")
         for step, row in enumerate(rows, start=first_step):
             self.tracker.log(step, row)
 
@@ -245,7 +245,7 @@ class GenerationLoop:
     Each iteration has one row, at the step that would be the last of its training.
     """
 
-    rollout: RolloutSide
+    rollout: RolloutCalls
     tracker: Tracker
     evaluation: EvaluationArguments
     steps_per_iteration: int

@@ -544,7 +544,7 @@ class Workers:
         return answers
 
     def results(
-        self, calls: Sequence[ray.ObjectRef[Any]], beside: Sequence[ray.ObjectRef[Any]] = (), whose: Any = None
+        self, calls: Sequence[ray.ObjectRef[Any]], alongside: Sequence[ray.ObjectRef[Any]] = (), whose: Any = None
     ) -> list[Any]:
         """Return the results of ``calls`` in order.
 
@@ -555,7 +555,7 @@ class Workers:
                 if a call takes longer than the longest wait. It is also raised instead of a failure that the loss
                 caused in another worker.
         """
-        pending = [*calls, *beside]
+        pending = [*calls, *alongside]
         began = time.monotonic()
         while any(call in pending for call in calls):
             self._look(whose)

@@ -49,7 +49,7 @@ _SECTIONS = (
 # Settings of these sections that do not decide the result of training: how names end, and whole names.
 _LIMITS = ("_timeout", "_concurrency", "_retries", "_memory", "_cache", "_processes", "_workers")
 _OUTPUTS = ("save_debug_rollout_data", "log_passrate", "get_mismatch_metrics", "loss_canary")
-_SHOWN = 8  # settings in a note
+_LISTED = 8  # settings in a note
 
 
 def settings_to_save(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -92,10 +92,10 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     changed = [_changed(name, values) for name, values in _differences(before, now)]
     if not changed:
         return []
-    more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
     return [
         f"--load {checkpoint.load}: {folder.name} was saved with other settings, and this run continues with its own: "
-        f"{'; '.join(changed[:_SHOWN])}{more}"
+        f"{'; '.join(changed[:_LISTED])}{more}"
     ]
 
 
@@ -152,7 +152,7 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
         newest = max(last, key=lambda run: checkpoint_files.iterations_of(last[run]) or 0, default=None)
         unnamed = last.pop(None, None) if newest is not None else None
         if len(last) > 1:
-            runs = "; ".join(f"{_shown(run)} up to {folder.name}" for run, folder in last.items())
+            runs = "; ".join(f"{_run_name(run)} up to {folder.name}" for run, folder in last.items())
             raise ValueError(
                 f"--load {checkpoint.load}: holds checkpoints of {len(last)} runs ({runs}), and the newest may not be "
                 f"the one you mean; name one, for example --load {checkpoint.inside(checkpoint.load, start.name)}"
@@ -212,9 +212,9 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
         return replace(checkpoint, save=checkpoint.inside(checkpoint.save, name))
     without = " and without --finetune" if checkpoint.finetune else ""
     raise ValueError(
-        f"--save {checkpoint.save}: holds checkpoints of {_shown(_run_of(newest))}, up to {newest.name}, and this is "
-        f"{_this_run(checkpoint)}; to begin again, add --start-over (a new folder inside it) or give another folder; "
-        f"to continue that run, add --load {checkpoint.save}{without}"
+        f"--save {checkpoint.save}: holds checkpoints of {_run_name(_run_of(newest))}, up to {newest.name}, and this "
+        f"is {_this_run(checkpoint)}; to begin again, add --start-over (a new folder inside it) or give another "
+        f"folder; to continue that run, add --load {checkpoint.save}{without}"
     )
 
 
@@ -227,7 +227,7 @@ def _this_run(checkpoint: CheckpointArguments) -> str:
     loaded = _loaded(checkpoint)
     if loaded is None:
         return f"a new run, as --load {checkpoint.load} holds no checkpoint"
-    return f"{_shown(_run_of(loaded))}, which continues from {loaded}"
+    return f"{_run_name(_run_of(loaded))}, which continues from {loaded}"
 
 
 def _continues_from(newest: Path, checkpoint: CheckpointArguments) -> bool:
@@ -264,7 +264,7 @@ def _run_of(folder: Path) -> RunIdentity | None:
         return None
 
 
-def _shown(run: RunIdentity | None) -> str:
+def _run_name(run: RunIdentity | None) -> str:
     return "an earlier run" if run is None else str(run)
 
 

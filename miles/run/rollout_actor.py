@@ -176,8 +176,8 @@ class RolloutDriver:
 
     def _result(self, call: ray.ObjectRef[Any]) -> Any:
         """Return the result of ``call``. A failed weight update is raised, as ``call`` may wait for it forever."""
-        beside = [] if self._update is None else [self._update]
-        return self._workers.results([call], beside, whose=self.worker)[0]
+        updates = [] if self._update is None else [self._update]
+        return self._workers.results([call], updates, whose=self.worker)[0]
 
     def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of all evaluation sets under the newest weights."""
@@ -278,7 +278,7 @@ class RolloutActor(ProfiledActor):
 
         Args:
             settings: The run.
-            placement: Its devices in Ray; None for an object that no actor holds (run/one_process/sides.py).
+            placement: Its devices in Ray; None for an object that no actor holds (run/one_process/drivers.py).
         """
         super().__init__("rollout")
         self._settings = settings

@@ -62,13 +62,13 @@ LOCAL_RAY = {"RAY_task_events_report_interval_ms": "0"}
 class EngineLayout:
     """The servers that a run starts: ``count`` engines of ``size`` devices each; 0 with the embedded engine.
 
-    ``beside_trainer`` is false in a run without a trainer, whose only devices are those for generation. The devices of
+    ``with_trainer`` is false in a run without a trainer, whose only devices are those for generation. The devices of
     an engine are on ``nodes`` nodes, as many on each.
     """
 
     count: int = 0
     size: int = 1
-    beside_trainer: bool = True
+    with_trainer: bool = True
     nodes: int = 1
 
     @property
@@ -113,7 +113,7 @@ class Placement:
         """Reserve the devices. Raises ``ValueError`` if the cluster does not have them in time."""
         bundles = _bundles(self.cluster, self.engines, self.device)
         group = self.group = _place(bundles, self.cluster)
-        if self.engines.beside_trainer:
+        if self.engines.with_trainer:
             group = self.group = _on_nodes_as_asked(group, bundles, self.cluster)
             self.slots = find_slots(group, self.cluster.world_size) if self.device == "cuda" else ()
         if self.cluster.colocate and self.engines.count:
@@ -170,7 +170,7 @@ class Placement:
     @property
     def _first_engine(self) -> int:
         """The first bundle for generation, on separate devices."""
-        return self.cluster.world_size if self.engines.beside_trainer else 0
+        return self.cluster.world_size if self.engines.with_trainer else 0
 
     @property
     def _share(self) -> float:
@@ -178,7 +178,7 @@ class Placement:
 
     @property
     def _sender_share(self) -> float:
-        sends = self.engines.count > 0 and self.engines.beside_trainer and not self.cluster.colocate
+        sends = self.engines.count > 0 and self.engines.with_trainer and not self.cluster.colocate
         return SENDER_SHARE if sends and self.device == "cuda" else 0.0
 
     def _options(self, bundle: int, share: float) -> dict[str, Any]:
@@ -436,7 +436,7 @@ def resolve_device(cluster: ClusterArguments) -> str:
 
 def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> list[dict[str, float]]:
     """Return the bundles to request: one per trainer rank, then those for generation. On CPU a device is one CPU."""
-    sizes = [1] * cluster.world_size if engines.beside_trainer else []
+    sizes = [1] * cluster.world_size if engines.with_trainer else []
     if not cluster.colocate:
         sizes += [engines.per_node] * (engines.count * engines.nodes) or [1]
     return [{"CPU": 1.0, "GPU": float(size)} if device == "cuda" else {"CPU": float(size)} for size in sizes]

@@ -42,7 +42,7 @@ def settled(loss: LossArguments) -> LossArguments:
     from miles.base.flags import collect_errors
 
     with collect_errors() as errors:
-        return reconcile_aggregation(loss, None, None, 4, errors, is_given=True)[0]
+        return reconcile_aggregation(loss, None, None, 4, errors, is_explicit=True)[0]
 
 
 def our_gradient(loss: LossArguments, case: dict[str, Any]) -> tuple[float, torch.Tensor]:

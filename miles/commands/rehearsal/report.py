@@ -551,7 +551,7 @@ class Timeline:
 def timeline_of(rehearsal: Rehearsal) -> Timeline | None:
     """Return the timeline of an iteration; None if the engines have no room to generate."""
     settings = rehearsal.settings
-    generates = rehearsal.generation.engines > 0 and not settings.is_given_samples
+    generates = rehearsal.generation.engines > 0 and not settings.reads_samples
     generation = rehearsal.generation.duration if generates else NOTHING
     if not math.isfinite(generation.high):
         return None

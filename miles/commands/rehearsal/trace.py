@@ -137,8 +137,8 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     share = not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay)  # as ShardBuilder does
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
     columns = [np.zeros(length, np.float32) for length in batch.select(range(len(shard.batch))).response_lengths]
-    is_shown = settings.loss.rollout_data_postprocess_path is not None  # it may change both
-    has_old = settings.steps_per_iteration > 1 or is_shown or build_objective(settings.loss).needs.old_log_probs
+    is_postprocessed = settings.loss.rollout_data_postprocess_path is not None  # it may change both
+    has_old = settings.steps_per_iteration > 1 or is_postprocessed or build_objective(settings.loss).needs.old_log_probs
     scored = replace(
         shard.batch,
         old_log_probs=columns if has_old or settings.loss.use_rollout_logprobs else None,
@@ -146,7 +146,7 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
         ref_log_probs=columns if settings.loss.needs_reference else None,
         values=columns if settings.loss.has_critic else None,
         returns=columns if settings.loss.has_critic else None,
-        advantages=columns if build_objective(settings.loss).estimates_by_token or is_shown else None,
+        advantages=columns if build_objective(settings.loss).estimates_by_token or is_postprocessed else None,
         selected=columns if build_objective(settings.loss).selects_tokens else None,
         top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
     )
@@ -282,8 +282,8 @@ class _Row:
         follows = last is not None and (last.place, last.is_backward) == (expected, is_backward)
         self._neighbour = record.since(last.moment) if last is not None and follows else None
         if self._neighbour is not None:
-            across, beside = (FIRST - 1, FIRST - 1) if is_backward else (FIRST, FIRST + 1)
-            if place == beside and (before is None or not record.is_equal(before, self._neighbour)):
+            across, adjacent = (FIRST - 1, FIRST - 1) if is_backward else (FIRST, FIRST + 1)
+            if place == adjacent and (before is None or not record.is_equal(before, self._neighbour)):
                 raise UnequalLayers("neighbours in a row were recorded differently")
             if place == across:
                 record.copy(self._neighbour, self._left_out)
@@ -469,7 +469,7 @@ class _Run:
         self.factor = sum(_tokens(shard, plan) for plan in plans) / (_tokens(shard, largest) * traced)
         self.count = len(plans)
         self.waiting = max(0, backend.micro_batches_in_flight(len(plans)) - traced)  # of those that are not traced
-        self.kept = 0  # bytes of a micro-batch between its passes
+        self.retained = 0  # bytes of a micro-batch between its passes
         self.tokens = _tokens(shard, largest) // largest.context_parallel_size
         self.step_tokens = sum(_tokens(shard, plan) // plan.context_parallel_size for plan in plans)
 
@@ -498,7 +498,7 @@ class _Run:
         if Phase.SCORE not in record.tallies:
             steady_peaks.pop(Phase.SCORE, None)
         left = sum(resident.values()) - sum(before.values())  # a pipeline's last messages, which the next step finds
-        further = {Phase.SCORE: left, Phase.TRAIN: left + self.waiting * self.kept, Phase.REDUCE: left}
+        further = {Phase.SCORE: left, Phase.TRAIN: left + self.waiting * self.retained, Phase.REDUCE: left}
         for phase, size in further.items():
             if size and phase in steady_peaks:
                 usage = steady_peaks[phase]
@@ -532,7 +532,9 @@ class _Run:
             self.meter.held_by_copies(self.backend.gradients())
         if len(started) > 1:
             activations = self.record.held(started[1]).get(MemoryKind.ACTIVATIONS, 0)
-            self.kept = max(self.kept, activations - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0))
+            self.retained = max(
+                self.retained, activations - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0)
+            )
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
         self._release_copies()

@@ -280,7 +280,7 @@ def run_folder(run: str) -> Path:
             )
         folder = Path(tempfile.mkdtemp(prefix="miles-run-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        records[FILE_NAME] = _found_at(remote.url, records[FILE_NAME], folder)
+        records[FILE_NAME] = _with_url(remote.url, records[FILE_NAME], folder)
         if not is_locked(remote):
             records.pop(LOCK, None)
         for name, data in records.items():
@@ -312,7 +312,7 @@ def runs_at(place: str) -> list[tuple[str, Path]]:
         raise InputError(str(error)) from None
 
 
-def _found_at(url: str, header: bytes, folder: Path) -> bytes:
+def _with_url(url: str, header: bytes, folder: Path) -> bytes:
     """Return run.json with the URL at which the run was found, and where its checkpoints are listed here."""
     try:
         record = json.loads(header)

@@ -396,7 +396,7 @@ def _curves(results: Results, names: Sequence[str]) -> tuple[list[int], dict[str
             values = np.array([_in_parts(file, name, steps) for file in having])
             keys = _keys(place, name)
             for key, bound in zip(("key", "low", "high"), band(values), strict=True):
-                columns[keys[key]] = [_shown_or_none(value) for value in bound]
+                columns[keys[key]] = [_text_or_none(value) for value in bound]
     return steps, columns
 
 
@@ -500,5 +500,5 @@ def text_table(results: Results) -> str:
     )
 
 
-def _shown_or_none(value: float) -> float | None:
+def _text_or_none(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None

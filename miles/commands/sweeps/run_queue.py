@@ -474,7 +474,7 @@ class QueueTimeLeft:
         self._done += share
         self._seconds += seconds
 
-    def given_up(self, share: float) -> None:
+    def drop(self, share: float) -> None:
         """Count a run that failed for good; ``share`` of a whole run is left out."""
         self._left -= share
 
@@ -543,7 +543,7 @@ class SweepProgress:
             self._left.ended(1 - self._begun_with[id(run)], attempt.seconds)
             what = f"finished in {in_words(attempt.seconds)}"
         else:
-            self._left.given_up(1 - self._begun_with[id(run)])
+            self._left.drop(1 - self._begun_with[id(run)])
             what = f"{_how(attempt.status)}: {attempt.last_line} ({run.log})"
         left = self._seconds_left()
         more = "" if left is None or left < 0.5 else f"; about {in_words(left)} left"

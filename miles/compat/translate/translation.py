@@ -242,7 +242,7 @@ def _ours(mode: Aggregation, divisor: float, step: Step) -> float:
 
 T = TypeVar("T")
 
-LONGEST_SHOWN = 120
+LONGEST_TEXT = 120
 # Flags that choose the loss of a step; conformance compares them.
 LOSS_FLAGS = (
     *("--loss-aggregation", "--policy-loss", "--kl-loss-type", "--use-unbiased-kl", "--use-tis", "--use-rs"),
@@ -271,7 +271,7 @@ class Setting:
     @property
     def shown(self) -> str:
         """The setting as the report shows it, without credentials."""
-        return f"{self.key} = {one_line(str(public(self.key, self.value)), LONGEST_SHOWN)}"
+        return f"{self.key} = {one_line(str(public(self.key, self.value)), LONGEST_TEXT)}"
 
 
 @dataclass(frozen=True)
@@ -569,16 +569,16 @@ class Translation(TypedSettings):
         self._taken.add(key)
         setting = self.document.settings.get(key)
         learning = self.table.row(key).learning if learning is None else learning and self.table.row(key).learning
-        text = setting.shown if setting is not None else self._default_shown(key)
+        text = setting.shown if setting is not None else self._default_text(key)
         line = None if setting is None else setting.line
         return Entry(text, line, tuple(map(_word, words)), why, learning, worst)
 
-    def _default_shown(self, key: str) -> str:
+    def _default_text(self, key: str) -> str:
         default = self.table.row(key).default
         return (
             key
             if default is None
-            else f"{key} = {one_line(str(default), LONGEST_SHOWN)} (default of {self.table.version})"
+            else f"{key} = {one_line(str(default), LONGEST_TEXT)} (default of {self.table.version})"
         )
 
     # The result ------------------------------------------------------------------------------------------------------
@@ -707,8 +707,8 @@ def _write_prompts(translation: Translation, key: str, row: KnownSetting) -> Non
 def prompts_of(translation: Translation, key: str) -> str:
     """Take a file of prompts, or a name of the Hub, as it is given here."""
     name = translation.text(key)
-    beside = Path(translation.document.path).parent / name
-    is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(beside)
+    sibling = Path(translation.document.path).parent / name
+    is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(sibling)
     return f"{HUGGING_FACE}{name}" if HUB_NAME.fullmatch(name) and not is_file else name
 
 

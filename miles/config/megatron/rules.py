@@ -382,8 +382,8 @@ def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -
             "--mtp-num-layers": sizes.mtp_heads,
             "--megatron-to-hf-mode bridge": sizes.megatron_to_hf_mode == "bridge",
         }
-        for name, is_given in untested.items():
-            if is_given:
+        for name, is_set in untested.items():
+            if is_set:
                 errors.refuse(INTERLEAVED, each, f"was not tested with {name}", "drop one of the two")
 
 
@@ -497,7 +497,7 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     shape = _shape(settings) or {}
     pairs, notes = list[tuple[str, Any]](), list[Note]()
     if not reads_megatron_flags(settings) and "recompute_granularity" in overrides:
-        text = _shown(fields["recompute_granularity"], overrides.pop("recompute_granularity"))
+        text = _as_text(fields["recompute_granularity"], overrides.pop("recompute_granularity"))
         notes.append(Note(READ_AS, text, "--gradient-checkpointing: every layer is recomputed"))
         settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
     for name, value in overrides.items():
@@ -519,7 +519,7 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], overrides: di
         shape: The known part of the model's shape, in Megatron's terms.
         overrides: All fields that flags set.
     """
-    name, text = field.name, _shown(field, value)
+    name, text = field.name, _as_text(field, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return FieldVerdict(value)
     why = _why_without_effect(name, shape, overrides)
@@ -569,7 +569,7 @@ def _judge_without_megatron(
     field: MegatronField, value: Any, shape: dict[str, Any], overrides: dict[str, Any], errors: Errors
 ) -> FieldVerdict:
     """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
-    text = _shown(field, value)
+    text = _as_text(field, value)
     unread = _why_without_effect(field.name, shape, overrides)
     if unread is not None:
         return FieldVerdict(note=Note(NO_EFFECT, text, unread))
@@ -599,7 +599,7 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
         return None  # the validator reports it
 
 
-def _shown(field: MegatronField, value: Any) -> str:
+def _as_text(field: MegatronField, value: Any) -> str:
     return written(field.flag, value)
 
 

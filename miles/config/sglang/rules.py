@@ -222,7 +222,7 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     check_server_values(passed_on, errors)
     if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
         check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
-    if settings.rollout.replays_support and not settings.is_given_samples:
+    if settings.rollout.replays_support and not settings.reads_samples:
         _check_support(settings, errors)
     _check_stop_texts(settings, errors)
     _check_images(settings, errors)

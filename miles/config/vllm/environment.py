@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-BESIDE = ".venv-vllm"  # the environment's folder, next to the run's
+FOLDER = ".venv-vllm"  # the environment's folder, next to the run's
 INSTALL = "bash scripts/vllm.sh"
 # The package for CPU has another name than the module.
 _VERSION = """
@@ -26,7 +26,7 @@ def vllm_python(python: str | None = None) -> str:
         return python
     if find_spec("vllm") is not None:  # on a GPU machine it may be in the same environment
         return sys.executable
-    return str(Path(sys.prefix).parent / BESIDE / "bin" / "python")
+    return str(Path(sys.prefix).parent / FOLDER / "bin" / "python")
 
 
 @cache

@@ -10,7 +10,7 @@ from miles.config.spelling import group_words
 from miles.config.vllm.flags import OTHER_PARALLEL, OWNED_BY_LAUNCHER, TENSOR_PARALLEL
 
 CHUNKED_PREFILL = "--enable-chunked-prefill"
-MOST_KEPT = 4096  # tokens of a support, each some 60 bytes of an answer
+MOST_SUPPORT_TOKENS = 4096  # tokens of a support, each some 60 bytes of an answer
 HEAD_SIZES_ON_CPU = (
     32,
     64,
@@ -44,7 +44,7 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     for name, is_set in (("fp32_lm_head", training.fp32_lm_head), ("deterministic_mode", training.deterministic_mode)):
         if is_set and settings.generates:
             errors.refuse(name, True, "is not possible with --rollout-engine vllm", "drop one of the two")
-    if rollout.truncates_sampling and not settings.is_given_samples:
+    if rollout.truncates_sampling and not settings.reads_samples:
         _check_truncated(settings, errors)
     _check_model(settings, errors)
 
@@ -84,12 +84,12 @@ def _check_truncated(settings: Settings, errors: Errors) -> None:
             errors.refuse(
                 "rollout_temperature", rollout.rollout_temperature, rule, "drop --no-support-replay, or give 1"
             )
-    elif not 0 < rollout.rollout_top_k <= MOST_KEPT:
+    elif not 0 < rollout.rollout_top_k <= MOST_SUPPORT_TOKENS:
         names = changed(rollout, ["rollout_top_p", "rollout_min_p"]) or ["rollout_top_k"]
         name = "rollout_top_k" if rollout.rollout_top_k > 0 else names[0]
         rule = (
             "vLLM states which tokens it keeps, so that the trainer can repeat it, under a --rollout-top-k of at most "
-            f"{MOST_KEPT}"
+            f"{MOST_SUPPORT_TOKENS}"
         )
         what_to_do = "give --rollout-top-k 1024, use --rollout-engine torch, or add --no-support-replay"
         errors.refuse(name, getattr(rollout, name), rule, what_to_do)

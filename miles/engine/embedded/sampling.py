@@ -112,8 +112,8 @@ def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> D
     if len(rows.restricted):
         restricted = _scores(logits[rows.restricted], rows, rows.restricted)
         weights, order = _keep(restricted.sub_(peak[rows.restricted]).exp_(), rows)
-        within_kept = _invert(weights, uniforms[rows.restricted])[0]
-        tokens[rows.restricted] = order.gather(1, within_kept[:, None])[:, 0]
+        within_order = _invert(weights, uniforms[rows.restricted])[0]
+        tokens[rows.restricted] = order.gather(1, within_order[:, None])[:, 0]
         if rows.supported_rows:
             weights, order = weights[rows.supported], order[rows.supported]
             total[rows.restricted[rows.supported]] = weights.double().sum(-1)

@@ -92,7 +92,7 @@ class ServerClient(ABC):
             admin_key: The key for control calls.
         """
         self.url = url
-        self.shown = public("url", url)  # in messages
+        self.url_text = public("url", url)  # in messages
         self._key = key
         self._admin_key = admin_key
         self._seconds = seconds
@@ -123,7 +123,7 @@ class ServerClient(ABC):
     def _check_version(self, actual: int, version: int | None) -> None:
         """Raise ``EngineUnavailable`` if the server has other weights than ``version`` (None: any weights)."""
         if version is not None and actual != version:
-            raise EngineUnavailable(f"{self.shown} has weights {actual} instead of {version}")
+            raise EngineUnavailable(f"{self.url_text} has weights {actual} instead of {version}")
 
     @abstractmethod
     async def check_health(self, version: int | None) -> None:
@@ -160,7 +160,7 @@ class ServerClient(ABC):
             yield
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineUnavailable(
-                f"{self.shown}: an answer without log-probs ({error!r}): {str(answer)[:300]}"
+                f"{self.url_text}: an answer without log-probs ({error!r}): {str(answer)[:300]}"
             ) from error
 
     async def transfer(self, path: str, body: dict[str, Any], nbytes: int) -> None:
@@ -185,14 +185,14 @@ class ServerClient(ABC):
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnavailable(
-                f"{self.shown}{path}: {type(error).__name__} {public('', str(error))}".rstrip()
+                f"{self.url_text}{path}: {type(error).__name__} {public('', str(error))}".rstrip()
             ) from error
         if status >= 500 or status in (408, 429):
-            raise EngineUnavailable(f"{self.shown}{path}: HTTP {status} {_text(content, 300)}")
+            raise EngineUnavailable(f"{self.url_text}{path}: HTTP {status} {_text(content, 300)}")
         if status in (401, 403):
-            raise RequestRefused(f"{self.shown}{path}: HTTP {status}: {self.wrong_key}")
+            raise RequestRefused(f"{self.url_text}{path}: HTTP {status}: {self.wrong_key}")
         if status >= 400:
-            raise RequestRefused(f"{self.shown}{path}: HTTP {status} {_text(content, 1000)}")
+            raise RequestRefused(f"{self.url_text}{path}: HTTP {status} {_text(content, 1000)}")
         if content in (b"", b"null"):  # some control calls answer nothing
             return {}
         try:
@@ -201,7 +201,7 @@ class ServerClient(ABC):
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise EngineUnavailable(f"{self.shown}{path}: the answer is not a JSON object: {_text(content, 300)!r}")
+            raise EngineUnavailable(f"{self.url_text}{path}: the answer is not a JSON object: {_text(content, 300)!r}")
         return answer
 
     def _session(self) -> aiohttp.ClientSession:

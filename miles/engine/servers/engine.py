@@ -117,7 +117,7 @@ class ServersEngine:
         """Show the servers to other processes, now and whenever they change; ``SharesServers.share``."""
         self._senders = senders
         self.servers.show_to(senders.show)
-        await self.servers.shown()
+        await self.servers.wait_until_known()
 
     async def check_servers(self) -> None:
         """Find the servers that do not work, after a failed request; ``SharesServers.check_servers``."""

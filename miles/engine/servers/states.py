@@ -216,7 +216,7 @@ class Servers:
         task.add_done_callback(self._showing.discard)
         return task
 
-    async def shown(self) -> None:
+    async def wait_until_known(self) -> None:
         """Return when other processes, if there are any, know the servers and the version at present."""
         if (task := self._start_showing()) is not None:
             await task

@@ -54,7 +54,7 @@ class TeacherServers:
         for wait in (*self._waits, None):
             try:
                 pairs = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
-                return _checked(pairs, sample.response_ids, client.shown)
+                return _checked(pairs, sample.response_ids, client.url_text)
             except EngineUnavailable:
                 if wait is None:
                     raise

@@ -35,7 +35,7 @@ class WeightUpdates:
         async with servers.updating:
             self._chunks = chunks if servers.restarts else None
             servers.version = version
-            await servers.shown()  # whoever checks an answer must know the version first
+            await servers.wait_until_known()  # whoever checks an answer must know the version first
             updated = servers.in_use
             for server in updated:
                 server.enter(ServerState.UPDATING)

@@ -114,7 +114,7 @@ class SglangClient(ServerClient):
         """Make a control call such as ``/pause_generation``. Raises ``RequestRefused`` if it failed."""
         answer = await self._send("POST", path, body, seconds, self._admin_key)
         if answer.get("success", True) is not True:
-            raise RequestRefused(f"{self.shown}{path}: {answer.get('message')}")
+            raise RequestRefused(f"{self.url_text}{path}: {answer.get('message')}")
         return answer
 
     async def pause(self, mode: str) -> None:

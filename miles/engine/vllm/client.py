@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 GENERATE = "/inference/v1/generate"
 FIRST_WEIGHTS = "default"  # vLLM's version of the weights that a server has loaded when it started
-NOT_KEPT = -9000.0  # vLLM writes -9999 for the log-prob of a token that top-k, top-p or min-p dropped
+DROPPED = -9000.0  # vLLM writes -9999 for the log-prob of a token that top-k, top-p or min-p dropped
 TIES = 64  # vLLM keeps all tokens that are as likely as the last one of the top k: so many more are asked for
 WHOLE = 1e-3  # how far the probabilities of the kept tokens may be from 1: fp32 sums of a few thousand
 
@@ -92,7 +92,7 @@ class VllmClient(ServerClient):
         """Make a control call such as ``/pause``. Raises ``RequestRefused`` if it failed."""
         answer = await self._send("POST", path, body, seconds, self._admin_key)
         if answer.get("success", True) is not True or "error" in answer:
-            raise RequestRefused(f"{self.shown}{path}: {answer}")
+            raise RequestRefused(f"{self.url_text}{path}: {answer}")
         return answer
 
     async def pause(self, mode: str) -> None:
@@ -178,7 +178,7 @@ def read_support(
     sets = []
     try:
         for entry in entries:
-            by_token = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > NOT_KEPT}
+            by_token = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > DROPPED}
             if abs(sum(map(math.exp, by_token.values())) - 1) > WHOLE:
                 raise RequestRefused(
                     f"--rollout-top-k: vLLM keeps all tokens that are as likely as the last one, which are more than "

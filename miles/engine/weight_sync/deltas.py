@@ -319,7 +319,7 @@ class DeltaWriter:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
-        self._kept: dict[str, Entry] = {}
+        self._published: dict[str, Entry] = {}
         self._records: dict[str, TensorRecord] = {}
         self._undo: dict[str, TensorChange] = {}  # leads to the weights before, of identity ``_before``
         self._before: str | None = None
@@ -342,8 +342,8 @@ class DeltaWriter:
         folder = self._root / f"delta_{self._number:07d}"
         staging = folder.with_name(f".writing_{folder.name}")
         with self._lock, naming_disk(folder, staging, then=MAKE_ROOM):
-            weights, base = self._kept, identity_of(self._records)
-            self._kept, self._records, self._undo, self._before = {}, {}, {}, None  # until the update is complete
+            weights, base = self._published, identity_of(self._records)
+            self._published, self._records, self._undo, self._before = {}, {}, {}, None  # until the update is complete
             self._remove_all_but_last()
             staging.mkdir(parents=True)
             compared: dict[str, _Compared] = {}
@@ -360,7 +360,7 @@ class DeltaWriter:
                     # Without the changes, which may be views of the exported weights and keep them all in memory.
                     compared |= {name: replace(of, change=None) for name, of in of_chunk.items()}
             fits = fits and compared.keys() == weights.keys()
-            self._kept = {name: weights[name] for name in compared}
+            self._published = {name: weights[name] for name in compared}
             self._records = {name: of.record for name, of in compared.items()}
             if not fits:
                 shutil.rmtree(staging)
@@ -374,9 +374,9 @@ class DeltaWriter:
                 base,
                 identity_of(self._records),
                 size,
-                sum(data.nbytes for _, _, data in self._kept.values()),
+                sum(data.nbytes for _, _, data in self._published.values()),
                 sum(len(change.values) for change in self._undo.values()),
-                sum(prod(shape) for _, shape, _ in self._kept.values()),
+                sum(prod(shape) for _, shape, _ in self._published.values()),
                 time.perf_counter() - began,
             )
 
@@ -390,11 +390,11 @@ class DeltaWriter:
         """
         with self._lock:
             if identity == identity_of(self._records):
-                yield from map(PackedChunk, _in_buckets(self._kept))
+                yield from map(PackedChunk, _in_buckets(self._published))
                 return
             if identity != self._before:
                 raise RuntimeError("weights were asked for that are older than the two newest")
-            for entries in _in_buckets(self._kept):
+            for entries in _in_buckets(self._published):
                 yield PackedChunk({name: _undone(entry, self._undo.get(name)) for name, entry in entries.items()})
 
     def newest(self) -> Iterator[PackedChunk]:

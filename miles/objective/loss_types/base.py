@@ -44,8 +44,12 @@ class Objective:
     @property
     def advantages_need(self) -> Needs:
         """The trainer's scores before it makes advantages of tokens, and shows them to the user's function."""
-        is_shown = self.flags.rollout_data_postprocess_path is not None
-        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags) | Needs(old_log_probs=is_shown)
+        is_postprocessed = self.flags.rollout_data_postprocess_path is not None
+        return (
+            self.estimator.token_needs(self.flags)
+            | distillation_needs(self.flags)
+            | Needs(old_log_probs=is_postprocessed)
+        )
 
     @property
     def selects_tokens(self) -> bool:

@@ -192,7 +192,7 @@ def differing_settings(
     known = dict.fromkeys((s, name) for settings in runs for s, fields in settings.items() for name in fields)
     differences = []
     for section, name in known:
-        values = [_shown(settings.get(section, {}).get(name)) for settings in runs]
+        values = [_as_text(settings.get(section, {}).get(name)) for settings in runs]
         if len(set(values)) > 1 and (section, name) not in left_out:
             differences.append((f"{section}.{name}", values))
     return differences
@@ -212,7 +212,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "–" if value is None else str(value)
 
 

@@ -109,7 +109,7 @@ class SessionGenerator(ABC):
 
 
 MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
-SHOWN = 400  # characters of standard error in a message
+ERROR_SIZE = 400  # characters of standard error in a message
 DRAIN_SECONDS = 2.0  # for the rest of the output; a process that has left the group may hold it open
 
 
@@ -222,8 +222,8 @@ async def run_program(
 def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
     lines = [line for line in output.splitlines() if line.strip()]
     errors = errors.strip()
-    start = "…" if len(errors) > SHOWN else ""
-    return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-SHOWN:], SHOWN))
+    start = "…" if len(errors) > ERROR_SIZE else ""
+    return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-ERROR_SIZE:], ERROR_SIZE))
 
 
 async def time_is_up(session: Session, seconds: float) -> None:

@@ -246,7 +246,7 @@ class Session:
             self.ended.set()
             raise _ended()
         answer = self._read(call, place, generation, number, stop_texts)
-        key = message_key(_as_given(answer))
+        key = message_key(_as_message(answer))
         self._turns.setdefault(_digest(digests[-1], key), []).append(turn)
         if answer.tool_calls:
             self._texts[key] = self._chat.text(generation, stop_texts)
@@ -393,7 +393,7 @@ def _ended() -> ApiError:
     return ApiError("the trajectory has ended, and no further call is answered", status=503)
 
 
-def _as_given(answer: Answer) -> Message:
+def _as_message(answer: Answer) -> Message:
     """Return the message of an answer as ``read_request`` would read it."""
     [message] = read_messages([answer.message])
     return message

@@ -194,12 +194,12 @@ class Made:
 
     Attributes:
         packed: The group.
-        shown: Whether the rollout process should show it to its ``GroupSpec.scored``.
+        is_reported: Whether the rollout process should show it to its ``GroupSpec.scored``.
         metadata: The metadata of its prompt if the worker has changed them.
     """
 
     packed: PackedGroup
-    shown: bool
+    is_reported: bool
     metadata: dict[str, Any] | None
 
 

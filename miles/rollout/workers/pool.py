@@ -191,7 +191,7 @@ class _Worker:
             metadata.update(made.metadata)
         produced = unpack(made.packed, order.drawn.prompt)
         try:
-            if made.shown and order.spec.scored is not None:
+            if made.is_reported and order.spec.scored is not None:
                 order.spec.scored(produced.group)
         except Exception as error:
             self._settle(message.ticket, error)

@@ -52,7 +52,7 @@ class RowsVerdict:
 
     Attributes:
         rows: How many rows there are.
-        kept: The numbers of those that are short enough, in order.
+        usable: The numbers of those that are short enough, in order.
         first_long: The position of the first that is not; empty if all are.
         shortest: The least tokens of a prompt that was tokenized: the first rows, and those that may be too long.
         longest: The most tokens of one.
@@ -62,7 +62,7 @@ class RowsVerdict:
     """
 
     rows: int = 0
-    kept: array[int] = field(default_factory=lambda: array("I"))
+    usable: array[int] = field(default_factory=lambda: array("I"))
     first_long: str = ""
     shortest: int = sys.maxsize
     longest: int = 0
@@ -73,12 +73,12 @@ class RowsVerdict:
     @property
     def dropped(self) -> int:
         """How many rows are too long."""
-        return self.rows - len(self.kept)
+        return self.rows - len(self.usable)
 
     def add(self, later: RowsVerdict) -> None:
         """Add the verdict about the rows that follow."""
         self.rows += later.rows
-        self.kept += later.kept
+        self.usable += later.usable
         self.first_long = self.first_long or later.first_long
         self.shortest, self.longest = min(self.shortest, later.shortest), max(self.longest, later.longest)
         for kind, (times, first) in later.notes.counts.items():
@@ -161,7 +161,7 @@ class _Check(Generic[P]):
                 if tokens := len(prompt.token_ids):
                     verdict.shortest, verdict.longest = min(verdict.shortest, tokens), max(verdict.longest, tokens)
                 if not self.is_long(prompt):
-                    verdict.kept.append(number)
+                    verdict.usable.append(number)
                 elif not verdict.first_long:
                     verdict.first_long = prompt.source
         return verdict
@@ -209,19 +209,19 @@ class _Progress:
     """Shows on stderr how far a check is that takes longer than a second; in a file, a line every ten seconds."""
 
     def __init__(self, source: str, rows: int) -> None:
-        self._source, self._rows, self._last, self._is_shown = source, rows, time.monotonic(), False
+        self._source, self._rows, self._last, self._has_printed = source, rows, time.monotonic(), False
         self._live = sys.stderr.isatty()
 
     def show(self, done: int) -> None:
         """Show that ``done`` rows are checked, unless that was shown just now."""
         if time.monotonic() - self._last > (_PROGRESS_SECONDS if self._live else 10 * _PROGRESS_SECONDS):
-            self._last, self._is_shown = time.monotonic(), True
+            self._last, self._has_printed = time.monotonic(), True
             text = f"checking {self._source}: {done:,} of {self._rows:,} rows"
             print(f"\r{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """End the line, if there is one."""
-        if self._is_shown and self._live:
+        if self._has_printed and self._live:
             print(file=sys.stderr)
 
 
@@ -286,18 +286,18 @@ def _remembered(key: str) -> RowsVerdict | None:
         head, _, numbers = _file(key).read_bytes().partition(b"\n")
         values = json.loads(head)
         if all(state_of(file) == state for file, state in values["files"].items()):
-            return RowsVerdict(**values | {"notes": Notes(values["notes"]), "kept": array("I", numbers)})
+            return RowsVerdict(**values | {"notes": Notes(values["notes"]), "usable": array("I", numbers)})
     return None
 
 
 def _remember(key: str, verdict: RowsVerdict) -> None:
     if key:
-        values = {name: value for name, value in vars(verdict).items() if name != "kept"}
+        values = {name: value for name, value in vars(verdict).items() if name != "usable"}
         head = json.dumps(values | {"notes": verdict.notes.counts}).encode()
         with suppress(OSError):  # the next process checks again
             _file(key).parent.mkdir(parents=True, exist_ok=True)
             unfinished = _file(f"{key}.{os.getpid()}")
-            unfinished.write_bytes(head + b"\n" + verdict.kept.tobytes())
+            unfinished.write_bytes(head + b"\n" + verdict.usable.tobytes())
             unfinished.replace(_file(key))
 
 
@@ -318,16 +318,16 @@ class PromptSet(Sequence[P]):
         unrendered: Callable[[Row], Prompt],
         limit: str,
     ) -> None:
-        """Take the rows that were kept.
+        """Take the rows that fit.
 
         Args:
             rows: The rows.
-            verdict: Which of them are kept.
+            verdict: Which of them are usable.
             make: Makes the prompt of a row.
             unrendered: Returns the content of a row, whatever template and tokenizer read it.
-            limit: The limit that decides which rows are kept, in words.
+            limit: The limit that decides which rows are usable, in words.
         """
-        self._rows, self._numbers, self._make, self._unrendered = rows, verdict.kept, make, unrendered
+        self._rows, self._numbers, self._make, self._unrendered = rows, verdict.usable, make, unrendered
         self.verdict, self.dropped, self.limit = verdict, verdict.dropped, limit
 
     def __len__(self) -> int:

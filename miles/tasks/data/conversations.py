@@ -84,7 +84,7 @@ def load_conversations(
 
     key = verdict_key(source, rows, name_of(tokenizer), "conversations", of_rows(data), limits)
     verdict = check_rows(source, rows, reader.conversations, is_long, key)
-    if not verdict.kept:
+    if not verdict.usable:
         raise FlagError(
             f"prompt source {source}: all {verdict.rows} conversations are longer than a limit; give a longer limit, "
             "or one with at least one row"
@@ -112,11 +112,11 @@ class _Reader:
     """Makes conversations of rows. The tokenizer is loaded when the first is made."""
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase | str) -> None:
-        self._data, self._given = data, tokenizer
+        self._data, self._source = data, tokenizer
 
     @cached_property
     def _tools(self) -> tuple[PromptRenderer, PreTrainedTokenizerBase]:
-        tokenizer = load_tokenizer(self._given) if isinstance(self._given, str) else self._given
+        tokenizer = load_tokenizer(self._source) if isinstance(self._source, str) else self._source
         if not tokenizer.is_fast:
             raise InputError(
                 "--loss-type sft_loss: the tokenizer of --hf-checkpoint cannot say which text a token stands for, as "

@@ -110,12 +110,12 @@ class _Reader:
         columns: _Columns,
         prompt_set: str = "",
     ) -> None:
-        self._data, self._given, self._columns, self._prompt_set = data, tokenizer, columns, prompt_set
+        self._data, self._source, self._columns, self._prompt_set = data, tokenizer, columns, prompt_set
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        assert self._given is not None
-        return load_tokenizer(self._given) if isinstance(self._given, str) else self._given
+        assert self._source is not None
+        return load_tokenizer(self._source) if isinstance(self._source, str) else self._source
 
     @cached_property
     def _renderer(self) -> PromptRenderer:
@@ -132,14 +132,14 @@ class _Reader:
 
         Unless it ``is_exact``, a text that certainly has no more than ``limit`` tokens is given none.
         """
-        uses_template = self._given is not None and self._renderer.uses_template  # a fault of the tokenizer is no row's
+        uses_template = self._source is not None and self._renderer.uses_template  # no row is at fault
         made: list[RenderedPrompt | InputError] = [caught(partial(self._render, row, notes)) for row in rows]
         unread = {
             place: one.text
             for place, one in enumerate(made)
             if isinstance(one, RenderedPrompt)
             and one.token_ids is None
-            and self._given is not None
+            and self._source is not None
             and (is_exact or self._most_tokens(one.text) > limit)
         }
         ids: dict[int, Sequence[int]] = {}
@@ -157,7 +157,7 @@ class _Reader:
 
     def _render(self, row: Row, notes: Notes) -> RenderedPrompt:
         value = row.column(self._columns.input, "--input-key")
-        return RenderedPrompt("") if self._given is None else self._renderer.render(row, value, notes)
+        return RenderedPrompt("") if self._source is None else self._renderer.render(row, value, notes)
 
     def prompt(self, row: Row, notes: Notes | None = None) -> Prompt:
         """Return the prompt of a row; raise ``InputError`` if it is malformed."""
@@ -295,7 +295,7 @@ def _limit(limit: int | None, max_context_len: int | None) -> tuple[str, float]:
 
 
 def _log_long(source: str, verdict: RowsVerdict, flag: str, limit: float) -> None:
-    if not verdict.kept:
+    if not verdict.usable:
         raise FlagError(
             f"{flag}: drops all {verdict.rows} prompts of {source}; the shortest has {verdict.shortest} tokens; raise "
             "the limit"
@@ -310,4 +310,4 @@ def _log_long(source: str, verdict: RowsVerdict, flag: str, limit: float) -> Non
             flag,
             verdict.first_long,
         )
-    _logger.info("%s: %d prompts", source, len(verdict.kept))
+    _logger.info("%s: %d prompts", source, len(verdict.usable))

@@ -305,7 +305,7 @@ class Mixture(TrainingStream):
         self.sets = tuple(sets)
         self._order = {"shuffle": shuffle, "seed": seed}
         self._streams = [PromptStream(one.prompts, shuffle, seed) for one in sets]
-        self._given_weights = list(weights)
+        self._initial_weights = list(weights)
         self._weights = list(weights)
         self._credits = [0.0] * len(sets)
         self._places: dict[int, tuple[int, int]] = {}  # the set and the prompt of each group that was drawn
@@ -400,7 +400,7 @@ class Mixture(TrainingStream):
         return {
             "sets": {one.name: stream.state() for one, stream in zip(self.sets, self._streams, strict=True)},
             "weights": list(self._weights),
-            "given_weights": list(self._given_weights),
+            "given_weights": list(self._initial_weights),
             "credits": list(self._credits),
             "unfinished": [[index, *self._places[index]] for index in waiting],
             "named": [list(place) for place in self._named],
@@ -436,7 +436,7 @@ class Mixture(TrainingStream):
 
     def restore_weights(self, state: Mapping[str, Any]) -> None:
         """Continue with the weights of ``state``, unless other ones are given now than in the run that was saved."""
-        if state.get("given_weights", self._given_weights) == self._given_weights:  # absent in earlier checkpoints
+        if state.get("given_weights", self._initial_weights) == self._initial_weights:  # absent in earlier checkpoints
             self._weights = list(state["weights"])
 
 

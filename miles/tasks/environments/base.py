@@ -236,7 +236,7 @@ class ToolEnvironment(Environment):
             else:
                 result = await run_blocking(function, **values)
         except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
-            return said_of(error)
+            return error_text(error)
         return content_of(result)
 
 
@@ -251,7 +251,7 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") in ("text", "image", "image_url")
 
 
-def said_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the error of a tool as the content of a message."""
     raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
     return f"error: {one_line(name_and_words(raised), 400)}"

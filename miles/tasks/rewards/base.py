@@ -33,10 +33,10 @@ def as_reward(value: Any) -> float | NotAReward:
     if abs(number) <= LARGEST_REWARD:
         return number
     why = "whose sums overflow" if math.isfinite(number) else "which is not a finite number (a float, say)"
-    return NotAReward(f"returned {shown(value)}, {why}")
+    return NotAReward(f"returned {abbreviated(value)}, {why}")
 
 
-def shown(value: Any) -> str:
+def abbreviated(value: Any) -> str:
     """Return type and start of a value of the user's, for a message."""
     try:
         # The start of a text or list that is long: its whole repr may be far longer than the memory.

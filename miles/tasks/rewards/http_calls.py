@@ -58,7 +58,7 @@ class JsonClient:
         first_wait: float = _FIRST_WAIT,
     ) -> None:
         self._url = url
-        self._shown = public(name, url)
+        self._public_name = public(name, url)
         self._secrets = secrets_in(name, url) | (set() if key is None else {key})
         # Compressed, a short reply may be a very long one.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -143,7 +143,7 @@ class JsonClient:
         return self._error(f"answered with {fault}")
 
     def _error(self, fault: str) -> HttpCallError:
-        return HttpCallError(hide_in_text(f"{self._shown} {fault}", self._secrets))
+        return HttpCallError(hide_in_text(f"{self._public_name} {fault}", self._secrets))
 
 
 def _seconds_asked(header: str | None) -> float | None:

@@ -29,7 +29,7 @@ from miles.base.processes import die_with_parent, kill_all
 from miles.base.stacks import answer_requests
 from miles.base.text import few_lines, name_and_words, one_line
 from miles.base.user_code import UserCall, UserCodeError, fault_of_signature, import_function, makes_coroutines
-from miles.tasks.rewards.base import NotAReward, as_reward, shown
+from miles.tasks.rewards.base import NotAReward, abbreviated, as_reward
 from miles.tasks.rewards.pipe_messages import (
     PIPE_CLOSED,
     PIPE_READ,
@@ -212,7 +212,7 @@ def rewards_of(results: Any, wanted: int, key: str) -> list[float | str]:
         ResultError: There is not one result per sample.
     """
     if isinstance(results, str | bytes | Mapping) or not hasattr(results, "__len__"):
-        raise ResultError(f"returned {shown(results)}; return a list, one number per sample")
+        raise ResultError(f"returned {abbreviated(results)}; return a list, one number per sample")
     if len(results) != wanted:
         raise ResultError(f"returned {len(results)} rewards for {wanted} samples; return one per sample")
     return [_reward(result, key) for result in results]
@@ -223,9 +223,9 @@ def _reward(result: Any, key: str) -> float | str:
         return result
     if key:
         if not isinstance(result, Mapping):
-            return f"returned {shown(result)}, not an object with the key {key} of --reward-key"
+            return f"returned {abbreviated(result)}, not an object with the key {key} of --reward-key"
         if key not in result:
-            return f"returned an object without the key {key} of --reward-key; it has {shown(list(result))}"
+            return f"returned an object without the key {key} of --reward-key; it has {abbreviated(list(result))}"
         result = result[key]
     return as_reward(result)
 

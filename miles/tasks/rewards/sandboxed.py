@@ -34,7 +34,7 @@ CHECK_SECONDS = 0.05  # between two looks at processes and memory
 OUTPUT = 1 << 20  # bytes that a program may write to a file, its output included
 FOLDER = "/sandbox"  # the program's own, in the new root
 FOLDER_BYTES, FOLDER_FILES = 64 << 20, 4096  # at most a quarter of the memory
-SHOWN = (  # of the system, in the new root, with the interpreter's own files alongside
+SYSTEM_PATHS = (  # of the system, in the new root, with the interpreter's own files alongside
     *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"),
 )
@@ -396,7 +396,7 @@ def _unshare(flags: int) -> None:
 
 
 def _close_file_system(folder: str) -> None:
-    """Change to a root that holds the interpreter and ``SHOWN``, read-only, and a /proc of this namespace.
+    """Change to a root that holds the interpreter and ``SYSTEM_PATHS``, read-only, and a /proc of this namespace.
 
     Nothing else has a name there, so neither files of the user nor Unix sockets and FIFOs of other processes can be
     opened. Being in a changed root also forbids the program further namespaces of users.
@@ -433,7 +433,7 @@ def _close_file_system(folder: str) -> None:
 def _show_interpreter(root: str) -> None:
     """Bind the folders and files that Python needs below ``root``, and make the symbolic links that lead to it."""
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
-    steps = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
+    steps = [_steps(path) for path in (*SYSTEM_PATHS, *prefixes, sys.executable) if os.path.exists(path)]
     os.mkdir(root)
     bound: set[Path] = set()
     for place in sorted({Path(place) for place, _ in steps} - {Path("/")}):  # a folder comes before its content

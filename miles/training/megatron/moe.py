@@ -274,7 +274,7 @@ class RoutedLayer(TransformerLayer):
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer: given, kept when they are chosen, or neither.
+    """The experts of one layer: replayed, recorded as they are chosen, or neither.
 
     Attributes:
         replayed: int16 [tokens of the router, k], ``UNKNOWN`` for the router's own choice.
@@ -309,12 +309,12 @@ class MicroBatchExperts:
 
     Attributes:
         replayed: int16 [tokens, layers, k], of all decoder layers.
-        kept: By layer, int16 [tokens, k]: of this stage, from the first pass on.
+        choices: By layer, int16 [tokens, k]: of this stage, from the first pass on.
         keeps: Whether this pass is the first.
     """
 
     replayed: torch.Tensor | None = None
-    kept: dict[int, torch.Tensor] | None = None
+    choices: dict[int, torch.Tensor] | None = None
     keeps: bool = False
 
     @classmethod
@@ -343,8 +343,8 @@ class MicroBatchExperts:
         """Return the experts of the decoder layer ``layer``, counted from 0."""
         if self.replayed is not None:
             return LayerExperts(self.replayed[:, layer], None)
-        assert self.kept is not None
-        by_layer = self.kept
+        assert self.choices is not None
+        by_layer = self.choices
 
         def keep(experts: torch.Tensor) -> None:
             by_layer[layer] = experts.to(torch.int16).cpu()

@@ -179,7 +179,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, fp32: bool
 # Megatron's ``GPTModel`` as the trainer sees it: tokens in, log-probs and entropy out.
 
 
-def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor) -> torch.Tensor:
+def _with_gradient(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 

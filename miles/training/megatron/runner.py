@@ -278,7 +278,7 @@ class MegatronModel(Generic[Scorer]):
         self.replays_experts = False  # --use-rollout-routing-replay
         self.records_experts = False  # --use-routing-replay
         self.reads_last = False  # True if it trains on losses of its routers, which are means over all tokens
-        self._kept: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
+        self._first_choices: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
@@ -318,8 +318,8 @@ class MegatronModel(Generic[Scorer]):
             return hidden, partial(loss_function, micro)
 
         # Of the chunks of an interleaved pipeline, each sees a micro-batch once, and keeps the experts of its layers.
-        kept_before = set(self._kept)
-        data = [self._collated(shard, padded, auxiliary, kept_before) for _ in chunks]
+        known_plans = set(self._first_choices)
+        data = [self._collated(shard, padded, auxiliary, known_plans) for _ in chunks]
         with named_by_timers(self.stage.config):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -342,7 +342,7 @@ class MegatronModel(Generic[Scorer]):
         shard: TrainShard,
         plans: Sequence[MicroBatchPlan],
         auxiliary: AuxiliaryStep | None,
-        kept_before: Collection[int],
+        known_plans: Collection[int],
     ) -> Iterator[tuple[MicroBatch, PackedTokens]]:
         """Yield micro-batch by micro-batch, when the schedule asks for it."""
         config = self.stage.config
@@ -361,7 +361,7 @@ class MegatronModel(Generic[Scorer]):
                     reads_last=self.reads_last,
                 )
             tokens = PackedTokens.of(micro, multiple)
-            tokens.experts = self._experts(plan, micro, tokens, id(plan) in kept_before)
+            tokens.experts = self._experts(plan, micro, tokens, id(plan) in known_plans)
             if auxiliary is not None:
                 tokens.auxiliary = auxiliary
                 if auxiliary.sizes.has_router_loss:
@@ -385,13 +385,13 @@ class MegatronModel(Generic[Scorer]):
         if not self.records_experts:
             return None
         if is_known:
-            return MicroBatchExperts(kept=self._kept[id(plan)])
+            return MicroBatchExperts(choices=self._first_choices[id(plan)])
         if torch.is_grad_enabled():  # nothing was scored before: this pass is the only one
             return None
-        if id(plan) not in self._kept:
-            self._kept[id(plan)] = {}
-            weakref.finalize(plan, self._kept.pop, id(plan), None)
-        return MicroBatchExperts(kept=self._kept[id(plan)], keeps=True)
+        if id(plan) not in self._first_choices:
+            self._first_choices[id(plan)] = {}
+            weakref.finalize(plan, self._first_choices.pop, id(plan), None)
+        return MicroBatchExperts(choices=self._first_choices[id(plan)], keeps=True)
 
 
 class MegatronBaseModel(MegatronModel[Scorer]):

@@ -126,7 +126,7 @@ async def test_an_engine_spans_nodes(two_nodes: str, colocate: bool) -> None:
         actor_num_gpus_per_node=4,
         colocate=colocate,
     )
-    with ray_session(section, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
+    with ray_session(section, EngineLayout(count=1, size=8, with_trainer=colocate, nodes=2)) as placement:
         host = RayHost(placement)
         parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
         meeting = await parts[0].meeting_address()

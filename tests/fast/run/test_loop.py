@@ -14,7 +14,7 @@ from miles.observe.run_files import RunIdentity
 from miles.observe.sample_records import StoredSamples
 from miles.run.best_checkpoint import BestCheckpoint
 from miles.run.checkpoints import RunCheckpoints
-from miles.run.loop import GenerationLoop, Sides, TrainingLoop
+from miles.run.loop import Drivers, GenerationLoop, TrainingLoop
 from miles.run.stop_requests import STOPS, StopRequested, StopRequests
 from miles.run.train_actor import TrainedIteration
 from miles.types.metrics import Metric
@@ -98,7 +98,7 @@ def loop_of(
 ):
     """Run a loop; return its calls."""
     actor = Recorder(resume_from)
-    both = Sides(actor, actor, offload or Offload(train=False, rollout=False), PhaseTimer())
+    both = Drivers(actor, actor, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
         RunCheckpoints(

@@ -179,10 +179,10 @@ def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.Mo
     monkeypatch.setattr("miles.run.session.own_node", lambda: None)
     monkeypatch.setattr("miles.run.session.placement_group", place)
     cluster = ClusterArguments(device="cuda", actor_num_gpus_per_node=2, ray_address="auto")
-    with pytest.raises(Started), ray_session(cluster, EngineLayout(2, 4, beside_trainer=False)):
+    with pytest.raises(Started), ray_session(cluster, EngineLayout(2, 4, with_trainer=False)):
         pass
     assert arguments["bundles"] == [{"CPU": 1.0, "GPU": 4.0}] * 2
-    placement = Placement(None, cluster, "cuda", EngineLayout(2, 4, beside_trainer=False))  # type: ignore[arg-type]
+    placement = Placement(None, cluster, "cuda", EngineLayout(2, 4, with_trainer=False))  # type: ignore[arg-type]
     assert placement.engine_options(1)["scheduling_strategy"].placement_group_bundle_index == 1
     assert placement.engine_options(1)["num_gpus"] == 4.0 and placement.rollout_options()["num_gpus"] == 0.0
 

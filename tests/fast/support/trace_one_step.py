@@ -22,7 +22,7 @@ from miles.observe.console import PhaseTimer
 from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker
 from miles.run.checkpoints import RunCheckpoints
-from miles.run.loop import Sides, TrainingLoop
+from miles.run.loop import Drivers, TrainingLoop
 from miles.run.rollout_actor import GeneratedIteration, RolloutActor, Start
 from miles.run.stop_requests import StopRequests
 from miles.run.train_actor import TrainActor
@@ -95,7 +95,7 @@ def main(model: str, prompts: str, output: str) -> None:
     threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)
     tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
-    actors = Sides(run, run, settings.offload("cpu"), PhaseTimer())
+    actors = Drivers(run, run, settings.offload("cpu"), PhaseTimer())
     loop = TrainingLoop(
         actors,
         RunCheckpoints(actors, settings.checkpoint, {}, settings.steps_per_iteration),

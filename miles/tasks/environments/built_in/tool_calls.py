@@ -8,7 +8,7 @@ from typing import Any
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
 from miles.base.user_code import load_function, load_object, ordinary_errors, run_blocking
-from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, ToolEnvironment, content_of, said_of
+from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, ToolEnvironment, content_of, error_text
 from miles.types.sample import Prompt
 
 _FLAG = "--environment tool_calls"
@@ -81,7 +81,7 @@ class ToolCallsTrajectory(ToolEnvironment):
                 return content_of(await self._run(name, values))
             return content_of(await run_blocking(self._run, name, values))
         except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
-            return said_of(error)
+            return error_text(error)
 
     async def reward(self) -> float:
         """Return 0, which nothing reads: another reward scores the answer."""

@@ -173,7 +173,7 @@ class JudgeScorer:
         values = {
             "prompt": sample.prompt.text,
             "response": sample.response,
-            "label": "" if label is None else _shown(label),
+            "label": "" if label is None else _as_text(label),
             "max_score": f"{self._flags.judge_max_score:g}",
         }
         text = _PLACE.sub(lambda match: values[match[1]], self._template)
@@ -287,7 +287,7 @@ def _read_template(path: Path) -> str:
     return text
 
 
-def _shown(label: Any) -> str:
+def _as_text(label: Any) -> str:
     """Return the text of a label; for a list or an object, it is JSON."""
     if isinstance(label, int | float) and not isinstance(label, bool):
         return plain_number(label)

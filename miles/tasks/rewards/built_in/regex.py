@@ -52,7 +52,7 @@ class Regex(Reward[RegexFlags]):
 
     def check_prompt(self, prompt: Prompt, flags: RegexFlags) -> None:
         """Check that a label is a pattern."""
-        if flags.reward_regex is None and is_found(reference_text(prompt, "regex"), "") is None:
+        if flags.reward_regex is None and matches(reference_text(prompt, "regex"), "") is None:
             raise _no_pattern(prompt)
 
     def score(self, samples: Sequence[Sample], flags: RegexFlags) -> Rewards:
@@ -63,7 +63,7 @@ class Regex(Reward[RegexFlags]):
 def _score(sample: Sample, pattern: str | None) -> float:
     wanted = reference_text(sample.prompt, "regex") if pattern is None else pattern
     try:
-        verdict = subprocess_call(is_found, wanted, after_reasoning(sample.response), seconds=SECONDS)
+        verdict = subprocess_call(matches, wanted, after_reasoning(sample.response), seconds=SECONDS)
     except (SubprocessCallTimeout, SubprocessDied) as error:
         log_no_verdict("regex", sample, error)
         return 0.0
@@ -79,7 +79,7 @@ def _no_pattern(prompt: Prompt) -> ValueError:
     )
 
 
-def is_found(pattern: str, text: str) -> bool | None:
+def matches(pattern: str, text: str) -> bool | None:
     """Return whether the pattern is found; None if it is no pattern. May take exponential time."""
     try:
         compiled = re.compile(pattern)

@@ -105,20 +105,20 @@ class RemoteScorer:
             return [NotAReward(f"got no reward: {error}")] * len(batch)
         answers = answer if self._size > 1 else [answer]
         if not isinstance(answers, list) or len(answers) != len(batch):
-            what = f"{len(answers)} rewards" if isinstance(answers, list) else _shown(answers)
+            what = f"{len(answers)} rewards" if isinstance(answers, list) else _as_text(answers)
             return [NotAReward(f"got {what} from --rm-url for a list of {len(batch)}; answer with a list")] * len(batch)
         return [self._reward(value) for value in answers]
 
     def _reward(self, value: Any) -> float | NotAReward:
         if isinstance(value, Mapping):
             if self._key not in value:
-                return NotAReward(f"got {_shown(value)} from --rm-url, without {self._key} of --rm-url-field")
+                return NotAReward(f"got {_as_text(value)} from --rm-url, without {self._key} of --rm-url-field")
             value = value[self._key]
         if isinstance(value, Real) and not isinstance(value, bool):
             with suppress(OverflowError):  # a whole number that no float holds
                 if isfinite(value):
                     return float(value)
-        return NotAReward(f"got {_shown(value)} from --rm-url, which is not a finite number")
+        return NotAReward(f"got {_as_text(value)} from --rm-url, which is not a finite number")
 
 
 def _row(sample: Sample) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _row(sample: Sample) -> dict[str, Any]:
     return {"prompt": prompt.text, "response": sample.response, "label": prompt.label, "metadata": prompt.metadata}
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return one_line(f"{type(value).__name__} {value!r:.80}", 100)
 
 

@@ -49,7 +49,7 @@ def transformer_config(
         # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py
         # is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
-    values = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
+    values = _recomputation(gradient_checkpointing, overrides) | _fields_of(overrides, TransformerConfig)
     chunks = sizes.chunks(shape["num_layers"])
     return kind(
         **of_model,
@@ -80,7 +80,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _given(overrides: Overrides, config: type) -> dict[str, Any]:
+def _fields_of(overrides: Overrides, config: type) -> dict[str, Any]:
     """Return the fields of ``config`` that flags set, without the fields that the model or this file sets."""
     names = {field.name for field in fields(config)} & set(TRIED)
     return {name: value for name, value in overrides if name in names}
@@ -98,7 +98,7 @@ def ddp_config(sizes: MegatronArguments, overrides: Overrides) -> DistributedDat
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=sizes.divides_optimizer,
-        **_given(overrides, DistributedDataParallelConfig),
+        **_fields_of(overrides, DistributedDataParallelConfig),
     )
 
 

@@ -37,7 +37,7 @@ from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
 from miles.rollout.supply import build_supply, iterations_of
 from miles.run import remote_checkpoints, rollout_actor
-from miles.run.loop import Sides
+from miles.run.loop import Drivers
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.rewards import registry as rewards_registry
@@ -256,7 +256,7 @@ def adapted(settings: Settings) -> Any:
 def turns(settings: Settings) -> Any:
     """The calls of trainer and engine on the memory of GPUs that they share."""
     called = Recorder()
-    actors = Sides(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
+    actors = Drivers(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
     actors.sync_weights(version=0)
     actors.give_gpus_to_trainer()
     return [call[0] for call in called.calls]

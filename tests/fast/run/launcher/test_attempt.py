@@ -7,7 +7,7 @@ import pytest
 from miles.config.cluster import ClusterArguments
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.run.launcher import builds_beside_engines
+from miles.run.launcher import builds_while_engines_start
 from miles.run.train_actor import TrainDriver
 
 
@@ -22,7 +22,7 @@ from miles.run.train_actor import TrainDriver
 )
 def test_the_trainer_builds_beside_the_engines_unless_they_share_gpus(length, device, colocate, expected):
     settings = Settings(rollout=RolloutArguments(**length), cluster=ClusterArguments(colocate=colocate))
-    assert builds_beside_engines(settings, device) is expected
+    assert builds_while_engines_start(settings, device) is expected
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles.config.rollout import RolloutArguments
-from miles.run.one_process import sides
+from miles.run.one_process import drivers
 
 
 class Worker:
@@ -34,9 +34,9 @@ class Worker:
 
 
 def test_an_iteration_does_not_wait_for_weights_that_are_refused(monkeypatch):
-    monkeypatch.setattr(sides, "RolloutActor", Worker)
+    monkeypatch.setattr(drivers, "RolloutActor", Worker)
     settings = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1, async_steps=1))
-    rollout, thread = sides.OneProcessRollout(settings), ThreadPoolExecutor()
+    rollout, thread = drivers.OneProcessRollout(settings), ThreadPoolExecutor()
     try:
         assert rollout.generate(0).summary == "iteration 0"
         rollout.update_weights([], 1)

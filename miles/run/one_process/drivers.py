@@ -84,7 +84,7 @@ class OneProcessRollout:
             self.weight_metrics = whole_update(self._bytes, update.result())
 
     def release_memory(self) -> None:
-        """Raise: on CPU the sides do not take turns."""
+        """Raise: on CPU, engines and trainer do not take turns."""
         raise AssertionError("check_one_process() allows no GPUs")
 
     def state(self, iterations_done: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class OneProcessTrainer:
         self._rank.export_hf(folder)
 
     def offload(self) -> None:
-        """Raise: on CPU the sides do not take turns."""
+        """Raise: on CPU, engines and trainer do not take turns."""
         raise AssertionError("check_one_process() allows no GPUs")
 
     onload = offload
@@ -165,7 +165,7 @@ class OneProcessTrainer:
 
 
 @contextmanager
-def both_sides(settings: Settings) -> Iterator[tuple[OneProcessRollout, OneProcessTrainer]]:
+def both_drivers(settings: Settings) -> Iterator[tuple[OneProcessRollout, OneProcessTrainer]]:
     """Start trainer and rollout of a run that ``check_one_process`` has allowed, and end them."""
     from miles.training.one_process import one_rank  # imports torch
 
