@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         known = translation.document.settings.keys() & translation.table.rows.keys()
         if settings and translation.table.rows and not known:
             raise InputError(
-                f"{arguments.file}: none of its {len(settings)} settings, such as {settings[0].shown}, is one of "
+                f"{arguments.file}: none of its {len(settings)} settings, such as {settings[0].label}, is one of "
                 f"{translation.table.version}: another release may name them otherwise; give --from if it is "
                 "the file of another trainer"
             )
@@ -108,14 +108,14 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
     lines = []
     for entry in entries:
         became = f" -> {shlex.join(entry.words)}" if entry.words else ""
-        lines.append(f"{entry.shown}{_place(entry.line)}{became}: {entry.why}")
+        lines.append(f"{entry.label}{_place(entry.line)}{became}: {entry.why}")
     return lines
 
 
 def _settings(settings: Iterable[Setting]) -> list[str]:
     computed = ": computed when the file is run; what follows from it is left out"
     return [
-        f"{setting.shown}{_place(setting.line)}{computed if isinstance(setting.value, Expression) else ''}"
+        f"{setting.label}{_place(setting.line)}{computed if isinstance(setting.value, Expression) else ''}"
         for setting in settings
     ]
 

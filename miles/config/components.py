@@ -147,7 +147,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         shares_servers=True,
         prefixes=("--vllm-",),
         rules="miles.config.vllm.rules:check_servers",
-        start_rules="miles.config.vllm.flags:check_start",
+        start_rules="miles.config.vllm.rules:check_start",
     ),
 }
 

@@ -574,7 +574,7 @@ def _with_parent(document: Document, setting: Setting, name: str, folder: str, d
     if file is None or "$" in relative:
         document.fail(
             setting.line,
-            f"{setting.shown}: the settings that are not written here are those of {relative}, which is not there: put "
+            f"{setting.label}: the settings that are not written here are those of {relative}, which is not there: put "
             "it alongside this file, or give a file that is whole",
         )
     parent = _read_document(str(file), depth + 1).settings

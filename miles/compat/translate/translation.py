@@ -269,7 +269,7 @@ class Setting:
     line: int | None
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The setting as the report shows it, without credentials."""
         return f"{self.key} = {one_line(str(public(self.key, self.value)), LONGEST_TEXT)}"
 
@@ -404,7 +404,7 @@ class Entry:
     """Hold one line of the report: a setting, the flags that it became, and notes for the reader.
 
     Attributes:
-        shown: The setting.
+        label: The setting.
         line: Its line in the file.
         words: The flags that it became.
         why: What differs; empty if nothing does.
@@ -412,7 +412,7 @@ class Entry:
         worst: The order in the report: the objective is 0, a feature that is left out 1, other differences 2.
     """
 
-    shown: str
+    label: str
     line: int | None
     words: tuple[str, ...] = ()
     why: str = ""
@@ -502,7 +502,7 @@ class TypedSettings:
     def fail(self, key: str, rule: str) -> NoReturn:
         """Raise ``InputError`` about the value of ``key``."""
         setting = self.document.settings.get(key, Setting(key, self.table.row(key).default, None))
-        self.document.fail(setting.line, f"{setting.shown}: {rule}")
+        self.document.fail(setting.line, f"{setting.label}: {rule}")
 
 
 class Translation(TypedSettings):
@@ -569,7 +569,7 @@ class Translation(TypedSettings):
         self._taken.add(key)
         setting = self.document.settings.get(key)
         learning = self.table.row(key).learning if learning is None else learning and self.table.row(key).learning
-        text = setting.shown if setting is not None else self._default_text(key)
+        text = setting.label if setting is not None else self._default_text(key)
         line = None if setting is None else setting.line
         return Entry(text, line, tuple(map(_word, words)), why, learning, worst)
 
@@ -612,9 +612,9 @@ class Translation(TypedSettings):
     @property
     def quiet(self) -> int:
         """The number of settings of the file that are in no part of the report."""
-        listed = {entry.shown for entry in (*self.carried, *self.differences) if entry.words or entry.why}
-        listed |= {setting.shown for setting in self.unread}
-        return sum(setting.shown not in listed for setting in self.document.settings.values())
+        listed = {entry.label for entry in (*self.carried, *self.differences) if entry.words or entry.why}
+        listed |= {setting.label for setting in self.unread}
+        return sum(setting.label not in listed for setting in self.document.settings.values())
 
     @property
     def groups(self) -> list[tuple[str, ...]]:

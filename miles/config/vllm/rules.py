@@ -1,4 +1,14 @@
-"""Check a run that generates with vLLM's servers."""
+"""Check a run that generates with vLLM's servers. vLLM's own parser judges ``--vllm-*`` in vLLM's environment.
+
+vLLM wants other versions of packages than a run has, so it is in a separate environment (scripts/vllm.sh).
+Importing its parser takes seconds: that is done once per command, and only if it has such flags.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
 from miles.base.flags import Errors, changed
 from miles.config.host_share import is_on_cpu
@@ -7,23 +17,41 @@ from miles.config.settings import Settings
 from miles.config.sglang.flags import VLLM, value_of
 from miles.config.sglang.rules import NOT_QUANTIZED, check_common
 from miles.config.spelling import group_words
+from miles.config.suggest import nearest_flag
+from miles.config.vllm.environment import INSTALL, clean_environment, missing_vllm, vllm_python
 from miles.config.vllm.flags import OTHER_PARALLEL, OWNED_BY_LAUNCHER, TENSOR_PARALLEL
 
+JUDGE_SECONDS = 300.0
 CHUNKED_PREFILL = "--enable-chunked-prefill"
 MOST_SUPPORT_TOKENS = 4096  # tokens of a support, each some 60 bytes of an answer
-HEAD_SIZES_ON_CPU = (
-    32,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    512,
-)  # vLLM 0.32.0, v1/attention/backends/cpu_attn.py
+# vLLM 0.32.0, v1/attention/backends/cpu_attn.py
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+# Reads flags as JSON, each with its values. Prints as JSON vLLM's flags, the words of each flag that its parser does
+# not know, and its complaints about each flag alone, or if there are none, about all together.
+_JUDGE = """
+import json, os, sys
+out = os.dup(1)
+os.dup2(2, 1)
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+class Complaint(Exception): pass
+class Parser(FlexibleArgumentParser):
+    def error(self, message): raise Complaint(message)
+parser = make_arg_parser(Parser())
+verdict = {"flags": sorted(parser._option_string_actions), "unknown": [], "complaints": []}
+def unknown(words):
+    try:
+        return parser.parse_known_args(words)[1]
+    except Complaint as complaint:
+        verdict["complaints"].append(str(complaint))
+        return []
+each = json.loads(sys.argv[1])
+verdict["unknown"] = [unknown(words) for words in each]
+if not verdict["complaints"]:
+    unknown(sum(each, []))
+os.write(out, json.dumps(verdict).encode())
+"""
 
 
 def check_servers(settings: Settings, errors: Errors) -> None:
@@ -106,3 +134,48 @@ def _check_model(settings: Settings, errors: Errors) -> None:
         sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
         rule = f"vLLM's attention on CPU takes heads of {sizes}, and this model's are {size}"
         errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, rule, "use another --rollout-engine")
+
+
+def check_start(settings: Settings, errors: Errors) -> None:
+    """Refuse a run that would fail at its start: vLLM is not installed, or its parser refuses a flag."""
+    python, words = vllm_python(settings.vllm.vllm_python), settings.server_flags.vllm
+    if (missing := missing_vllm(python)) is not None:
+        errors.add(missing)
+    elif words:
+        for message in _complaints(python, tuple(words)):
+            errors.add(message)
+
+
+@cache
+def _complaints(python: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the objections of vLLM's parser to ``words``, as errors."""
+    judged = subprocess.run(
+        [python, "-P", "-c", _JUDGE, json.dumps([[name, *values] for name, values in group_words(words)])],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=JUDGE_SECONDS,
+    )
+    try:
+        verdict = json.loads(judged.stdout)
+    except ValueError:
+        last = judged.stderr.strip().splitlines()[-1:]
+        return (f"--vllm-python {python}: vLLM's parser does not run ({''.join(last)}); install it with `{INSTALL}`",)
+    return tuple(_in_words(verdict, words))
+
+
+def _in_words(verdict: dict[str, Any], words: Sequence[str]) -> Iterable[str]:
+    for word in (unknown[0] for unknown in verdict["unknown"] if unknown):  # what follows it are its values
+        if not word.startswith("--"):
+            yield f"{VLLM[:-1]}: {word} belongs to no flag of vLLM; write a value with spaces in quotes"
+            continue
+        name = word.split("=")[0]
+        near = nearest_flag(name, verdict["flags"])
+        what_to_do = f"did you mean {VLLM}{near[2:]}?" if near else f"drop {VLLM}{name[2:]}"
+        yield f"{VLLM}{name[2:]}: the installed vLLM has no such flag; {what_to_do}"
+    for complaint in verdict["complaints"]:
+        names, _, text = complaint.removeprefix("argument ").partition(": ")
+        flags = [word.split("=")[0] for word in words if word.split("=")[0] in names.split("/")]
+        written = VLLM + (flags or names.split("/"))[0].lstrip("-")
+        yield f"{written}: vLLM's parser states {text or names}; correct the value"

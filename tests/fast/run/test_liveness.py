@@ -154,7 +154,7 @@ def test_a_failure_is_reported_unchanged(crew):
     with pytest.raises(ValueError, match="a wrong flag"):
         workers.results([second.sleep.remote(FOR_EVER), first.fail.remote(ValueError("a wrong flag"))])
     with pytest.raises(KeyError, match="gold"):
-        workers.results([second.sleep.remote(0)], beside=[first.fail.remote(KeyError("gold"))])
+        workers.results([second.sleep.remote(0)], alongside=[first.fail.remote(KeyError("gold"))])
 
 
 def test_a_failure_caused_by_a_dead_peer_names_the_dead_peer(crew):

@@ -170,8 +170,8 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
     with foreseen_memory(settings, "cpu") as nothing, foreseen_memory(settings, "cuda") as foreseen:
         assert nothing is None and foreseen is not None
         foreseen.wait()
-        (logged,) = foreseen.beside(measured).items()
-        assert foreseen.beside(measured) == dict([logged])
+        (logged,) = foreseen.compare(measured).items()
+        assert foreseen.compare(measured) == dict([logged])
     trace = rehearse_settings(settings, Tracers()).ranks[0].trace
     peak = max(total(usage) for phase, usage in trace.peaks.items() if phase is not Phase.BUILD)
     assert (logged[0], logged[1].value) == (FORESEEN, peak / 2**30)
@@ -183,7 +183,7 @@ def test_a_rehearsal_beside_a_run_that_fails_is_noted_and_nothing_is_logged(tmp_
     settings = FSDP["fsdp, 2 ranks"].settings(tmp_path / "nothing")
     with ForeseenMemory(settings) as foreseen:
         foreseen.wait()
-        assert foreseen.beside({MEASURED: Metric(1.5)}) == {}
+        assert foreseen.compare({MEASURED: Metric(1.5)}) == {}
     assert "--rehearse cannot foresee it: " in capfd.readouterr().err
 
 

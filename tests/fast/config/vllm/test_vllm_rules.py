@@ -8,7 +8,7 @@ import pytest
 from miles.base.flags import FlagError
 from miles.commands.doctor import check_packages
 from miles.config.vllm import environment
-from miles.config.vllm import flags as vllm_flags
+from miles.config.vllm import rules as vllm_rules
 from miles.config.vllm.environment import vllm_python, vllm_version
 
 VLLM = "--rollout-engine vllm"
@@ -75,10 +75,11 @@ def test_a_flag_of_vllm_chooses_it(validated):
 
 
 def test_vllms_own_parser_judges_its_flags(fake_vllm):
-    assert vllm_flags._complaints(fake_vllm, ("--max-num-seqs", "4")) == ()
-    (unknown,) = vllm_flags._complaints(fake_vllm, ("--max-nun-seqs", "4"))[:1]
+    assert vllm_rules._complaints(fake_vllm, ("--max-num-seqs", "4")) == ()
+    words = ("--max-nun-seqs", "4", "--max-num-seqs", "x", "--max-num-seqs=4", "y")
+    unknown, value, wrong = vllm_rules._complaints(fake_vllm, words)  # all of them, each once
     assert unknown == "--vllm-max-nun-seqs: the installed vLLM has no such flag; did you mean --vllm-max-num-seqs?"
-    (wrong,) = vllm_flags._complaints(fake_vllm, ("--max-num-seqs", "x"))
+    assert value == "--vllm: y belongs to no flag of vLLM; write a value with spaces in quotes"
     assert wrong.startswith("--vllm-max-num-seqs: vLLM's parser states invalid int value: 'x'")
 
 

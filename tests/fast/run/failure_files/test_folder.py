@@ -93,7 +93,7 @@ def test_only_the_newest_folders_stay(tmp_path, session):
     files_of(tmp_path, session).keep_ray_logs()
     names = sorted(path.name for path in (tmp_path / "out").glob("failure-2*"))
     assert users.is_dir()
-    assert len(names) == failure_files.KEPT_FOLDERS and names[0] == "failure-20200101-000003"
+    assert len(names) == failure_files.MOST_FOLDERS and names[0] == "failure-20200101-000003"
 
 
 def test_a_report_has_the_stack_and_state_of_a_stopped_process_and_the_ends_of_logs(

@@ -208,7 +208,7 @@ try:
     notes = dict(verdicts[0].notes.counts)
     processes = [kind for kind in notes if kind.startswith("in ")]
     kept = {kind: n for kind, n in notes.items() if kind not in processes}
-    print(json.dumps([verdicts[0].kept.tolist(), kept, verdicts[0].first_long, len(processes)]))
+    print(json.dumps([verdicts[0].usable.tolist(), kept, verdicts[0].first_long, len(processes)]))
 except ValueError as error:
     print(json.dumps(error.messages))
 """

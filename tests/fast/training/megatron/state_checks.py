@@ -237,10 +237,10 @@ def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
         backend.policy.records_experts = False
         other = log_probs(backend, shard)
         assert max(abs(a - b).max() for a, b in zip(first, other, strict=True)) > 1e-3, model
-        assert backend.policy._kept
+        assert backend.policy._first_choices
         del shard
         gc.collect()
-        assert not backend.policy._kept, "what is kept goes with its iteration"
+        assert not backend.policy._first_choices, "what is kept goes with its iteration"
 
 
 def canary_is_found_among_small_parameters(process: RankProcess) -> None:

@@ -68,14 +68,14 @@ def test_given_experts_replace_the_choice_alone(kind: str) -> None:
 def test_what_was_kept_is_chosen_again(kind: str) -> None:
     logits, options = inputs(kind)
     by_layer: dict[int, torch.Tensor] = {}
-    first = MicroBatchExperts(kept=by_layer, keeps=True)
+    first = MicroBatchExperts(choices=by_layer, keeps=True)
     own, _ = route(logits, K, router_replay=first.of_layer(3), **options)
     plain, _ = route(logits, K, **options)
     assert list(by_layer) == [3] and torch.equal(own, plain)
     again, _ = route(
         logits,
         K,
-        router_replay=MicroBatchExperts(kept=by_layer).of_layer(3),
+        router_replay=MicroBatchExperts(choices=by_layer).of_layer(3),
         **options,
     )
     torch.testing.assert_close(again, plain)
@@ -84,7 +84,7 @@ def test_what_was_kept_is_chosen_again(kind: str) -> None:
     _, replayed = route(
         moved,
         K,
-        router_replay=MicroBatchExperts(kept=by_layer).of_layer(3),
+        router_replay=MicroBatchExperts(choices=by_layer).of_layer(3),
         **options,
     )
     assert torch.equal(replayed, plain != 0) and not torch.equal(other, replayed)
