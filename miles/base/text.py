@@ -48,6 +48,11 @@ def program() -> str:
     return path.name if path.suffix == ".py" and path.name != "__main__.py" else "miles train"
 
 
+def tell(message: str) -> None:
+    """Print a message of the command on standard error, at once, begun with the command's name."""
+    print(f"{program()}: {message}", file=sys.stderr, flush=True)
+
+
 def name_and_words(error: BaseException) -> str:
     """Return the type and the words of an error whose ``__str__`` may be a user's and may raise.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from miles.base.text import InputError, one_line
+from miles.base.flags import FlagError
+from miles.base.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 _MARK = "theanswer"
 
 
+class TokenizerFault(FlagError):
+    """A tokenizer cannot be loaded although its files can be read; it may need torch."""
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder in Hugging Face format, or of a name on its hub.
 
-    Raises ``InputError`` if it cannot be loaded.
+    Raises ``FlagError`` if it cannot be loaded.
     """
     from transformers import AutoTokenizer  # slow to import; the settings are checked before
 
@@ -31,7 +36,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return tokenizer
     except Exception as error:  # transformers raises many kinds: OSError, KeyError, the Rust library's own
         reason = one_line(str(error).strip().split("\n")[0], 300)
-        raise InputError(
+        kind = FlagError if isinstance(error, OSError) else TokenizerFault
+        raise kind(
             f"--hf-checkpoint {path}: cannot load a tokenizer from it ({type(error).__name__}: {reason}); give a "
             f"folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
         ) from error

@@ -137,10 +137,12 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise InputError(
-            f"{flag} {path}: cannot import module {module_name} ({one_line(words_of(error), 300)}); "
-            "check the spelling, or start the run from the folder that holds it"
-        ) from error
+        is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        what_to_do = "check the spelling, or start the run from the folder that holds it"
+        if not is_itself:
+            what_to_do = "install that, or correct the import"
+        fault = f"cannot import module {module_name} ({one_line(words_of(error), 300)})"
+        raise InputError(f"{flag} {path}: {fault}; {what_to_do}") from error
     except ValueError as error:  # of the module's code: it would be shown as our own sentence
         raise InputError(f"{flag} {path}: module {module_name} raised {_words(error)}; correct it") from error
     except SystemExit as error:  # it would end this process too, with the status of a success perhaps

@@ -6,12 +6,11 @@ reported before torch or Ray are imported.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
-from miles.base.text import program
+from miles.base.text import tell
 from miles.compat.border import main_parse
 from miles.run.launcher import launch, train_in_one_process
 
@@ -72,6 +71,6 @@ def in_one_process(argv: Sequence[str]) -> None:
     try:
         check_one_process(validated.settings)
     except ValueError as error:
-        print(f"{program()}: error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         raise SystemExit(2) from None
     launch(validated, exit_with_message, runner=train_in_one_process)

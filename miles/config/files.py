@@ -296,6 +296,33 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
+# What PyYAML reports, and in words; the second column is where: at its mark, or at that of the context.
+_YAML_FAULTS = (
+    ("'\\t' that cannot start", "problem_mark", "begins with a tab; write spaces, or nothing"),
+    (
+        "block end>, but found '<block mapping",
+        "problem_mark",
+        "begins further right than the line before; move it left",
+    ),
+    (
+        "mapping values are not",
+        "problem_mark",
+        "has a second ': ', or begins too far right; quote the value, or move it",
+    ),
+    ("could not find expected ':'", "context_mark", "has no ': ' between key and value; write key: value"),
+)
+
+
+def _not_yaml(error: yaml.MarkedYAMLError) -> str:
+    """Return the line and the fault of a file that is not YAML."""
+    problem, mark, fault = str(error.problem), error.problem_mark, ""
+    for words, where, fault_of_it in _YAML_FAULTS:
+        if words in problem and (at := getattr(error, where)) is not None:
+            mark, fault = at, fault_of_it
+    line = "" if mark is None else f":{mark.line + 1}"
+    return f"{line}: not YAML: {fault or f'{one_line(problem, LONGEST_VALUE)}; correct the line'}"
+
+
 def _composed(path: str) -> yaml.MappingNode:
     """Read a file. ``_Refused`` begins with the line, if there is one: ``:3: …``."""
     try:
@@ -307,8 +334,7 @@ def _composed(path: str) -> yaml.MappingNode:
     except OSError as error:
         raise _Refused(f": the file cannot be read ({error.strerror}); check the path") from None
     except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise _Refused(f"{line}: not YAML: {one_line(str(error.problem), LONGEST_VALUE)}; correct the line") from None
+        raise _Refused(_not_yaml(error)) from None
     except (yaml.YAMLError, ValueError):  # characters that YAML has not, not UTF-8, or a path with a zero byte
         raise _Refused(": the file is not UTF-8 text; check the path") from None
     except RecursionError:

@@ -27,6 +27,7 @@ from miles.base.flags import FlagError, count, flag_name
 from miles.base.host import GIB, memory_limit
 from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
+from miles.base.tokenizer import TokenizerFault
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
 from miles.config.functions import named_functions
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from miles.tasks.data.checked_rows import PromptSet
+    from miles.tasks.rewards.reward_process import RewardProcess
 
     Tokenizer = PreTrainedTokenizerBase | str | None
 
@@ -52,6 +54,8 @@ LOUD = 0.1  # the smallest share of omitted rows that is a warning
 COMPARED = 10_000  # the largest sets whose prompts are compared with each other
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
+SILENT_SECONDS = 3.0  # of them without a word
+OF_REWARDS = "it gets a list of samples (sample.response, sample.label) and returns a number for each"
 
 
 @dataclass
@@ -121,16 +125,19 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
     try:
         before = partial(_prepare, needs_torch=_needs_torch(settings), is_plan=not starts)
         inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
-    except InputError:  # the tokenizer needs torch, or is broken
+    except TokenizerFault:
         inputs = _check_sets(settings, starts)
     checked = [(name, path, hook.arguments) for name, hook, path in named_functions(settings) if hook.arguments]
     if checked:
         inputs.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
     for fault in (*_faults_of_weights(settings), *_faults_of_room(settings)):
-        (inputs.faults if starts else inputs.unchecked).append(fault)
+        if starts:
+            inputs.faults.append(fault)
+        else:
+            inputs.warnings.append(f"a start on this host would be refused: {fault}")
     if inputs.faults:
-        raise FlagError(*inputs.faults)
+        raise FlagError(*dict.fromkeys(inputs.faults))
     return inputs
 
 
@@ -159,13 +166,15 @@ def _prepare(needs_torch: bool, is_plan: bool) -> None:
 
 def _check_sets(settings: Settings, starts: bool) -> Inputs:
     inputs, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
-    is_there = starts or any(
-        re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer)
-    )
-    if not is_there:
+    has_files = any(re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer))
+    is_there = has_files or (starts and not os.path.isdir(tokenizer))  # a start fetches it from the hub
+    if not is_there and starts:
+        what_to_do = "copy tokenizer.json and tokenizer_config.json from the source of the model"
+        inputs.faults.append(f"--hf-checkpoint {tokenizer}: the folder has no tokenizer; {what_to_do}")
+    elif not is_there:
         inputs.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
-        if settings.reads_conversations:
-            return inputs
+    if not is_there and settings.reads_conversations:
+        return inputs
     trained, (room, limit) = set[str](), sequence_limit(settings)
     has_no_limit = settings.generates and (
         settings.data.rollout_max_prompt_len is None and settings.rollout.rollout_max_context_len is None
@@ -178,8 +187,11 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
             loaded = load(tokenizer if is_there else None)
         except SourceAbsent as error:
             (inputs.faults if starts else inputs.unchecked).append(_of_flag(flag, str(error)))
-        except FlagError as error:
-            inputs.faults += [_of_flag(flag, message) for message in error.messages]
+        except TokenizerFault:
+            raise
+        except InputError as error:
+            messages = error.messages if isinstance(error, FlagError) else (str(error),)
+            inputs.faults += [_of_flag(flag, message) for message in messages]
         else:
             verdict = inputs.verdicts[name] = loaded.verdict
             if verdict.dropped >= LOUD * verdict.rows:
@@ -190,8 +202,8 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
             if has_no_limit and verdict.longest >= room:
                 shorter = max(1, room - (settings.rollout.rollout_max_response_len or 1))
                 inputs.faults.append(
-                    f"{flag}: {name} has a prompt of {verdict.longest:,} tokens, and {limit} is {room}; leave such "
-                    f"prompts out with --rollout-max-prompt-len {shorter}"
+                    f"{flag} {source}: it has a prompt of {verdict.longest:,} tokens, and {limit} is {room}; leave "
+                    f"such prompts out with --rollout-max-prompt-len {shorter}"
                 )
             inputs.training += len(loaded) if not is_held_out else 0
             is_compared = settings.evaluation.has_sets and settings.data.multimodal_keys is None
@@ -212,7 +224,9 @@ def _texts(prompts: PromptSet[Any]) -> set[str]:
 
 
 def _of_flag(flag: str, message: str) -> str:
-    """Begin a message about rows with the flag that names them."""
+    """Begin a message about rows with the flag that names them; held-out rows have flags of their own."""
+    if flag == "--eval-prompt-data":
+        message = re.sub(r"--(input|label)-key", r"--eval-\1-key", message)
     return message if message.startswith("--") else f"{flag} {message.removeprefix('prompt source ')}"
 
 
@@ -264,7 +278,7 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
     answer = str(inputs.first.label or "a stand-in answer")
     pair = [Sample(inputs.first, 0, number, [0], answer, [1], [0.0], SampleStatus.COMPLETED) for number in range(2)]
     try:
-        for result in asyncio.run(asyncio.wait_for(function(pair), CALL_SECONDS)):
+        for result in asyncio.run(_called(function, pair, f"--custom-rm-path {reward.custom_rm_path}")):
             if isinstance(result, NotAReward):
                 raise UserCodeError(result)
     except (UserCodeError, UserCodeTimeout, RewardProcessDied, TimeoutError) as error:
@@ -277,12 +291,29 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
         )
         makes_own = any(name in OF_SAMPLES for name, _, _ in named_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
-        (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}; correct it", 1000))
+        what_to_do = "" if "; " in fault else f"; {OF_REWARDS}"
+        (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}{what_to_do}", 1000))
+
+
+async def _called(function: RewardProcess, samples: list[Sample], name: str) -> list[float]:
+    call = asyncio.ensure_future(function(samples))
+    if not (await asyncio.wait([call], timeout=SILENT_SECONDS))[0]:
+        print(f"waiting for {name}, called with a stand-in answer, for up to {CALL_SECONDS:g} s …", file=sys.stderr)
+    return await asyncio.wait_for(call, CALL_SECONDS - SILENT_SECONDS)
 
 
 def _faults_of_weights(settings: Settings) -> Iterator[str]:
-    """Yield a message for each file of weights that is not whole: a copy that broke off, or a pointer of git-lfs."""
+    """Yield a message for each file of weights that is absent or not whole: a copy that broke off, or a pointer."""
     folder = str(settings.model.hf_checkpoint)
+    index, absent = Path(folder, "model.safetensors.index.json"), list[str]()
+    with suppress(OSError, ValueError, AttributeError):  # no index, or a broken one
+        absent = sorted({*json.loads(index.read_text())["weight_map"].values()} - {*os.listdir(folder)})
+    has_others = settings.checkpoint.load is not None or settings.model.ref_load is not None
+    if not (has_others or any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))):
+        absent = ["model.safetensors"] if os.path.isdir(folder) and not absent else absent
+    if absent:
+        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+        yield f"--hf-checkpoint {folder}: it lacks {absent[0]}{more}, its weights; fetch the model again"
     for file in sorted(Path(folder).glob("*.safetensors")):
         size = file.stat().st_size
         try:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -81,6 +82,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")  # argparse's lacks -1e-5
         self.errors = Errors()
 
     def for_command(self, errors: Errors) -> FlagParser:

@@ -258,11 +258,14 @@ _MAY_ASK_FOR_LESS = ("custom_generate_function_path", "rollout_function_path", "
 
 
 def check_model_context(settings: Settings, errors: Errors) -> None:
-    """Refuse a longest response that no prompt leaves room for, unless --rollout-max-context-len cuts it."""
+    """Refuse a context that the model has not, and a longest response that leaves no room for a prompt in it."""
     if not errors.none_about("hf_checkpoint", "sglang_context_length"):
         return
     with errors.catching():
         limit, name = sequence_limit(settings)
+        within = settings.rollout.rollout_max_context_len
+        if settings.generates and within is not None and within > limit:
+            errors.refuse("rollout_max_context_len", within, f"is more than {name} {limit}", f"give {limit} or less")
         for field, length in _lengths(settings, limit):
             if length >= limit and errors.none_about(field):
                 rule = f"leaves no room for a prompt in {name} {limit}"

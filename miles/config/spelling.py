@@ -20,14 +20,15 @@ _SWITCH = "is a switch and takes no value; give it alone, or leave it out"
 # argparse's messages -> flag, value, rule and what to do
 _REPHRASED = (
     (r"^argument ", ""),
-    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
+    (r"""^(\S+): invalid int value: (['"])(.*)\2$""", r"\1 \3: must be a whole number; correct the value"),
+    (r"""^(\S+): invalid float value: (['"])(.*)\2$""", r"\1 \3: must be a number; correct the value"),
     (
         r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
         r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
     ),
     (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
     (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {_SWITCH}"),
-    (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
+    (r"^(\S+): expected .*$", r"\1: has no value; give one after it, or as \1=VALUE if it starts with a minus"),
 )
 
 

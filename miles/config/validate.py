@@ -64,6 +64,8 @@ from miles.tasks.rewards.registry import deciding_part
 from miles.tasks.rewards.settings import check_reward
 from miles.types.dims import ParallelDims
 
+LARGEST_USUAL_LR = 1e-2
+
 
 @dataclass(frozen=True)
 class Validated:
@@ -261,6 +263,11 @@ def _surprises(settings: Settings) -> Iterator[str]:
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
     yield from _notes_on_warmup(settings)
+    if settings.trains and settings.optimizer.lr > LARGEST_USUAL_LR:
+        yield (
+            f"--lr {settings.optimizer.lr:g} is far above what trains a language model, 1e-6 to 1e-4: a few steps may "
+            "spoil its weights"
+        )
     if settings.training.fp32_lm_head and settings.sglang.rollout_external:
         yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):

@@ -450,6 +450,16 @@ def _spelled(value: float, spec: str) -> str:
     return text if len(text) <= 9 else f"{value:.2e}"
 
 
+def _sampling(header: RunHeader) -> str | None:
+    """Return at which temperatures a run with held-out prompts answers; None for others."""
+    rollout, evaluation = (header.settings.get(section, {}) for section in ("rollout", "evaluation"))
+    held_out, trained = evaluation.get("eval_temperature"), rollout.get("rollout_temperature")
+    if evaluation.get("eval_prompt_data") is None or held_out is None or trained is None:
+        return None
+    greedy = ", which is greedy" if held_out == 0 else ""
+    return f"training answers at temperature {trained:g}, held-out ones at temperature {held_out:g}{greedy}"
+
+
 class ConsoleSink:
     """Prints the header at once, then one line per step. ``console`` is replaceable for tests."""
 
@@ -459,11 +469,14 @@ class ConsoleSink:
         self._left = TimeLeft(header.total_steps)
         self._first: dict[str, float] = {}  # of the first evaluation, by set
         self._next_answer = 0  # the step after which an answer is printed
+        self._has_told_alike = False
         self._only_generates = header.settings.get("rollout", {}).get("debug_rollout_only", False)
         self._progress: Progress | None = None
         self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
         self._print(Text.assemble(("output     ", "dim"), output_dir))
+        if (sampling := _sampling(header)) is not None:
+            self._print(Text.assemble(("sampling   ", "dim"), sampling))
         if self._console.is_terminal:
             self._progress = self._start_bar(header.total_steps)
         self._phases = None if self._progress is not None else LongPhases(self.note)
@@ -531,6 +544,10 @@ class ConsoleSink:
         self._first = dict(_held_out(values)) | self._first
         for line in held_out_lines(values):
             self._print(line)
+        is_alike = values.get("rollout/zero_std_groups") == 1 and values.get("train/grad_norm") == 0
+        if is_alike and not self._has_told_alike:
+            self._has_told_alike = True
+            self._print("  all answers to each prompt had one reward, so this step had nothing to learn")
         if self._progress is not None and trains(values):
             self._progress.update(self._bar, completed=step, left=left)
 

@@ -404,6 +404,23 @@ class _QuietHandler(WSGIRequestHandler):
         """Log nothing: the terminal belongs to the run."""
 
 
+@contextmanager
+def _serving(port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"--prometheus-port {port}: cannot be served ({error.strerror}); give another port, or 0 for any"
+        ) from error
+
+
+def check_port(port: int) -> None:
+    """Raise ``InputError`` if ``PrometheusSink`` cannot serve on ``port``."""
+    with _serving(port), socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the sink's server
+        server.bind(("127.0.0.1", port))
+
+
 class PrometheusSink:
     """Serve the newest value of each metric on a port of the loopback address, for Prometheus.
 
@@ -418,12 +435,8 @@ class PrometheusSink:
         registry = CollectorRegistry()
         self._metric = Gauge("miles_metric", "The newest value of a metric of the run.", ["name"], registry=registry)
         self._step = Gauge("miles_step", "The newest optimizer step.", registry=registry)
-        try:
+        with _serving(port):
             self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _MetricsServer, _QuietHandler)
-        except OSError as error:
-            raise ValueError(
-                f"--prometheus-port {port}: cannot be served ({error.strerror}); give another port, or 0 for any"
-            ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
         print(f"metrics for Prometheus: {self.url}")

@@ -24,6 +24,7 @@ from miles.observe.sinks import (
     WandbSink,
     check_mlflow,
     check_packages,
+    check_port,
     check_swanlab,
     failure_note,
     log_in,
@@ -42,6 +43,8 @@ def check_services(tracking: TrackingArguments) -> None:
     check_mlflow(tracking)
     check_swanlab(tracking)
     log_in(tracking)
+    if tracking.prometheus_port is not None:
+        check_port(tracking.prometheus_port)
 
 
 class Tracker:

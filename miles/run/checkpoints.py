@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import ray
 from miles.base.disk_faults import naming_disk
 from miles.base.flags import count
 from miles.base.storage import is_url
-from miles.base.text import program
+from miles.base.text import tell
 from miles.config.checkpoint import checkpoint_name
 from miles.config.rollout import path_of_iteration
 from miles.observe.run_files import RunIdentity
@@ -138,12 +137,12 @@ class RunCheckpoints:
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
         if self._lacks_checkpoint(done) and not self.drivers.take_turns:
-            print(f"{program()}: saving a checkpoint after {count(done, 'iteration')}", file=sys.stderr, flush=True)
+            tell(f"saving a checkpoint after {count(done, 'iteration')}")
             self._save(done)
         elif self.arguments.save is not None:
             with suppress(OSError):  # the last line of the run reports it
                 if (saved := checkpoint_files.newest(self.arguments.local(self.arguments.save))) is not None:
-                    print(f"{program()}: {self.arguments.save}/{saved.name} is saved", file=sys.stderr, flush=True)
+                    tell(f"{self.arguments.save}/{saved.name} is saved")
         self._settle()
 
     def end(self, done: int) -> None:

@@ -21,7 +21,7 @@ from miles.base.flags import flag_name
 from miles.base.secrets import SHORTEST_HIDDEN_IN_TEXT, hide_in_text, secrets_in
 from miles.base.stacks import frames, own_stacks, request_stacks
 from miles.base.storage import is_url
-from miles.base.text import InputError, few_lines, name_and_words, one_line, program, words_of
+from miles.base.text import InputError, few_lines, name_and_words, one_line, program, tell, words_of
 from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
 from miles.engine.base import EngineFailed
 from miles.observe.sinks import Notifier
@@ -212,7 +212,7 @@ class FailureFiles:
             path = self._made() / HANG_REPORT
             path.touch(mode=0o600)
             path.write_text(hide_in_text(report, self._hidden()), encoding="utf-8", errors="backslashreplace")
-            print(f"{program()}: {why}; the stacks of all processes are in {path}", file=sys.stderr, flush=True)
+            tell(f"{why}; the stacks of all processes are in {path}")
 
     def keep_ray_logs(self) -> None:
         """Copy the logs of the run's own Ray, which are removed with its temporary folder."""
@@ -329,12 +329,12 @@ def exit_with_message(
             print(stopped_by(stop, checkpoint), file=sys.stderr)
             raise SystemExit(stop.exit_status) from None
         if isinstance(cause, ValueError):
-            print(few_lines(f"{program()}: error: {words_of(cause)}", limit=_LONGEST_SENTENCE), file=sys.stderr)
+            tell(few_lines(f"error: {words_of(cause)}", limit=_LONGEST_SENTENCE))
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
         elif isinstance(cause, RewardError):
-            lines = [f"{program()}: error: {cause}", *getattr(cause, "__notes__", ())]
-            print(few_lines("\n".join(lines), limit=_LONGEST_SENTENCE), file=sys.stderr)
+            lines = [f"error: {cause}", *getattr(cause, "__notes__", ())]
+            tell(few_lines("\n".join(lines), limit=_LONGEST_SENTENCE))
             print(stopped("the reward function failed (above)", checkpoint, files), file=sys.stderr)
         elif isinstance(cause, WriteFailed):
             print(stopped(str(cause), checkpoint), file=sys.stderr)

@@ -386,10 +386,11 @@ def launch(
     ):
         _check(validated, previous is None)
         with _locked(settings) as (folders, lock):
-            point, branch = _resume_point(validated)
+            point, branch, notes = _resume_point(validated)
             if previous is None and (note := _note_if_finished(settings, point.checkpoint)) is not None:
                 print(note)
                 return
+            _print_notes(notes, validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             _finish_what_was_killed(checkpoint)
             settings = replace(settings, checkpoint=checkpoint)
@@ -443,15 +444,14 @@ def _finish_what_was_killed(checkpoint: CheckpointArguments) -> None:
             ) from None
 
 
-def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
-    """Return the point at which the run begins, and the checkpoint if it is a branch; print all notes about it."""
+def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None, list[str]]:
+    """Return the point at which the run begins, the checkpoint if it is a branch, and all notes about it."""
     from miles.run.checkpoints import check_same_steps
     from miles.run.remote_checkpoints import index_all
     from miles.run.resume import branch_of, check_frozen_models, check_load_folder, check_settings, resume_point
 
     settings = validated.settings
     section = settings.checkpoint
-    print(host_line(settings))
     notes = [*validated.notes, *index_all(section, Path(settings.tracking.output_dir)), *check_load_folder(section)]
     if (fault := fault_of_nothing(section, settings.model.ref_load)) is not None:
         raise InputError(f"--load {section.load}: {'; '.join(fault)}")
@@ -459,11 +459,15 @@ def _resume_point(validated: Validated) -> tuple[ResumePoint, str | None]:
     check_same_steps(point.checkpoint, settings.steps_per_iteration)
     branch, branch_notes = branch_of(section)
     notes += [*point.notes, *branch_notes, *check_settings(point.checkpoint, settings)]
-    for note in (*notes, *check_frozen_models(settings.model)):
+    return point, branch, [*notes, *check_frozen_models(settings.model)]
+
+
+def _print_notes(notes: Sequence[str], validated: Validated) -> None:
+    print(host_line(validated.settings))
+    for note in notes:
         print(f"note: {note}")
     if validated.accepted:
         print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
-    return point, branch
 
 
 def _note_if_finished(settings: Settings, start: CheckpointArguments) -> str | None:
@@ -532,6 +536,7 @@ def run(settings: Settings, context: RunContext) -> None:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
         context: What its attempts share.
     """
+    print("starting Ray, the trainer and the engine …", flush=True)
     from miles.run.restarts import with_restarts
     from miles.run.session import EngineLayout, keeping_logs, ray_session
 

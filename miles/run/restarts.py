@@ -18,7 +18,7 @@ import ray.exceptions
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.locks import reading
-from miles.base.text import program
+from miles.base.text import program, tell
 from miles.config.checkpoint import NOT_OF_ITS_OWN
 from miles.config.settings import Settings
 from miles.run.failures import FailureFiles, cause_of, in_one_line, is_death, is_stopped_soon, show
@@ -50,11 +50,7 @@ class Restarts:
         start = "its last checkpoint" if resumed.checkpoint.load else "the beginning, as nothing was saved yet"
         self.left -= 1
         ending = "" if files is None else files.in_words()
-        print(
-            f"{program()}: {why}; restarting from {start} ({self.left} restarts left){ending}",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell(f"{why}; restarting from {start} ({self.left} restarts left){ending}")
         if files is not None:
             files.next_attempt()
         return resumed

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
 from miles.base.profiling import ProcessTrace, span
 from miles.base.stacks import own_stacks
-from miles.base.text import program
+from miles.base.text import tell
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder
@@ -158,7 +157,7 @@ class RolloutDriver:
                     raise
                 self._dead = True
                 replaced = "the rollout worker is replaced, and what was being generated is generated again"
-                print(f"{program()}: {in_one_line(error)}; {replaced}", file=sys.stderr, flush=True)
+                tell(f"{in_one_line(error)}; {replaced}")
         raise AssertionError("unreachable")
 
     def _replace(self) -> None:

@@ -29,7 +29,7 @@ from miles.base.flags import count
 from miles.base.host import has_gpu
 from miles.base.locks import release_at_end
 from miles.base.processes import importing_miles, kill_all
-from miles.base.text import few_lines, program
+from miles.base.text import few_lines, tell
 from miles.config.cluster import ClusterArguments
 from miles.run.cpu_tuning import malloc_environment
 from miles.run.failures import FailureFiles, cause_of, is_death, is_stopped_soon
@@ -312,7 +312,7 @@ def _starting(guard: RunGuard | None) -> Iterator[None]:
     """
 
     def end(number: int) -> None:
-        print(f"{program()}: stopped by {signal.Signals(number).name} while Ray was starting", file=sys.stderr)
+        tell(f"stopped by {signal.Signals(number).name} while Ray was starting")
         end_at_once(guard, 128 + number)
 
     original = ray._private.utils.set_sigterm_handler
@@ -407,7 +407,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
                     f"Ray did not start on this machine within 30 s, {START_TRIES} times in a row; start the run again "
                     "when fewer processes compete for the cores, or start Ray yourself and give --ray-address"
                 ) from None
-            print(f"Ray did not start within its 30 s; trying again ({attempt} of {START_TRIES - 1})", file=sys.stderr)
+            tell(f"Ray did not start within its 30 s; trying again ({attempt} of {START_TRIES - 1})")
 
 
 def _end_failed_start(guard: RunGuard) -> None:

@@ -24,7 +24,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import termios
 import threading
 import time
@@ -33,7 +32,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from miles.base.text import program
+from miles.base.text import tell
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT)
 SIGNAL_SECONDS = 2.0  # within which a signal that has ended processes of the run reaches the launcher too
@@ -159,25 +158,22 @@ class StopRequests:
                 self._start_timer()  # a checkpoint may follow
             raise StopRequested
         self._start_timer()
-        print(
-            f"{program()}: {signal.Signals(number).name}: finishing the iteration that is training, for up to "
-            f"{self._seconds:g} s (--stop-timeout); a second signal stops at the last checkpoint",
-            file=sys.stderr,
-            flush=True,
+        tell(
+            f"{signal.Signals(number).name}: finishing the iteration that is training, for up to "
+            f"{self._seconds:g} s (--stop-timeout); a second signal stops at the last checkpoint"
         )
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
         if self._requested is None:
             self._requested = number
-            print(f"{program()}: SIGUSR1: stopping at the end of this iteration", file=sys.stderr, flush=True)
+            tell("SIGUSR1: stopping at the end of this iteration")
 
     def _start_timer(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _time_out(self, number: int, frame: FrameType | None) -> None:
         if not self._only_notes:
-            passed = f"{self._seconds:g} s (--stop-timeout) have passed"
-            print(f"{program()}: {passed}: what is not saved by now is lost", file=sys.stderr, flush=True)
+            tell(f"{self._seconds:g} s (--stop-timeout) have passed: what is not saved by now is lost")
             raise StopRequested
 
 

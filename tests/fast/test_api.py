@@ -57,7 +57,7 @@ def test_all_mistakes_are_reported_together():
     assert set(str(caught.value).splitlines()) == {
         "rolout_seed=3: no such setting; did you mean rollout_seed?",
         "colocate=2: is a switch; write true or false",
-        "--lr fast: must be a number (float); correct the value",
+        "--lr fast: must be a number; correct the value",
     }
 
 

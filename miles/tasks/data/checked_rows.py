@@ -198,9 +198,11 @@ _check: Callable[[int], RowsVerdict]  # of a worker: objects that cannot be pick
 
 
 def caught(make: Callable[[], T]) -> T | InputError:
-    """Return the result of ``make``, or the error that it raises."""
+    """Return the result of ``make``, or the error about a row that it raises; one about a flag is about all rows."""
     try:
         return make()
+    except FlagError:
+        raise
     except InputError as error:
         return error
 

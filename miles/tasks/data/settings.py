@@ -250,7 +250,10 @@ def check_source(field: str, source: str, errors: Errors) -> None:
             read_task(source, f"{flag_name(field)} {one_line(source, LONGEST_VALUE)}")
     elif not source.startswith(_SCHEMES) and not os.path.isdir(source):  # unlike Path, false for a long name
         if os.path.exists(source) or not HUB_NAME.fullmatch(source):
-            errors.refuse(field, source, "not a prompt source", f"give {SOURCES}")
+            forms = f"give {SOURCES}"
+            if os.path.isfile(source):
+                forms = f"write its rows as one JSON object per line into a file *.jsonl, or {forms}"
+            errors.refuse(field, source, "not a prompt source", forms)
         else:
             errors.refuse(field, source, "no such folder", f"give hf:{source} for a dataset of the Hugging Face hub")
 

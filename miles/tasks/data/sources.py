@@ -327,13 +327,11 @@ def load_hugging_face(source: str, name: str, split: str, config: str | None = N
             return datasets.load_dataset(name, config, split=split)
         loaded = datasets.load_from_disk(name)
     except Exception as error:  # the library's, the hub client's, pyarrow's: each has its own family
-        _refuse(
-            source,
-            f"datasets cannot load it ({type(error).__name__}: {error}); check the name and the split, and that the "
-            f"machine reaches the hub or holds the set in its cache",
-            error,
-            SourceAbsent,
-        )
+        fault = f"datasets cannot load it ({type(error).__name__}: {error})"
+        if os.path.isdir(name):
+            _refuse(source, f"a folder, and {fault}; give the file in it that has the rows", error)
+        what_to_do = "check the name and the split, and that the machine reaches the hub or holds the set in its cache"
+        _refuse(source, f"{fault}; {what_to_do}", error, SourceAbsent)
     if isinstance(loaded, datasets.Dataset):
         return loaded  # one split was saved, without a name
     if split not in loaded:

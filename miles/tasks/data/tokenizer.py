@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from miles.base import strict_json
-from miles.base.flags import json_object
+from miles.base.flags import FlagError, json_object
 from miles.base.text import InputError, one_line
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments
@@ -224,7 +224,7 @@ class PromptRenderer:
         if self._kwargs and not self.uses_template:
             raise InputError("--apply-chat-template-kwargs: would be ignored; add --apply-chat-template, or drop it")
         if self.uses_template and not self._template:
-            raise InputError(
+            raise FlagError(
                 "--apply-chat-template: the tokenizer has no chat template; drop the flag, or give a --hf-checkpoint "
                 "with a chat template (instruct models have one)"
             )
@@ -376,6 +376,11 @@ class PromptRenderer:
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict):
                 row.refuse(f'message {number} is {_kind(message)}; write {{"role": ..., "content": ...}}')
+            if "role" not in message:
+                row.refuse(
+                    f"message {number} has no role, only {', '.join(message) or 'nothing'}; write it as "
+                    '{"role": "user", "content": ...}'
+                )
             calls = self._calls(row, number, message)
             for key in ("role", "content"):
                 is_read = key == "content" and (calls or self._has_parts(message))

@@ -170,7 +170,7 @@ def test_a_quota_counts(monkeypatch, quota, cores):
 def test_explain_says_what_the_run_says(host, judged, tmp_path, capsys, flags):
     host(4, cores=6)
     result = judged(f"{flags} --output-dir {tmp_path / 'run'}")
-    launcher._resume_point(result)
+    launcher._print_notes([], result)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU with 6 cores")]
     assert line in " ".join(explain(result).split())
     assert "of 4.0 GiB (" in line

@@ -64,7 +64,7 @@ def command(**replaced):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (command(seed=DIGITS), r"--seed 9+…: must be a number \(int\)"),
+        (command(seed=DIGITS), r"--seed 9+…: must be a whole number"),
         (command(seed=str(2**63)), r"--seed 9223372036854775808: a number beyond 9223372036854775807"),
         (
             [*command(), "--rollout-stop-token-ids", "1", "1" + "0" * 400],

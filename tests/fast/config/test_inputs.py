@@ -57,6 +57,7 @@ def folder(tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (tmp_path / "model" / "model.safetensors").write_bytes(save({"weight": np.ones((4, 4), np.float32)}))
     name = f"functions_{tmp_path.name.replace('-', '_')}"  # a module is imported once
     (tmp_path / f"{name}.py").write_text(FUNCTIONS)
     write(tmp_path / "rows.jsonl", [{"question": f"{n} + 1", "answer": n + 1} for n in range(20)])
@@ -119,7 +120,10 @@ def test_each_set_of_a_mixture_is_checked_with_its_own_flags(folder):
         ("nowhere:reward", "cannot import module nowhere"),
         ("{}:divides", "{}.py:10: called with the answer '1' to rows.jsonl:1, it raised ZeroDivisionError"),
         ("{}:sentence", "called with the answer '1' to rows.jsonl:1, it returned str 'right'; return a list"),
-        ("{}:nothing", "it returned NoneType None, which is not a finite number (a float, say); correct it"),
+        (
+            "{}:nothing",
+            "it returned NoneType None, which is not a finite number (a float, say); it gets a list of samples",
+        ),
     ],
 )
 def test_a_reward_function_that_cannot_work_is_told_with_its_line(folder, path, fault):
@@ -147,7 +151,27 @@ def test_weights_that_are_not_whole_are_told(folder, content, fault):
     (folder / "model" / "model.safetensors").write_bytes(content(whole))
     (message,) = faults(folder)
     assert message.startswith(f"--hf-checkpoint {folder}/model: {fault}") and message.endswith("; fetch it again")
-    assert check(folder, starts=False).unchecked == [message]
+    assert check(folder, starts=False).warnings == [f"a start on this host would be refused: {message}"]
+
+
+def test_weights_or_a_tokenizer_that_are_absent_are_told_together(folder):
+    for file in (folder / "model").iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    write(folder / "bad.jsonl", ["{"])
+    tokenizer, row, weights = faults(folder, data="bad.jsonl")
+    assert "the folder has no tokenizer; copy tokenizer.json" in tokenizer
+    assert row.startswith("--prompt-data bad.jsonl:1: not JSON")
+    assert weights.endswith("it lacks model.safetensors, its weights; fetch the model again")
+    shards = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "it lacks model-1-of-2.safetensors (and 1 more), its weights" in faults(folder)[-1]
+
+
+def test_a_tokenizer_without_a_chat_template_is_one_error_about_the_flag(folder):
+    (folder / "model" / "chat_template.jinja").unlink()
+    (message,) = faults(folder, "--eval-interval 1 --eval-prompt-data held rows.jsonl")
+    assert message.startswith("--apply-chat-template: the tokenizer has no chat template; drop the flag")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told(folder, monkeypatch):
@@ -207,7 +231,7 @@ def test_a_prompt_without_room_in_the_model_is_told(folder):
     (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     write(folder / "long.jsonl", [{"question": "a" * 200, "answer": "1"}, {"question": "a", "answer": "1"}])
     (message,) = faults(folder, data="long.jsonl")
-    assert message.startswith("--prompt-data: prompts long.jsonl has a prompt of 2") and "model's max_pos" in message
+    assert message.startswith("--prompt-data long.jsonl: it has a prompt of 2") and "model's max_pos" in message
     assert message.endswith("; leave such prompts out with --rollout-max-prompt-len 36"), message
     assert not check(folder, "--rollout-max-prompt-len 36", data="long.jsonl").faults
 
@@ -249,6 +273,7 @@ def test_what_was_checked_is_explained(folder):
         "WARNING: held-out held rows.jsonl: 20 of its 20 prompts are training prompts too, so what a run learns by "
         "heart counts as learned; hold other rows out",
         "epoch: 20 prompts, 3 iterations, 3 optimizer steps",
+        "trained: 16 parameters",
     ]
 
 

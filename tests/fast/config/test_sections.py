@@ -16,6 +16,7 @@ MODEL_AND_DATA = [
     ("--hf-checkpoint models/of/mine", "", "--hf-checkpoint models/of/mine: no such folder"),
     ("--hf-checkpoint pyproject.toml", "", "--hf-checkpoint pyproject.toml: is a file; give the folder"),
     ("", "--prompt-data", "--prompt-data is required"),
+    ("--lr -1e-5", "", r"--lr -1e-05: must be in \(0, 1\]; give a number from 0 to 1"),
     ("--prompt-data nowhere.json --label-key a", "", "--prompt-data nowhere.json: not a prompt source"),
     ("--prompt-data some/where/else --label-key a", "", "not a prompt source; give FILE.jsonl, FILE.parquet, hf:NAME"),
     ("--prompt-data owner/prompts --label-key a", "", "--prompt-data owner/prompts: no such folder; give hf:owner"),

@@ -73,7 +73,7 @@ def test_a_row_of_the_data_is_answered_and_scored(run, tiny_model, capsys):
     assert sample.main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"--- {source}:1, label 1\n0 + 1 = \n--- answer 1 (") and ", reward " in out
-    assert err == f"loads {tiny_model} …\n"
+    assert err == f"loading {tiny_model} …\n"
     with pytest.raises(SystemExit):
         sample.main([*words, "--row", "4"])
     out, err = capsys.readouterr()

@@ -153,6 +153,10 @@ WRONG = [
     ("optimizer:\n  rollout_seed: 3", ":2: rollout_seed: belongs to the section data; move it there"),
     ("optimiser:\n  lr: 3", ":1: optimiser: no such setting; did you mean optimizer?"),
     ("a:\n b: [", ":2: not YAML: "),
+    ("lr: 1 # one\n  seed: 2", ":2: not YAML: begins further right than the line before; move it left"),
+    ("lr: 1\n\tseed: 2", ":2: not YAML: begins with a tab; write spaces, or nothing"),
+    ("lr: 1\nseed:2\nmin_lr: 3", ":2: not YAML: has no ': ' between key and value; write key: value"),
+    ("lr: 1: 2", ":1: not YAML: has a second ': ', or begins too far right; quote the value, or move it"),
     ("lr: &x 3\nmin_lr: *x", ":2: not YAML: an alias (*name) is not supported; correct the line"),
     ("lr: 1\noptimizer: {lr: 2}", ":2: lr: is set twice, first in "),
     ("colocate: 1", ":1: colocate: is a switch; write true or false"),
@@ -179,7 +183,7 @@ def test_errors_about_values_name_the_line(nested, tmp_path):
     (tmp_path / "b.yaml").write_text("optimizer:\n\n  lr: fast\nmicro_batch_size: -1\n")
     errors = errors_of("--config", nested, "--config", str(tmp_path / "b.yaml"))
     place = f"{tmp_path / 'b.yaml'}"
-    assert f"--lr fast: must be a number (float); correct the value [{place}:3]" in errors
+    assert f"--lr fast: must be a number; correct the value [{place}:3]" in errors
     assert any(message.startswith("--micro-batch-size -1: ") and message.endswith(f"[{place}:4]") for message in errors)
     assert not any("[" in message for message in errors_of("--config", nested, "lr=1", "--lr", "slow"))
 

@@ -64,6 +64,17 @@ def test_a_response_leaves_room_for_a_prompt(tmp_path, flags, scaling, expected)
     assert len(errors) == bool(expected) and all(expected in message for message in errors)
 
 
+@pytest.mark.parametrize("longest", [64, 65])
+def test_a_context_that_the_model_has_not_is_refused(tmp_path, longest):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    words = [*COMMAND.format(model=tmp_path).split(), "--rollout-max-context-len", str(longest)]
+    if longest == 64:
+        validate(parse(words))
+        return
+    with pytest.raises(FlagError, match="65: is more than the model's max_position_embeddings 64; give 64 or less"):
+        validate(parse(words))
+
+
 @pytest.mark.parametrize(("longest", "noted"), [("33", True), ("32", False)])
 def test_a_prompt_that_would_end_the_run_is_noted(tmp_path, longest, noted):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))

@@ -175,7 +175,9 @@ async def test_a_killed_server_is_replaced_with_its_weights_and_others_take_its_
         assert await engine.health()
     assert "engine 0 has failed and is restarted: its process ended by SIGKILL" in caplog.text
     lines = capsys.readouterr().err
-    ports = re.findall(rf"^starts the vLLM server on port (\d+); its log is {tmp_path}/[01].log$", lines, re.MULTILINE)
+    ports = re.findall(
+        rf"^starting the vLLM server on port (\d+); its log is {tmp_path}/[01].log$", lines, re.MULTILINE
+    )
     ready = re.findall(r"^the vLLM server on port (\d+) is ready after \d+ s$", lines, re.MULTILINE)
     assert len(ports) == 3 and set(ports) == set(ready)
 

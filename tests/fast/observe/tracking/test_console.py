@@ -221,6 +221,27 @@ def test_a_slow_first_iteration_is_forgotten_and_steps_of_an_iteration_share_its
     assert told[-1] == 28 * 2.0
 
 
+def test_a_step_without_anything_to_learn_is_explained_once() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file))
+    alike, mixed = {"rollout/zero_std_groups": 1.0}, {"rollout/zero_std_groups": 0.5}
+    for step, values in enumerate((mixed | {"train/grad_norm": 0.0}, alike | {"train/grad_norm": 0.1}), start=1):
+        sink.log(step, values)
+    assert "nothing to learn" not in file.getvalue()
+    for step in (3, 4):
+        sink.log(step, alike | {"train/grad_norm": 0.0})
+    assert file.getvalue().count("all answers to each prompt had one reward, so this step had nothing to learn") == 1
+
+
+@pytest.mark.parametrize(("held_out", "words"), [(0.0, "at temperature 0, which is greedy"), (1.0, "at temperature 1")])
+def test_the_start_tells_how_held_out_prompts_are_answered(held_out: float, words: str) -> None:
+    evaluation = {"eval_prompt_data": ("x", "x.jsonl"), "eval_temperature": held_out}
+    header = replace(HEADER, settings={"rollout": {"rollout_temperature": 1.0}, "evaluation": evaluation})
+    file = io.StringIO()
+    ConsoleSink(header, "out", Console(file=file)).close()
+    assert f"training answers at temperature 1, held-out ones {words}\n" in file.getvalue()
+
+
 def test_a_resumed_run_compares_with_the_first_evaluation_of_the_whole_run() -> None:
     file = io.StringIO()
     sink = ConsoleSink(replace(HEADER, total_steps=25), "out", Console(file=file, width=80))
