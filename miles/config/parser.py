@@ -113,6 +113,8 @@ class FlagParser(argparse.ArgumentParser):
             way_out = suggestion(flag, [*self._option_string_actions, *known])
             more = known.get(way_out.removeprefix("did you mean ").removesuffix("?"), "")
             self.errors.add(f"{flag}: no such flag; {way_out}{more}")
+        if words and words[0].endswith((".yaml", ".yml")):  # all else would be about what is in this file
+            raise FlagError(f"{one_line(words[0], LONGEST_VALUE)} belongs to no flag; give {files.FLAG} {words[0]}")
         for message in stray_words(words, self._option_string_actions):
             self.errors.add(message)
         return namespace

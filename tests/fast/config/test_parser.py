@@ -71,6 +71,12 @@ def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, caps
     assert sentence in printed.err
 
 
+def test_a_file_of_settings_without_its_flag_is_the_only_error():
+    with pytest.raises(FlagError) as caught:
+        parse(["run.yaml", "--bf17"])
+    assert caught.value.messages == ("run.yaml belongs to no flag; give --config run.yaml",)
+
+
 def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main_parse(
