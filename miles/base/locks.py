@@ -194,7 +194,7 @@ def _open(label: str, path: Path) -> TextIO:
 
 def _not_writable(label: str, path: Path, error: OSError) -> ValueError:
     fault = disk_fault(path.parent, error) or error.strerror
-    return ValueError(f"{label}: cannot be written, because {fault}; make room, or give another folder")
+    return ValueError(f"{label}: cannot be written, because {fault}; correct that, or give another folder")
 
 
 def _not_readable(label: str, path: Path, error: OSError) -> ValueError:

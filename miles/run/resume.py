@@ -17,10 +17,10 @@ from miles.base.flags import LONGEST_VALUE, flag_name
 from miles.base.locks import reading
 from miles.base.secrets import public
 from miles.base.storage import is_url
-from miles.base.text import one_line
+from miles.base.text import InputError, one_line
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.files import fault_of_tokens
-from miles.config.model import ModelArguments
+from miles.config.model import ModelArguments, readable_config
 from miles.config.settings import Settings
 from miles.observe.run_files import RunIdentity
 from miles.run.remote_checkpoints import RemoteCheckpoints, named_errors
@@ -30,6 +30,7 @@ from miles.training.checkpoint_check import check_checkpoint, check_weights
 from miles.training.checkpoint_files import DamagedFile
 from miles.types.data_position import positions_in_sets
 
+_SIZES = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 KEY = "settings"  # in the launcher's part of a checkpoint
 _SECTIONS = (
     "model",
@@ -79,16 +80,21 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     if folder is None:
         return []
     checkpoint_files.read_run_state(folder, settings.training.train_backend, f"--load {checkpoint.load}")
+    state = checkpoint_files.read_launcher_state(folder)
+    before, now = state.get(KEY), settings_to_save(settings)
+    of_model = before.get("model") if isinstance(before, dict) else None
+    saved_model = of_model.get("hf_checkpoint") if isinstance(of_model, dict) else None
+    if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint:
+        _check_sizes(checkpoint, saved_model, settings.model)
     if checkpoint.finetune:
         return []
-    state = checkpoint_files.read_launcher_state(folder)
     order = {"shuffle": settings.data.rollout_shuffle, "seed": settings.data.rollout_seed}
     for position in positions_in_sets(state["prompts"]):
         check_order(position, order)
-    before, now = state.get(KEY), settings_to_save(settings)
     if not isinstance(before, dict):  # an earlier version
         return []
-    _check_tokenizer(checkpoint, before.get("model"), settings)
+    if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint:
+        _check_tokenizer(checkpoint, saved_model, settings)
     changed = [_changed(name, values) for name, values in _differences(before, now)]
     if not changed:
         return []
@@ -99,9 +105,21 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     ]
 
 
-def _check_tokenizer(checkpoint: CheckpointArguments, model: object, settings: Settings) -> None:
-    before, now = (model.get("hf_checkpoint") if isinstance(model, dict) else None), settings.model.hf_checkpoint
-    if not isinstance(before, str) or now is None or before == now:
+def _check_sizes(checkpoint: CheckpointArguments, before: str, model: ModelArguments) -> None:
+    """Refuse a model whose weights have other shapes than those of the checkpoint, if both models are here."""
+    configs = [readable_config(each) for each in (replace(model, hf_checkpoint=before), model)]
+    old, new = ({} if config is None else config.get("text_config") or config for config in configs)
+    for name in _SIZES:
+        if name in old and name in new and old[name] != new[name]:
+            raise InputError(
+                f"--load {checkpoint.load}: holds a model with {name} {old[name]}, and --hf-checkpoint "
+                f"{model.hf_checkpoint} has {new[name]}; give --hf-checkpoint {before}, or drop --load"
+            )
+
+
+def _check_tokenizer(checkpoint: CheckpointArguments, before: str, settings: Settings) -> None:
+    now = settings.model.hf_checkpoint
+    if now is None:
         return
     if (fault := fault_of_tokens(now, before)) is not None:
         raise ValueError(

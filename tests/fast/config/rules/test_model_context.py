@@ -67,7 +67,8 @@ def test_a_response_leaves_room_for_a_prompt(tmp_path, flags, scaling, expected)
 @pytest.mark.parametrize("longest", [64, 65])
 def test_a_context_that_the_model_has_not_is_refused(tmp_path, longest):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    words = [*COMMAND.format(model=tmp_path).split(), "--rollout-max-context-len", str(longest)]
+    model = COMMAND.format(model=tmp_path).replace("rows", "reasoning_gym:products")
+    words = [*model.split(), "--rollout-max-context-len", str(longest)]
     if longest == 64:
         validate(parse(words))
         return

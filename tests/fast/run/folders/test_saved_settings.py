@@ -84,6 +84,16 @@ def test_another_order_of_prompts_is_refused(saved, prompts):
         check_settings(loading, validate(parse(minimal("--rollout-seed 42"))).settings)
 
 
+@pytest.mark.parametrize("finetune", [False, True])
+def test_another_model_is_refused(saved, tiny_model, tmp_path, finetune):
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    loading = replace(saved(f"--hf-checkpoint {tiny_model}", "--hf-checkpoint"), finetune=finetune)
+    with pytest.raises(ValueError, match=f"holds a model with hidden_size {config['hidden_size']}, and --hf-checkp"):
+        check_settings(loading, settings_of(f"--hf-checkpoint {other}", "--hf-checkpoint"))
+
+
 def test_another_tokenizer_is_refused(saved, tiny_model, tmp_path):
     other = shutil.copytree(tiny_model, tmp_path / "other")
     loading = saved(f"--hf-checkpoint {tiny_model}", "--hf-checkpoint")
