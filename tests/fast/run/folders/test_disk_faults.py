@@ -171,7 +171,7 @@ def test_any_other_failure_is_raised_as_it_is(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ValueError, match=r"--save .*: cannot be written, because Not a directory; correct that, or give"),
+        pytest.raises(ValueError, match=r"--save .*: cannot be written, because Not a directory; correct that"),
         locked_folders([("--save", tmp_path / "file" / "folder")]),
     ):
         pass
