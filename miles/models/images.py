@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
@@ -172,15 +173,28 @@ def size_of(file: bytes) -> tuple[int, int]:
         ValueError: It is no image, a huge one, or cut off.
     """
     image = _open(file)
-    if _ENDS.get(str(image.format), b"") not in file:
-        raise ValueError("it is cut off: its end is missing; copy it again")
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are read; make it smaller")
+    if image.format == "EPS":
+        raise ValueError("it is EPS, a program that draws; convert it to PNG")
+    if image.mode in _DEEP:
+        raise ValueError("it has gray values of more than 8 bits, which would become white; convert it to 8 bits")
+    end = _ENDS.get(str(image.format))
+    opened: Any = image  # has read the header, which may hold a whole thumbnail
+    is_whole = end is not None and file.find(end, opened.fp.tell()) >= 0
+    if end is None:
+        with suppress(OSError, ValueError, SyntaxError):
+            image.load()
+            is_whole = True
+    if not is_whole:
+        raise ValueError("it is cut off: its end is missing; copy it again")
     return (height, width) if _exif(image).get(_ORIENTATION, 1) >= _ON_ITS_SIDE else (width, height)
 
 
-_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last marker of a whole file
+# The last marker of a whole file; a file of a rarer format is decoded. Pillow opens no WebP that is cut off.
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "WEBP": b""}
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "F")  # modes of gray values
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, 5  # of EXIF, and the first of its values that exchange width and height
 
 

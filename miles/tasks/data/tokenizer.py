@@ -14,6 +14,7 @@ from miles.base.flags import FlagError, json_object
 from miles.base.text import InputError, one_line
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.settings import DataArguments
+from miles.types.sample import IMAGE_PLACEHOLDER
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -277,8 +278,14 @@ class PromptRenderer:
         """Return messages with the images of the row read, if there can be some; see ``ImageReader.messages``."""
         contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
         has_some = self._data.multimodal_keys is not None or any(isinstance(content, list) for content in contents)
-        if not (self.uses_template and has_some) or self._images is None:
+        is_awaited = any(isinstance(content, str) and IMAGE_PLACEHOLDER in content for content in contents)
+        if not (self.uses_template and (has_some or is_awaited)) or self._images is None:
             return messages
+        if not has_some:
+            row.refuse(
+                f"has the text {IMAGE_PLACEHOLDER}, and no column of images is named; name it with --multimodal-keys "
+                "'{\"image\": COLUMN}', or remove the text"
+            )
         return self._images.messages(row, messages)
 
     def _with_tokens(

@@ -127,6 +127,11 @@ TEXT = {"type": "text", "text": "<image> what?"}
         ({"problem": "<image>", "images": [None]}, "the image cannot be used: it is missing"),
         ({"problem": "<image>", "images": ["cut.png"]}, "it is cut off: its end is missing; copy it again"),
         ({"problem": "<image>", "images": ["cut.jpg"]}, "it is cut off"),
+        ({"problem": "<image>", "images": ["cut_with_thumbnail.jpg"]}, "it is cut off"),
+        ({"problem": "<image>", "images": ["cut.gif"]}, "it is cut off"),
+        ({"problem": "<image>", "images": ["cut.webp"]}, "it is no image that Pillow reads"),
+        ({"problem": "<image>", "images": ["deep.png"]}, "it has gray values of more than 8 bits"),
+        ({"problem": "<image>", "images": ["a.eps"]}, "it is EPS, a program that draws; convert it to PNG"),
         ({"problem": "<image>", "images": ["huge.png"]}, "it is huge, and at most"),
         ({"problem": "<image>", "images": ["large.png"]}, "it has 10000 x 10000 pixels, and at most"),
         ({"problem": "<image>", "images": ["thin.png"]}, "absolute aspect ratio"),
@@ -155,11 +160,26 @@ def test_bad_images_are_refused_with_their_place(model: str, tmp_path: Path, row
     (tmp_path / "cut.png").write_bytes(png(1, 64, 64)[:-20])
     image(1).save(tmp_path / "whole.jpg")
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-2])
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    thumbnail = b"\xff\xe1" + (len(whole) + 2).to_bytes(2, "big") + whole
+    (tmp_path / "cut_with_thumbnail.jpg").write_bytes(whole[:2] + thumbnail + whole[2:-2])
+    for kind in ("gif", "webp"):
+        image(1, 64, 64).save(tmp_path / f"whole.{kind}")
+        file = (tmp_path / f"whole.{kind}").read_bytes()
+        (tmp_path / f"cut.{kind}").write_bytes(file[: len(file) // 2])
+    image(1).convert("L").convert("I;16").save(tmp_path / "deep.png")
+    image(1).save(tmp_path / "a.eps")
     (tmp_path / "huge.png").write_bytes(_with_size(png(1), 40_000, 30_000))
     (tmp_path / "large.png").write_bytes(_with_size(png(1), 10_000, 10_000))
     with pytest.raises(InputError, match=message) as error:
         prompts(tmp_path, [{"problem": "<image>", "images": "a.png"}, row], model)
     assert "rows.jsonl:2: " in str(error.value)
+
+
+def test_a_placeholder_without_a_column_of_images_is_refused(model: str, tmp_path: Path) -> None:
+    data = DataArguments(**(vars(DATA) | {"multimodal_keys": None}))
+    with pytest.raises(InputError, match=r"rows.jsonl:1: has the text <image>, and no column of images is named"):
+        prompts(tmp_path, [{"problem": "<image>?", "images": "a.png"}], model, data)
 
 
 def _with_size(file: bytes, width: int, height: int) -> bytes:
@@ -196,14 +216,14 @@ def test_pixels_are_those_that_transformers_reads(tmp_path: Path) -> None:
     turned[0x0112] = 6
     files = []
     for kind, mode, options in (
-        *(("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGBA", "I;16")),
+        *(("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGBA")),
         ("JPEG", "CMYK", {}),
         ("JPEG", "RGB", {"exif": turned}),
         ("GIF", "P", {}),
         ("WEBP", "RGBA", {}),
     ):
         buffer = io.BytesIO()
-        image(1, 24, 16).convert("L" if mode == "I;16" else mode).convert(mode).save(buffer, kind, **options)
+        image(1, 24, 16).convert(mode).save(buffer, kind, **options)
         files.append(buffer.getvalue())
     sizes = tuple(map(size_of, files))
     assert sizes.count((16, 24)) == 1
