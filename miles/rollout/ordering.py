@@ -17,6 +17,7 @@ by weights that are up to K versions older (``--async-steps K``). The rollout pr
 
     overlap       flags                       trained meanwhile  the engine loads new weights    version r generates
     SYNCHRONOUS   K = 0                       nothing            while IDLE                      iteration r
+    READ_AHEAD    samples that are read       iteration r - 1    while IDLE, between iterations  nothing
     AHEAD         --async-steps K             iteration r - K    while IDLE, between iterations  iteration r + K
     FULLY_ASYNC   --async-steps K             an older           in any state, as soon as        iterations r to r + K
                   --fully-async               iteration          they arrive
@@ -58,6 +59,7 @@ class Overlap(Enum):
     """The behavior of generation while an iteration is trained."""
 
     SYNCHRONOUS = auto()  # it waits
+    READ_AHEAD = auto()  # the next iteration is read, as rows and files do not depend on weights
     AHEAD = auto()  # it collects the next iterations; weights change between two of them
     FULLY_ASYNC = auto()  # it never waits; weights change at any time
 
@@ -93,10 +95,12 @@ class OrderingRule:
     most_groups: int
 
     @classmethod
-    def from_flags(cls, rollout: RolloutArguments) -> OrderingRule:
-        """Return the rule of validated flags."""
+    def from_flags(cls, rollout: RolloutArguments, reads_samples: bool = False) -> OrderingRule:
+        """Return the rule of validated flags, for samples that are generated, or ``reads_samples``."""
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
         batch, burst = rollout.rollout_batch_size, rollout.over_sampling_batch_size
+        if reads_samples:
+            return cls(Overlap.READ_AHEAD, 1, LeftoverGroups.AWAIT, StaleTokens.KEEP, batch)
         steps = rollout.async_steps
         overlap = Overlap.AHEAD if steps else Overlap.SYNCHRONOUS
         if rollout.fully_async:
@@ -117,7 +121,7 @@ class OrderingRule:
     @property
     def generates_stale_tokens(self) -> bool:
         """Whether a token may come from older weights than those that train on it."""
-        return self.overlap is not Overlap.SYNCHRONOUS or self.leftover is LeftoverGroups.INTERRUPT
+        return self.overlap in (Overlap.AHEAD, Overlap.FULLY_ASYNC) or self.leftover is LeftoverGroups.INTERRUPT
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,10 @@ class IterationPlanner:
     def start_until(self, iteration: int) -> list[Start]:
         """Return what to start before the launcher waits for ``iteration``; every iteration is started once.
 
-        These are ``iteration`` and, under AHEAD, the K after it. Under FULLY_ASYNC the process runs ahead on its own.
+        These are ``iteration`` and, ahead of training, the K after it. Under FULLY_ASYNC the process runs ahead on its
+        own.
         """
-        ahead = self._rule.max_staleness if self._rule.overlap is Overlap.AHEAD else 0
+        ahead = self._rule.max_staleness if self._rule.overlap in (Overlap.AHEAD, Overlap.READ_AHEAD) else 0
         last = min(iteration + ahead, self._num_iterations - 1)
         first = iteration if self._last_started is None else self._last_started + 1
         starts = []

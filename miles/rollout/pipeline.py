@@ -78,6 +78,7 @@ class RolloutPipeline:
         stream: The prompts to train on, if there are any.
         evaluation: Returns the metrics of all evaluation sets, given a version of the weights; None without an engine.
         rollout: The flags of rollouts.
+        reads_samples: Whether the samples are read, and not generated.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
     """
@@ -91,6 +92,7 @@ class RolloutPipeline:
         stream: TrainingStream | None,
         evaluation: Evaluation | None,
         rollout: RolloutArguments,
+        reads_samples: bool,
         num_iterations: int,
         hooks: IterationHooks,
     ) -> None:
@@ -101,7 +103,7 @@ class RolloutPipeline:
         self._stream = stream
         self._evaluation = evaluation
         self._rollout = rollout
-        self._rule = OrderingRule.from_flags(rollout)
+        self._rule = OrderingRule.from_flags(rollout, reads_samples)
         self._hooks = None if hooks.is_idle else hooks
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
@@ -138,7 +140,7 @@ class RolloutPipeline:
         if self._stream is not None:
             self._stream.record(iteration, scored.generated or scored.groups)
         metrics = scored.metrics | {f"rollout/prompt_weight/{name}": Metric(w) for name, w in weights.items()}
-        if self._rule.generates_stale_tokens and self._rollout.load_debug_rollout_data is None:
+        if self._rule.generates_stale_tokens:
             metrics = metrics | staleness_metrics(scored.groups, iteration)
         if self._rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
             metrics = metrics | {"time/rollout": Metric(time.perf_counter() - began)}
@@ -234,6 +236,7 @@ async def build_pipeline(
         evaluation=evaluation,
         rollout=rollout,
         num_iterations=num_iterations,
+        reads_samples=settings.reads_samples,
         hooks=hooks,
     )
 

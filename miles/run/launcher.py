@@ -189,7 +189,7 @@ def _run_loop(
             rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
         ).run()
         return
-    actors = Drivers(rollout, trainer, offload, timer)
+    actors = Drivers(rollout, trainer, settings.generates, offload, timer)
     TrainingLoop(
         actors,
         RunCheckpoints(
@@ -205,7 +205,7 @@ def _run_loop(
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=steps,
-        is_synchronous=settings.rollout.async_steps == 0,
+        is_synchronous=settings.rollout.async_steps == 0 and not settings.reads_samples,
         stop=stop,
         profiled=profiled,
         before_writing=context.before_writing,

@@ -90,12 +90,14 @@ class Drivers:
     Attributes:
         rollout: The engines, with the rollout process.
         trainer: The trainer's ranks.
+        generates: Whether there are engines.
         offload: Whether engines or trainer leave the GPUs while the other one works.
         timer: Measures both.
     """
 
     rollout: RolloutCalls
     trainer: TrainerCalls
+    generates: bool
     offload: Offload
     timer: PhaseTimer
 
@@ -121,7 +123,7 @@ class Drivers:
             version: The number of iterations that the weights were trained on.
         """
         with self.timer.phase("sync_weights"):
-            weights = self.trainer.export_weights()
+            weights = self.trainer.export_weights() if self.generates else None
             if self.offload.train:
                 self.trainer.offload()
             self.rollout.update_weights(weights, version)

@@ -121,7 +121,8 @@ class RolloutDriver:
         except BaseException:
             self.stop()
             raise
-        self._planner = IterationPlanner(OrderingRule.from_flags(self.settings.rollout), num_iterations)
+        rule = OrderingRule.from_flags(self.settings.rollout, self.settings.reads_samples)
+        self._planner = IterationPlanner(rule, num_iterations)
         return num_iterations
 
     def generate(self, iteration: int) -> GeneratedIteration | None:

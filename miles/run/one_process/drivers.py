@@ -41,9 +41,10 @@ class OneProcessRollout:
         self._thread.start()
         self._started: dict[int, Future[tuple[Any, ...]]] = {}
         self._update: Future[float] | None = None
-        self._bytes = 0  # of that update
+        self._bytes: int | None = None  # of that update, if it has weights
         self.num_iterations = self._call(self._worker.build(LocalHost("cpu")))
-        self._planner = IterationPlanner(OrderingRule.from_flags(settings.rollout), self.num_iterations)
+        rule = OrderingRule.from_flags(settings.rollout, settings.reads_samples)
+        self._planner = IterationPlanner(rule, self.num_iterations)
 
     def _begin(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -69,19 +70,22 @@ class OneProcessRollout:
         self._settle_update()
         return self._call(self._worker.evaluate())
 
-    def update_weights(self, weights: Sequence[WeightChunk], version: int) -> None:
-        """Give the engine new weights, after the iterations that older ones generate."""
+    def update_weights(self, weights: Sequence[WeightChunk] | None, version: int) -> None:
+        """Give the engine new weights, after the iterations that older ones generate; None if there is no engine."""
         self._settle_update()
         after = self._planner.load_weights(version)
         self._update = self._begin(self._worker.pipeline.update_weights(weights, version, after))
-        self._bytes = sum(tensor.nbytes for chunk in weights for tensor in chunk.tensors.values())
+        self._bytes = None
+        if weights is not None:
+            self._bytes = sum(tensor.nbytes for chunk in weights for tensor in chunk.tensors.values())
         if self._planner.awaits_loading:
             self._settle_update()
 
     def _settle_update(self) -> None:
         update, self._update = self._update, None
         if update is not None:
-            self.weight_metrics = whole_update(self._bytes, update.result())
+            seconds = update.result()
+            self.weight_metrics = {} if self._bytes is None else whole_update(self._bytes, seconds)
 
     def release_memory(self) -> None:
         """Raise: on CPU, engines and trainer do not take turns."""

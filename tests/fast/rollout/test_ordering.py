@@ -93,6 +93,14 @@ def test_synchronous_generation_waits_for_every_update():
         assert planner.start_until(iteration) == [Start(iteration, after, iteration)]
 
 
+def test_samples_that_are_read_are_read_one_iteration_ahead_and_are_never_stale():
+    reading = OrderingRule.from_flags(RolloutArguments(rollout_batch_size=4), reads_samples=True)
+    planner = IterationPlanner(reading, num_iterations=3)
+    planner.load_weights(0)
+    assert [planner.start_until(i) for i in range(3)] == [[Start(0, None, 0), Start(1, 0, 0)], [Start(2, 1, 1)], []]
+    assert not planner.awaits_loading and not reading.generates_stale_tokens
+
+
 def test_fully_async_loads_weights_at_once_and_bounds_their_age():
     planner = IterationPlanner(rule(async_steps=2, fully_async=True), num_iterations=9)
     assert [planner.start_until(i) for i in range(4)] == [

@@ -55,7 +55,12 @@ class Recorder:
         self.calls.append(("evaluate",))
         return {"eval/held_out": Metric(1.0, 2.0)}
 
+    def export_weights(self):
+        self.calls.append(("export",))
+        return "weights"
+
     def update_weights(self, weights, version):
+        self.weights = weights
         self.calls.append(("sync", version))
 
     def save(self, done, state, best):
@@ -94,11 +99,12 @@ def loop_of(
     foreseen=lambda row: {},
     wandb_run=None,
     branch=None,
+    generates=True,
     **checkpoint,
 ):
     """Run a loop; return its calls."""
     actor = Recorder(resume_from)
-    both = Drivers(actor, actor, offload or Offload(train=False, rollout=False), PhaseTimer())
+    both = Drivers(actor, actor, generates, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
         RunCheckpoints(
@@ -127,6 +133,13 @@ def loop_of(
 def run():
     evaluation = EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2)
     return partial(loop_of, evaluation)
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_weights_are_exported_for_engines_alone(run, generates):
+    actor = run(generates=generates)
+    assert len(actor.of("export")) == generates * len(actor.of("sync")) and len(actor.of("sync")) == 6
+    assert actor.weights == ("weights" if generates else None)
 
 
 def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_order(run):

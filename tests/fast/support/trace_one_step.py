@@ -95,7 +95,7 @@ def main(model: str, prompts: str, output: str) -> None:
     threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)
     tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
-    actors = Drivers(run, run, settings.offload("cpu"), PhaseTimer())
+    actors = Drivers(run, run, True, settings.offload("cpu"), PhaseTimer())
     loop = TrainingLoop(
         actors,
         RunCheckpoints(actors, settings.checkpoint, {}, settings.steps_per_iteration),

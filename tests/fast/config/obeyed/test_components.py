@@ -256,7 +256,7 @@ def adapted(settings: Settings) -> Any:
 def turns(settings: Settings) -> Any:
     """The calls of trainer and engine on the memory of GPUs that they share."""
     called = Recorder()
-    actors = Drivers(called, called, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
+    actors = Drivers(called, called, True, settings.offload("cuda"), PhaseTimer())  # type: ignore[arg-type]
     actors.sync_weights(version=0)
     actors.give_gpus_to_trainer()
     return [call[0] for call in called.calls]

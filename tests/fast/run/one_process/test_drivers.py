@@ -35,7 +35,7 @@ class Worker:
 
 def test_an_iteration_does_not_wait_for_weights_that_are_refused(monkeypatch):
     monkeypatch.setattr(drivers, "RolloutActor", Worker)
-    settings = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1, async_steps=1))
+    settings = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1, async_steps=1), reads_samples=False)
     rollout, thread = drivers.OneProcessRollout(settings), ThreadPoolExecutor()
     try:
         assert rollout.generate(0).summary == "iteration 0"
