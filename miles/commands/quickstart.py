@@ -43,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
         refuse_wrong_flags(_command(out, model.HUB_NAME, options.seed, flags))  # a model takes long to fetch or convert
         source = model.prepare(folder, options.model_target)
         command = _command(out, source, options.seed, flags)
-        validated = main_parse(command)  # exits for wrong flags, --explain and --version
-        if not validated.settings.rehearsal.rehearse:
+        validated = main_parse(command)  # exits for wrong flags and --version
+        trains = not (validated.explains or validated.settings.rehearsal.rehearse)
+        if trains:
             _check(out)  # another quickstart may have started meanwhile
             if validated.settings.checkpoint.load is None:  # else the run continues what is there
                 shutil.rmtree(out)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"miles quickstart: error: {error}", file=sys.stderr)
         return 2
     status = train.main(command, is_alone=False)
-    if validated.settings.rehearsal.rehearse:
+    if not trains:
         return status
     try:
         print(f"quickstart: {summarize(out / METRICS, 'heldout')}")

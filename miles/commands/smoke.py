@@ -39,6 +39,7 @@ from miles.config.checkpoint import CheckpointArguments
 from miles.config.command_parser import CommandParser
 from miles.config.components import engine_spec
 from miles.config.evaluation import EvaluationArguments
+from miles.config.explain import explain
 from miles.config.megatron.rules import TRIED
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
@@ -506,7 +507,7 @@ def main(argv: Sequence[str]) -> int:
     except InputError as error:
         parser.error(str(error))
     model = [] if options.model is None else ["--hf-checkpoint", options.model]
-    settings = main_parse([*words[end + 1 :], *model], starts=False).settings
+    settings = _settings([*words[end + 1 :], *model])
     with _folder(options.folder) as folder:
         try:
             small, notes = shrink(settings, folder, options.iterations)
@@ -538,6 +539,15 @@ def _folder(path: Path | None) -> Iterator[Path]:
     # Processes of a run that was killed may still write while it is removed.
     with tempfile.TemporaryDirectory(prefix="miles-smoke-", ignore_cleanup_errors=True) as temporary:
         yield Path(temporary)
+
+
+def _settings(flags: Sequence[str]) -> Settings:
+    """Return the settings of a training command; exit for wrong flags, and after ``--explain``."""
+    validated = main_parse(flags, starts=False)
+    if validated.explains:
+        print(explain(validated))
+        raise SystemExit(0)
+    return validated.settings
 
 
 def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[int, list[CheckResult]]:

@@ -7,15 +7,16 @@ reported before torch or Ray are imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import tell
 from miles.compat.border import main_parse
+from miles.config.explain import explain
 from miles.run.launcher import launch, train_in_one_process
 
 if TYPE_CHECKING:
-    from miles.config.settings import Settings
     from miles.config.validate import Validated
 
 
@@ -27,10 +28,14 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
         is_alone: Whether this process does nothing else afterwards.
 
     Raises:
-        SystemExit: With status 2 for wrong flags, before anything starts; with 1 if the run fails.
+        SystemExit: With status 2 for wrong flags, before anything starts; with 1 if the run fails; with 0 after
+            ``--explain``.
     """
     hide_on_command_line(argv)
-    validated = main_parse(argv, check_folders=_check_save)
+    validated = main_parse(argv)
+    if validated.explains:
+        print(explain(_with_folders(validated)))
+        raise SystemExit(0)
     if validated.settings.rehearsal.rehearse:
         from miles.commands.rehearsal.command import rehearse  # imports torch
 
@@ -39,12 +44,19 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
     return 0
 
 
-def _check_save(settings: Settings) -> None:
-    """Raise ``ValueError`` if the run is not the one whose checkpoints are in ``--save``."""
-    if settings.checkpoint.save is not None:
-        from miles.run.resume import own_save_folder
+def _with_folders(validated: Validated) -> Validated:
+    """Return ``validated`` with what a start would object to in its folders, such as another run's checkpoints."""
+    checkpoint = validated.settings.checkpoint
+    if checkpoint.save is None:
+        return validated
+    from miles.run.resume import own_save_folder
 
-        own_save_folder(settings.checkpoint)
+    try:
+        own_save_folder(checkpoint)
+    except ValueError as error:
+        fault = f"a start on this host would be refused: {error}"
+        return replace(validated, surprises=(*validated.surprises, fault))
+    return validated
 
 
 def start(validated: Validated, is_alone: bool = False) -> None:

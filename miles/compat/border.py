@@ -9,7 +9,7 @@
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -35,7 +35,6 @@ from miles.compat.spellings import (
 )
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config import files, parser
-from miles.config.explain import explain
 from miles.config.flags_view import CUSTOM_CONFIG
 from miles.config.functions import names_functions
 from miles.config.notes import OTHERS, Note, report
@@ -184,31 +183,19 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     )
 
 
-def main_parse(
-    argv: Sequence[str], starts: bool = True, check_folders: Callable[[Settings], None] = lambda settings: None
-) -> Validated:
+def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
     """Parse and validate for a program.
 
     Args:
         argv: The words of the command.
         starts: Whether the run starts now, unchanged, unless the command explains or rehearses it.
-        check_folders: Raises ``ValueError`` if a start would refuse the folders of a run that is explained.
 
-    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
-    ``--version`` print to stdout and exit with 0.
+    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--help`` and ``--version`` print to
+    stdout and exit with 0.
     """
     with _exiting_on_wrong_flags():
         command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts), starts)
-        validated = with_inputs(command, validated, starts)
-    if command.explains:
-        try:
-            check_folders(validated.settings)
-        except ValueError as error:
-            fault = f"a start on this host would be refused: {error}"
-            validated = replace(validated, surprises=(*validated.surprises, fault))
-        print(explain(validated))
-        raise SystemExit(0)
-    return validated
+        return replace(with_inputs(command, validated, starts), explains=command.explains)
 
 
 def refuse_wrong_flags(argv: Sequence[str]) -> None:

@@ -80,6 +80,7 @@ class Validated:
         set_fields: The fields that the command sets.
         replaced: The flags of files that other words of the command replace.
         inputs: The findings of the check of rows and functions; None if it was not made yet.
+        explains: Whether the command is to be explained, and not run.
     """
 
     settings: Settings
@@ -90,6 +91,7 @@ class Validated:
     set_fields: frozenset[str] = frozenset()
     replaced: tuple[str, ...] = ()
     inputs: Inputs | None = None
+    explains: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
+from miles.commands import train
 from miles.commands.explain import main
-from miles.compat.border import main_parse
 from miles.config.explain import explain, without_effect
 from miles.objective import chosen as objective
 from miles.objective.aggregation import token_weights
@@ -31,7 +31,7 @@ def objective_in_words(settings):
 
 def test_explain_prints_and_stops(command, capsys):
     with pytest.raises(SystemExit) as caught:
-        main_parse(command("--pg-loss-divisor 24 --explain --actor-num-gpus-per-node 8"))
+        train.main(command("--pg-loss-divisor 24 --explain --actor-num-gpus-per-node 8"))
     text = capsys.readouterr().out
     assert caught.value.code == 0
     for said in (

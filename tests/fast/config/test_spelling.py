@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.compat.border import main_parse
+from miles.commands import train
 from miles.config.parser import parse
 from miles.config.suggest import whole_numbers
 
@@ -129,6 +129,6 @@ def test_earlier_names_of_server_flags(accepted):
 
 def test_explain_prints_ascii_notes_once(command, capsys):
     with pytest.raises(SystemExit) as caught:
-        main_parse(command("--explain --kl-loss-coef 0.1 --num-layers 4"))
+        train.main(command("--explain --kl-loss-coef 0.1 --num-layers 4"))
     assert caught.value.code == 0
     assert capsys.readouterr().out.count("--kl-loss-coef 0.1") == 1
