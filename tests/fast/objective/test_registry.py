@@ -126,10 +126,10 @@ def test_validation_imports_no_tensor_library(tmp_path):
 import sys
 for name in ("torch", "numpy", "ray"):
     sys.modules[name] = None
-from miles.compat.border import main_parse
+from miles.commands.train import main
 for line in sys.argv[1:]:
     try:
-        main_parse(line.split())
+        main(line.split())
     except SystemExit as ended:
         assert not ended.code, line
 """
