@@ -1,5 +1,7 @@
 """Show a run in the browser while it runs or afterwards: curves, health, time, samples."""
 
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         server = _serve(options.run, options.port)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's ``&`` would ignore it
     print(f"{server.url} shows {options.run}; end with Ctrl-C", flush=True)
     try:
         server.wait()
@@ -56,6 +59,7 @@ def _serve(run: Path, port: int | None) -> ReportServer:
         return ReportServer(run, PORT if port is None else port)
     except OSError as error:
         if port is None:
+            print(f"port {PORT} is in use, by the page of another run perhaps", file=sys.stderr)
             return ReportServer(run, 0)
         raise ValueError(f"--port {port}: cannot serve on {HOST}:{port} ({error.strerror}); give another") from error
     except OverflowError as error:

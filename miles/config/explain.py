@@ -47,7 +47,12 @@ def explain(validated: Validated) -> str:
         ("Layout", explain_layout(settings)),
         (
             "Precision and memory",
-            [explain_precision(settings), *explain_memory(settings), *explain_lora(settings.lora)],
+            [
+                explain_precision(settings),
+                *explain_rate(settings),
+                *explain_memory(settings),
+                *explain_lora(settings.lora),
+            ],
         ),
         ("Replaced settings of files", [*filter(None, [", ".join(validated.replaced)])]),
         ("Read as", list(validated.readings)),
@@ -210,6 +215,21 @@ def explain_precision(settings: Settings) -> str:
     if settings.training.bf16:
         return f"precision  bf16 compute; fp32 master weights, gradients, reductions and loss{repeats}"
     return f"precision  fp32 everywhere{repeats}"
+
+
+def explain_rate(settings: Settings) -> list[str]:
+    """Return the learning rate over the run; nothing for a run that trains nothing."""
+    optimizer = settings.optimizer
+    if not settings.trains:
+        return []
+    parts = [f"{optimizer.lr:g}"]
+    if optimizer.warmup_value:
+        parts.append("after a warm-up")
+    if optimizer.lr_decay_style != "constant":
+        end = optimizer.lr_decay_iters
+        when = "the end of the run" if end is None else f"step {end}"
+        parts.append(f"{optimizer.lr_decay_style} decay to {optimizer.min_lr:g} at {when} (--lr-decay-style)")
+    return [f"lr         {', '.join(parts)}"]
 
 
 def explain_memory(settings: Settings) -> list[str]:

@@ -472,7 +472,6 @@ class ConsoleSink:
         self._has_told_alike = False
         self._only_generates = header.settings.get("rollout", {}).get("debug_rollout_only", False)
         self._progress: Progress | None = None
-        self._print(Text(header.title, style="bold"))
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
         self._print(Text.assemble(("output     ", "dim"), output_dir))
         if (sampling := _sampling(header)) is not None:

@@ -389,6 +389,11 @@ class Verdict:
     flag: str
     advice: str
 
+    @property
+    def sentence(self) -> str:
+        """The rule, what it measured, and what to do."""
+        return f"{self.rule}: {self.figure}; {self.advice} ({self.flag})"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as the page reads it."""
         return asdict(self)

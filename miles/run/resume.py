@@ -95,14 +95,19 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
         return []
     if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint:
         _check_tokenizer(checkpoint, saved_model, settings)
-    changed = [_changed(name, values) for name, values in _differences(before, now)]
-    if not changed:
+    differences = dict(_differences(before, now))
+    if not differences:
         return []
+    changed = [_changed(name, values) for name, values in differences.items()]
     more = f"; and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
-    return [
+    notes = [
         f"--load {checkpoint.load}: {folder.name} was saved with other settings, and this run continues with its own: "
         f"{'; '.join(changed[:_LISTED])}{more}"
     ]
+    optimizer = settings.optimizer
+    if "num_rollout" in differences and optimizer.lr_decay_style != "constant" and optimizer.lr_decay_iters is None:
+        notes.append("the decay of --lr ends with the run, whose length changed: the rate jumps to the new decay")
+    return notes
 
 
 def _check_sizes(checkpoint: CheckpointArguments, before: str, model: ModelArguments) -> None:

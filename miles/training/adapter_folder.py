@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from miles.config.lora import LoraArguments
-from miles.training.checkpoint_files import DamagedFile, read_json_object
+from miles.training.checkpoint_files import DamagedFile, read_json_object, use_umask
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -65,6 +65,7 @@ def write_adapter(
         folder.mkdir(parents=True, exist_ok=True)
         named = {f"{_PREFIX}{name}.weight": tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        use_umask([folder / ADAPTER_WEIGHTS])
         config = peft_config(lora, layers, base_model_name_or_path=base, inference_mode=True).to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
         (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))

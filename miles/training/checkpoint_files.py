@@ -32,6 +32,14 @@ def write_through(path: Path, data: bytes | Iterable[bytes]) -> None:
         os.fsync(file.fileno())
 
 
+def use_umask(files: Iterable[Path]) -> None:
+    """Give files the mode of other new files: safetensors 0.8 writes them for their owner alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for file in files:
+        file.chmod(0o666 & ~mask)
+
+
 def sync(path: Path) -> None:
     """Return when a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

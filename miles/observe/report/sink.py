@@ -60,7 +60,10 @@ class ReportSink:
         view.metrics_file.refresh()
         steps, total = view.metrics_file.steps, view.header.total_steps
         may_continue = bool(steps) and steps[-1] < total
-        print(judge(view.metrics_file, view.header.settings, runs=may_continue, total_steps=total).sentence)
+        settings = view.header.settings
+        print(judge(view.metrics_file, settings, runs=may_continue, total_steps=total).sentence)
+        for verdict in unhealthy(verdicts(view.metrics_file, settings)):
+            print(f"unhealthy  {verdict.sentence}")
         if not self._tracking.no_report:
             try:
                 path = write_page(view, self._tracking.report_samples)
@@ -128,7 +131,5 @@ class HealthWatch:
         self._next = now + COSTS * (now - began)
         for verdict in alarms:
             if verdict.rule not in self._known:
-                self._notifier.send(
-                    "unhealthy", f"step {step}: {verdict.rule}: {verdict.figure}; {verdict.advice} ({verdict.flag})"
-                )
+                self._notifier.send("unhealthy", f"step {step}: {verdict.sentence}")
         self._known = {verdict.rule for verdict in alarms}

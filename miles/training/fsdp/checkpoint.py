@@ -29,6 +29,7 @@ from miles.training.checkpoint_files import (
     read_run_state,
     reference_folder,
     saved_critic,
+    use_umask,
     write_run_state,
 )
 from miles.training.checkpoint_io import (
@@ -209,6 +210,7 @@ def export_hf(
             # Unchanged: ``save_pretrained`` refuses some that ``from_pretrained`` reads.
             model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
         save_torch_state_dict(state, folder)
+        use_umask(folder.glob("*.safetensors"))
     dist.barrier()
 
 

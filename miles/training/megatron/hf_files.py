@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from miles.models.base import EMBEDDING_HF, HEAD_HF
-from miles.training.checkpoint_files import in_one_line
+from miles.training.checkpoint_files import in_one_line, use_umask
 from miles.types.weights import in_chunks
 
 GENERATION_CONFIG = "generation_config.json"
@@ -156,5 +156,6 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, torch.Tensor]]) ->
         save_file({n: t.contiguous() for n, t in chunk.tensors.items()}, folder / file, {"format": "pt"})
         file_of |= dict.fromkeys(chunk.tensors, file)
         total += sum(tensor.nbytes for tensor in chunk.tensors.values())
+    use_umask(folder / file for file in set(file_of.values()))
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=2))

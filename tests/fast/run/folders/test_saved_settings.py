@@ -37,11 +37,13 @@ def test_the_same_settings_are_no_note(saved):
 
 def test_settings_that_differ_are_noted_with_both_values(saved):
     loading = saved("--lr 1e-3")
-    (note,) = check_settings(loading, settings_of("--lr 1e-4 --advantage-estimator rloo --num-rollout 20"))
+    note, of_rate = check_settings(loading, settings_of("--lr 1e-4 --advantage-estimator rloo --num-rollout 20"))
     assert note == (
         f"--load {loading.load}: iter_0000004 was saved with other settings, and this run continues with its own: "
         "--num-rollout 10, now 20; --advantage-estimator grpo, now rloo; --lr 0.001, now 0.0001"
     )
+    assert of_rate.startswith("the decay of --lr ends with the run")
+    assert len(check_settings(loading, settings_of("--lr 1e-3 --num-rollout 20 --lr-decay-style constant"))) == 1
 
 
 def test_limits_and_outputs_may_differ_without_a_note(saved, tmp_path):
@@ -51,7 +53,7 @@ def test_limits_and_outputs_may_differ_without_a_note(saved, tmp_path):
 
 def test_many_differences_are_counted(saved):
     flags = "--lr 1e-4 --num-rollout 20 --advantage-estimator rloo --eps-clip 0.3 --eps-clip-high 0.4 --seed 7"
-    (note,) = check_settings(saved(), settings_of(f"{flags} --rollout-top-k 9 --entropy-coef 0.1 --weight-decay 0.2"))
+    note, _ = check_settings(saved(), settings_of(f"{flags} --rollout-top-k 9 --entropy-coef 0.1 --weight-decay 0.2"))
     assert note.endswith("; and 1 more") and note.count(", now ") == 8
 
 

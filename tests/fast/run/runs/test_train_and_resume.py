@@ -110,11 +110,12 @@ def test_export_is_the_trained_model(whole, workplace, tiny_model):
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_files_are_no_wider_than_the_umask(whole, workplace):
+def test_files_are_no_wider_than_the_umask_and_exports_no_narrower(whole, workplace):
     folders = [whole.output, workplace / "whole_checkpoints", workplace / "hf"]
     files = [path for folder in folders for path in (folder, *folder.rglob("*"))]
     assert len(files) > 20
     assert not [path for path in files[1:] if path.stat().st_mode & UMASK]
+    assert {path.stat().st_mode & 0o777 for path in (workplace / "hf").glob("*.*")} == {0o666 & ~UMASK}
 
 
 def test_no_process_is_left(whole):
