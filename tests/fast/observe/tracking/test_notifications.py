@@ -13,7 +13,7 @@ from miles.commands import train
 from miles.config.parser import parse
 from miles.config.tracking import TrackingArguments
 from miles.config.validate import Validated
-from miles.observe.report.sink import HealthWatch
+from miles.observe.report.sink import HealthWatch, ReportSink
 from miles.observe.run_files import RunFiles
 from miles.observe.sinks import Notifier
 from miles.run.failures import notifying
@@ -114,6 +114,18 @@ def test_what_turns_bad_in_the_last_steps_is_sent_at_the_end(server, tmp_path, m
     watch.close()
     (body,) = server.bodies
     assert "step 60: Engine-trainer gap: " in body["text"]
+
+
+def test_a_run_prints_what_is_unhealthy_at_its_end(tmp_path, capsys):
+    write_header(tmp_path)
+    files, gap = RunFiles(tmp_path), "train/train_rollout_logprob_abs_diff"
+    for step in range(1, 61):
+        files.append_metrics(step, {gap: 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60})
+    with ReportSink(TrackingArguments(output_dir=str(tmp_path), no_report=True)) as sink:
+        sink.log(60, {gap: 0.5})
+    learned, *alarms = capsys.readouterr().out.splitlines()
+    assert learned.startswith("It learned: ") and len(alarms) == 1
+    assert alarms[0].startswith("unhealthy  Engine-trainer gap: ") and alarms[0].endswith("(--use-tis)")
 
 
 def test_nothing_is_sent_without_the_flag(server):
