@@ -536,7 +536,7 @@ def run(settings: Settings, context: RunContext) -> None:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
         context: What its attempts share.
     """
-    print("starting Ray, the trainer and the engine …", flush=True)
+    print("starting Ray and the processes of the run …", flush=True)
     from miles.run.restarts import with_restarts
     from miles.run.session import EngineLayout, keeping_logs, ray_session
 
