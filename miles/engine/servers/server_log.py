@@ -13,7 +13,7 @@ from typing import IO
 from miles.base.secrets import hide_in_text
 
 TAIL_LINES = 30  # in messages
-TAIL_LINES = 1000  # a fault may be followed by the tracebacks of what fails because of it
+STORED_LINES = 1000  # a fault may be followed by the tracebacks of what fails because of it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ServerLog:
 
     def __init__(self, file: LogFile, secrets: set[str]) -> None:
         self.path = file.path
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # of this start
+        self.tail: deque[str] = deque(maxlen=STORED_LINES)  # of this start
         self._secrets = secrets
         file.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _Writer(
