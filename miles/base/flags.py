@@ -28,7 +28,7 @@ LONGEST_MESSAGE = 1500
 LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes of a path, and of each name in it, on Linux
 # The same, if a run writes files in it, or under a longer name first.
 LONGEST_TO_WRITE, LONGEST_NAME_TO_WRITE = 3500, 240
-LONGEST_PATH_IN_HELP = 60  # characters of a path that is refused for its length
+LONGEST_PATH_IN_ERROR = 60  # characters
 T = TypeVar("T")
 FileKind = Literal["file", "model", "folder", "new file", "new folder"]
 # How a flag's value is called; "new" ones are written by the run.
@@ -227,7 +227,7 @@ class Errors:
         elif field.metadata.get("metavar") in PATH_METAVARS:
             rule = fault_of_path(word, field.metadata.get("file", "").startswith("new"))
             if rule is not None:
-                self.refuse(field.name, one_line(word, LONGEST_PATH_IN_HELP), rule, "give a shorter one")
+                self.refuse(field.name, one_line(word, LONGEST_PATH_IN_ERROR), rule, "give a shorter one")
 
     def _number(self, field: dataclasses.Field[Any], number: float) -> None:
         """Check that a number is in its declared range, and no larger than anything of its kind."""

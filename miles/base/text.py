@@ -49,7 +49,7 @@ def program() -> str:
 
 
 def tell(message: str) -> None:
-    """Print a message of the command on standard error, at once, begun with the command's name."""
+    """Print the command's name and a message on standard error, at once."""
     print(f"{program()}: {message}", file=sys.stderr, flush=True)
 
 

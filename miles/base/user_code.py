@@ -137,10 +137,9 @@ def load_object(path: str, flag: str, kind: str = "object") -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        what_to_do = "check the spelling, or start the run from the folder that holds it"
-        if not is_itself:
-            what_to_do = "install that, or correct the import"
+        what_to_do = "install that, or correct the import"
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):  # the module itself is absent
+            what_to_do = "check the spelling, or start the run from the folder that holds it"
         fault = f"cannot import module {module_name} ({one_line(words_of(error), 300)})"
         raise InputError(f"{flag} {path}: {fault}; {what_to_do}") from error
     except ValueError as error:  # of the module's code: it would be shown as our own sentence

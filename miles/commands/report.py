@@ -59,7 +59,7 @@ def _serve(run: Path, port: int | None) -> ReportServer:
         return ReportServer(run, PORT if port is None else port)
     except OSError as error:
         if port is None:
-            print(f"port {PORT} is in use, by the page of another run perhaps", file=sys.stderr)
+            print(f"port {PORT} is in use, perhaps by the page of another run; taking a free one", file=sys.stderr)
             return ReportServer(run, 0)
         raise ValueError(f"--port {port}: cannot serve on {HOST}:{port} ({error.strerror}); give another") from error
     except OverflowError as error:

@@ -466,7 +466,7 @@ def _parallel_text(settings: Settings) -> str:
 
 PASSED, CHECK_FAILED, RUN_FAILED, TOO_SLOW = 0, 1, 3, 4
 END_SECONDS = 30.0  # for a run that is stopped
-NOTE_LINES = 40  # of a run that failed
+LOG_LINES = 40  # printed of a run that failed
 LOG = "log.txt"
 
 
@@ -572,9 +572,9 @@ def _run(settings: Settings, model: str, folder: Path, seconds: float) -> tuple[
         status, fault = RUN_FAILED, f"it ended with status {child.returncode}"
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     if fault is not None:
-        print("\n".join(lines[-NOTE_LINES:]), file=sys.stderr)
+        print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
     elapsed = time.perf_counter() - began
-    return status, [CheckResult("the run ends", elapsed, fault, "\n".join(lines[-NOTE_LINES:]))]
+    return status, [CheckResult("the run ends", elapsed, fault, "\n".join(lines[-LOG_LINES:]))]
 
 
 def _check(folder: Path, expectations: Sequence[Expectation]) -> list[CheckResult]:

@@ -14,6 +14,7 @@ from miles.base.secrets import hide_on_command_line
 from miles.base.text import tell
 from miles.compat.border import main_parse
 from miles.config.explain import explain
+from miles.config.notes import start_refused
 from miles.run.launcher import launch, train_in_one_process
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def _with_folders(validated: Validated) -> Validated:
     try:
         own_save_folder(checkpoint)
     except ValueError as error:
-        fault = f"a start on this host would be refused: {error}"
-        return replace(validated, surprises=(*validated.surprises, fault))
+        return replace(validated, surprises=(*validated.surprises, start_refused(str(error))))
     return validated
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from miles.base.flags import (
     LONGEST_MESSAGE,
-    LONGEST_PATH_IN_HELP,
+    LONGEST_PATH_IN_ERROR,
     PATH_METAVARS,
     fault_of_path,
     fault_of_size,
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
                 if fault is not None:
                     name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
                     text = f"{value:g}" if isinstance(value, float) else str(value)
-                    self.error(f"{name} {one_line(text, LONGEST_PATH_IN_HELP)}: {fault}")
+                    self.error(f"{name} {one_line(text, LONGEST_PATH_IN_ERROR)}: {fault}")
         return result, rest
 
     def error(self, message: str) -> NoReturn:

@@ -296,7 +296,7 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-# What PyYAML reports, and in words; the second column is where: at its mark, or at that of the context.
+# Words of PyYAML's message, which of its marks is at the line at fault, and the fault.
 _YAML_FAULTS = (
     ("'\\t' that cannot start", "problem_mark", "begins with a tab; write spaces, or nothing"),
     (
@@ -315,12 +315,14 @@ _YAML_FAULTS = (
 
 def _not_yaml(error: yaml.MarkedYAMLError) -> str:
     """Return the line and the fault of a file that is not YAML."""
-    problem, mark, fault = str(error.problem), error.problem_mark, ""
-    for words, where, fault_of_it in _YAML_FAULTS:
-        if words in problem and (at := getattr(error, where)) is not None:
-            mark, fault = at, fault_of_it
+    problem = str(error.problem)
+    name, fault = "problem_mark", f"{one_line(problem, LONGEST_VALUE)}; correct the line"
+    for words, name_of_mark, sentence in _YAML_FAULTS:
+        if words in problem:
+            name, fault = name_of_mark, sentence
+    mark = getattr(error, name)
     line = "" if mark is None else f":{mark.line + 1}"
-    return f"{line}: not YAML: {fault or f'{one_line(problem, LONGEST_VALUE)}; correct the line'}"
+    return f"{line}: not YAML: {fault}"
 
 
 def _composed(path: str) -> yaml.MappingNode:

@@ -39,10 +39,10 @@ HOOKS = {name: UserFunction(**row) for name, row in _TABLE.items()}
 
 def names_functions(settings: Settings) -> bool:
     """Return whether the command names a function of the user's."""
-    return any(True for _ in named_functions(settings))
+    return any(True for _ in user_functions(settings))
 
 
-def named_functions(settings: Settings) -> Iterator[tuple[str, UserFunction, str]]:
+def user_functions(settings: Settings) -> Iterator[tuple[str, UserFunction, str]]:
     """Yield each field that names a function of the user's, the function's description, and its import path."""
     for field, hook in HOOKS.items():
         path = getattr(getattr(settings, section_of()[field]), field)
@@ -52,7 +52,7 @@ def named_functions(settings: Settings) -> Iterator[tuple[str, UserFunction, str
 
 def explain_functions(settings: Settings) -> Iterator[str]:
     """Yield a line for each function of the user's."""
-    for field, hook, path in named_functions(settings):
+    for field, hook, path in user_functions(settings):
         yield f"{flag_name(field)} {path}: runs in {hook.runs}; it may change {hook.changes}"
 
 
@@ -74,7 +74,7 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
 
 def _named_functions(settings: Settings) -> Iterator[tuple[str, str, str, str]]:
     """Yield each field that has an import path, the flag as a message shows it, the path, and its kind."""
-    for field, hook, path in named_functions(settings):
+    for field, hook, path in user_functions(settings):
         yield field, flag_name(field), path, "class" if hook.signature.startswith("class") else "function"
     environment = settings.rollout.environment
     if environment is None:

@@ -30,8 +30,9 @@ from miles.base.text import InputError, one_line
 from miles.base.tokenizer import TokenizerFault
 from miles.base.user_code import UserCodeError, UserCodeTimeout, fault_of_signature, load_object
 from miles.config.evaluation import eval_entries
-from miles.config.functions import named_functions
+from miles.config.functions import user_functions
 from miles.config.model import has_vision_tower, readable_config
+from miles.config.notes import start_refused
 from miles.config.rollout import RolloutArguments
 from miles.config.rules import sequence_limit
 from miles.config.settings import Settings
@@ -54,7 +55,7 @@ LOUD = 0.1  # the smallest share of omitted rows that is a warning
 COMPARED = 10_000  # the largest sets whose prompts are compared with each other
 OF_SAMPLES = ("custom_generate_function_path", "rollout_function_path")  # may add what a stand-in answer lacks
 CALL_SECONDS = 30.0  # for the one call of the reward function
-SILENT_SECONDS = 3.0  # of them without a word
+SILENT_SECONDS = 3.0  # of these, before a line is printed
 OF_REWARDS = "it gets a list of samples (sample.response, sample.label) and returns a number for each"
 
 
@@ -127,7 +128,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         inputs: Inputs = _in_process(_check_sets, settings, starts, before=before)
     except TokenizerFault:
         inputs = _check_sets(settings, starts)
-    checked = [(name, path, hook.arguments) for name, hook, path in named_functions(settings) if hook.arguments]
+    checked = [(name, path, hook.arguments) for name, hook, path in user_functions(settings) if hook.arguments]
     if checked:
         inputs.faults += _in_process(_faults_of_functions, checked)
     _check_reward(settings, starts, inputs)
@@ -135,7 +136,7 @@ def check_inputs(settings: Settings, starts: bool) -> Inputs:
         if starts:
             inputs.faults.append(fault)
         else:
-            inputs.warnings.append(f"a start on this host would be refused: {fault}")
+            inputs.warnings.append(start_refused(fault))
     if inputs.faults:
         raise FlagError(*dict.fromkeys(inputs.faults))
     return inputs
@@ -168,13 +169,14 @@ def _check_sets(settings: Settings, starts: bool) -> Inputs:
     inputs, tokenizer = Inputs(), str(settings.model.hf_checkpoint)
     has_files = any(re.match(r"tokenizer|vocab|.*\.(model|tiktoken)$", f.name) for f in tokenizer_files(tokenizer))
     is_there = has_files or (starts and not os.path.isdir(tokenizer))  # a start fetches it from the hub
-    if not is_there and starts:
-        what_to_do = "copy tokenizer.json and tokenizer_config.json from the source of the model"
-        inputs.faults.append(f"--hf-checkpoint {tokenizer}: the folder has no tokenizer; {what_to_do}")
-    elif not is_there:
-        inputs.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
-    if not is_there and settings.reads_conversations:
-        return inputs
+    if not is_there:
+        if starts:
+            what_to_do = "copy tokenizer.json and tokenizer_config.json from the source of the model"
+            inputs.faults.append(f"--hf-checkpoint {tokenizer}: the folder has no tokenizer; {what_to_do}")
+        else:
+            inputs.unchecked.append(f"the tokenizer of {tokenizer}, so chat template and lengths of prompts")
+        if settings.reads_conversations:
+            return inputs
     trained, (room, limit) = set[str](), sequence_limit(settings)
     has_no_limit = settings.generates and (
         settings.data.rollout_max_prompt_len is None and settings.rollout.rollout_max_context_len is None
@@ -289,7 +291,7 @@ def _check_reward(settings: Settings, starts: bool, inputs: Inputs) -> None:
             f"--custom-rm-path {reward.custom_rm_path}: {own[-1] if own else ''}called with the answer {answer!r} to "
             f"{inputs.first.source}, it {fault}"
         )
-        makes_own = any(name in OF_SAMPLES for name, _, _ in named_functions(settings)) or settings.rollout.environment
+        makes_own = any(name in OF_SAMPLES for name, _, _ in user_functions(settings)) or settings.rollout.environment
         is_wrong = starts and reward.on_error == "stop" and not makes_own
         what_to_do = "" if "; " in fault else f"; {OF_REWARDS}"
         (inputs.faults if is_wrong else inputs.warnings).append(one_line(f"{message}{what_to_do}", 1000))
@@ -302,16 +304,22 @@ async def _called(function: RewardProcess, samples: list[Sample], name: str) -> 
     return await asyncio.wait_for(call, CALL_SECONDS - SILENT_SECONDS)
 
 
+def _absent_weights(folder: Path, has_others: bool) -> list[str]:
+    """Return the files of weights that a model's folder lacks; one without any needs some, unless it ``has_others``."""
+    with suppress(OSError, ValueError, AttributeError):  # no index, or a broken one
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        if absent := {*index["weight_map"].values()} - {*os.listdir(folder)}:
+            return sorted(absent)
+    if has_others or not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return []
+    return ["model.safetensors"]
+
+
 def _faults_of_weights(settings: Settings) -> Iterator[str]:
     """Yield a message for each file of weights that is absent or not whole: a copy that broke off, or a pointer."""
     folder = str(settings.model.hf_checkpoint)
-    index, absent = Path(folder, "model.safetensors.index.json"), list[str]()
-    with suppress(OSError, ValueError, AttributeError):  # no index, or a broken one
-        absent = sorted({*json.loads(index.read_text())["weight_map"].values()} - {*os.listdir(folder)})
     has_others = settings.checkpoint.load is not None or settings.model.ref_load is not None
-    if not (has_others or any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("*.bin"))):
-        absent = ["model.safetensors"] if os.path.isdir(folder) and not absent else absent
-    if absent:
+    if absent := _absent_weights(Path(folder), has_others):
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         yield f"--hf-checkpoint {folder}: it lacks {absent[0]}{more}, its weights; fetch the model again"
     for file in sorted(Path(folder).glob("*.safetensors")):

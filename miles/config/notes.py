@@ -43,6 +43,11 @@ EXPERT_BIAS = DESTINATION + "moe_router_enable_expert_bias"
 EXPERT_BIAS_RATE = DESTINATION + "moe_router_bias_update_rate"
 
 
+def start_refused(fault: str) -> str:
+    """Return what a command that does not start here states of a fault that a start would be refused for."""
+    return f"a start on this host would be refused: {fault}"
+
+
 @dataclass(frozen=True)
 class Note:
     """Describe one flag that was accepted and has no separate effect.

@@ -43,7 +43,7 @@ from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_
 from miles.config.megatron.rules import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.needs import without_effect
-from miles.config.notes import READ_AS, Note, note_on, strict_errors, surprises
+from miles.config.notes import READ_AS, Note, note_on, start_refused, strict_errors, surprises
 from miles.config.rollout import names_iteration
 from miles.config.rules import (
     check_deterministic_on_cpu,
@@ -499,7 +499,7 @@ def _judge(command: Command, starts: bool) -> Validated:
         errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.set_fields)
-    not_now = (f"a start on this host would be refused: {message}" for message in of_start.messages)
+    not_now = (start_refused(message) for message in of_start.messages)
     of_run = (
         *notes_on_saved_samples(settings),
         *surprises(settings, command.set_fields, is_on_cpu(settings), has_bf16()),

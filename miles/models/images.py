@@ -180,16 +180,20 @@ def size_of(file: bytes) -> tuple[int, int]:
         raise ValueError("it is EPS, a program that draws; convert it to PNG")
     if image.mode in _DEEP:
         raise ValueError("it has gray values of more than 8 bits, which would become white; convert it to 8 bits")
-    end = _ENDS.get(str(image.format))
-    opened: Any = image  # has read the header, which may hold a whole thumbnail
-    is_whole = end is not None and file.find(end, opened.fp.tell()) >= 0
-    if end is None:
-        with suppress(OSError, ValueError, SyntaxError):
-            image.load()
-            is_whole = True
-    if not is_whole:
+    if not _is_whole(image, file):
         raise ValueError("it is cut off: its end is missing; copy it again")
     return (height, width) if _exif(image).get(_ORIENTATION, 1) >= _ON_ITS_SIDE else (width, height)
+
+
+def _is_whole(image: Any, file: bytes) -> bool:
+    """Return whether an opened file has its end. Its header, which was read, may hold a whole thumbnail."""
+    end = _ENDS.get(str(image.format))
+    if end is not None:
+        return file.find(end, image.fp.tell()) >= 0
+    with suppress(OSError, ValueError, SyntaxError):
+        image.load()
+        return True
+    return False
 
 
 # The last marker of a whole file; a file of a rarer format is decoded. Pillow opens no WebP that is cut off.

@@ -469,7 +469,7 @@ class ConsoleSink:
         self._left = TimeLeft(header.total_steps)
         self._first: dict[str, float] = {}  # of the first evaluation, by set
         self._next_answer = 0  # the step after which an answer is printed
-        self._has_told_alike = False
+        self._has_noted_equal_rewards = False
         self._only_generates = header.settings.get("rollout", {}).get("debug_rollout_only", False)
         self._progress: Progress | None = None
         self._print(Text.assemble(("objective  ", "dim"), header.objective_words))
@@ -543,9 +543,9 @@ class ConsoleSink:
         self._first = dict(_held_out(values)) | self._first
         for line in held_out_lines(values):
             self._print(line)
-        is_alike = values.get("rollout/zero_std_groups") == 1 and values.get("train/grad_norm") == 0
-        if is_alike and not self._has_told_alike:
-            self._has_told_alike = True
+        has_equal_rewards = values.get("rollout/zero_std_groups") == 1 and values.get("train/grad_norm") == 0
+        if has_equal_rewards and not self._has_noted_equal_rewards:
+            self._has_noted_equal_rewards = True
             self._print("  all answers to each prompt had one reward, so this step had nothing to learn")
         if self._progress is not None and trains(values):
             self._progress.update(self._bar, completed=step, left=left)

@@ -343,7 +343,11 @@ def settings_table(header: RunHeader) -> list[Json]:
         {
             "section": section,
             "rows": [
-                [name, _as_text(value), None if header.is_default(section, name) else _as_text(defaults[section][name])]
+                [
+                    name,
+                    setting_text(value),
+                    None if header.is_default(section, name) else setting_text(defaults[section][name]),
+                ]
                 for name, value in fields.items()
             ],
         }
@@ -351,7 +355,8 @@ def settings_table(header: RunHeader) -> list[Json]:
     ]
 
 
-def _as_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """Return the value of a setting as the pages show it."""
     return "–" if value is None else str(value)
 
 

@@ -100,7 +100,7 @@ class FilterStallGuard:
         self._burst_epoch = 0  # the epoch where the current burst started
 
     def count(self, passed: bool) -> None:
-        """Count one group that was kept or dropped."""
+        """Count one group that the filter passed or dropped."""
         if self._counted == 0:
             self._burst_epoch = self._stream.epoch
         self._counted += 1

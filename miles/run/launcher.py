@@ -189,11 +189,11 @@ def _run_loop(
             rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
         ).run()
         return
-    actors = Drivers(rollout, trainer, settings.generates, offload, timer)
+    drivers = Drivers(rollout, trainer, settings.generates, offload, timer)
     TrainingLoop(
-        actors,
+        drivers,
         RunCheckpoints(
-            actors,
+            drivers,
             settings.checkpoint,
             tracker.run,
             steps,

@@ -89,7 +89,7 @@ class Listener:
         return None
 
     def before_shutdown(self) -> None:
-        """Be patient no more."""
+        """Stop waiting for a part that does not answer."""
         if self.is_own:
             self._patience, self._asked = 0.0, -CONNECT_SECONDS
 
@@ -319,7 +319,7 @@ class RayWatch:
                     return
 
     def end_with_ray(self) -> None:
-        """Look without patience from now on, and no more when Ray ends its own processes in this process's shutdown.
+        """Report at once what does not answer, until Ray's shutdown in this process ends Ray's own processes.
 
         The GCS may still be ending after a signal to all processes of the run. Ray's shutdown waits for it for a
         minute, and then ends the process with a message of Ray's.

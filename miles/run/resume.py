@@ -84,8 +84,9 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     before, now = state.get(KEY), settings_to_save(settings)
     of_model = before.get("model") if isinstance(before, dict) else None
     saved_model = of_model.get("hf_checkpoint") if isinstance(of_model, dict) else None
-    if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint:
-        _check_sizes(checkpoint, saved_model, settings.model)
+    other = saved_model if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint else None
+    if other is not None:
+        _check_sizes(checkpoint, other, settings.model)
     if checkpoint.finetune:
         return []
     order = {"shuffle": settings.data.rollout_shuffle, "seed": settings.data.rollout_seed}
@@ -93,8 +94,8 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
         check_order(position, order)
     if not isinstance(before, dict):  # an earlier version
         return []
-    if isinstance(saved_model, str) and saved_model != settings.model.hf_checkpoint:
-        _check_tokenizer(checkpoint, saved_model, settings)
+    if other is not None:
+        _check_tokenizer(checkpoint, other, settings)
     differences = dict(_differences(before, now))
     if not differences:
         return []
@@ -106,7 +107,7 @@ def check_settings(checkpoint: CheckpointArguments, settings: Settings) -> list[
     ]
     optimizer = settings.optimizer
     if "num_rollout" in differences and optimizer.lr_decay_style != "constant" and optimizer.lr_decay_iters is None:
-        notes.append("the decay of --lr ends with the run, whose length changed: the rate jumps to the new decay")
+        notes.append("the decay of --lr ends with the run, and --num-rollout changed: the learning rate jumps")
     return notes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
-from miles.observe.page import single_file
+from miles.observe.page import setting_text, single_file
 from miles.observe.run_files import METRICS, RunHeader
 
 MOST_POINTS = 1500
@@ -192,7 +192,7 @@ def differing_settings(
     known = dict.fromkeys((s, name) for settings in runs for s, fields in settings.items() for name in fields)
     differences = []
     for section, name in known:
-        values = [_as_text(settings.get(section, {}).get(name)) for settings in runs]
+        values = [setting_text(settings.get(section, {}).get(name)) for settings in runs]
         if len(set(values)) > 1 and (section, name) not in left_out:
             differences.append((f"{section}.{name}", values))
     return differences
@@ -210,10 +210,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the name of each folder; the whole path where two are equal."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
-
-
-def _as_text(value: Any) -> str:
-    return "–" if value is None else str(value)
 
 
 def _newest(metrics: MetricsFile, name: str) -> str:

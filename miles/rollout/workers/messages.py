@@ -194,7 +194,7 @@ class Made:
 
     Attributes:
         packed: The group.
-        is_reported: Whether the rollout process should show it to its ``GroupSpec.scored``.
+        is_reported: Whether the rollout process should report it to its ``GroupSpec.scored``.
         metadata: The metadata of its prompt if the worker has changed them.
     """
 
