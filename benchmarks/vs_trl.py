@@ -1,7 +1,7 @@
 """Compare the seconds per step of miles and TRL 1.16 on one job, measured alternately in one run.
 
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
-    python benchmarks/vs_trl.py --images           an image per prompt, fp32, a random model that is written here
+    python benchmarks/vs_trl.py --images 224       an image per prompt, fp32, a random model that is written here
 
 The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. The sides take turns, so
 that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
@@ -44,14 +44,14 @@ def ensure_trl(venv: Path) -> Path:
     return python
 
 
-def write_image_job(folder: Path) -> tuple[Path, Path]:
-    """Write a random Qwen2.5-VL of 5.5 million parameters, and prompts with images of 16 tokens; return both."""
+def write_image_job(folder: Path, side: int) -> tuple[Path, Path]:
+    """Write a random Qwen2.5-VL of 5.5 million parameters, and prompts with images of side x side tokens."""
     sys.path.insert(0, str(ROOT / "examples" / "vision"))
     import write
 
     from miles.models.tiny import write_rows, write_small_vision_model
 
-    write.SIDE, write.CELL = 4, 28  # cells, and pixels of a cell, which is one token
+    write.SIDE, write.CELL = side, 28  # cells, and pixels of a cell, which is one token
     rng = random.Random(1)
     cells = (tuple(rng.choices(range(len(write.PALETTE)), k=write.SIDE**2)) for _ in range(256))
     write_rows(folder / "train.jsonl", (write.row([drawn], rng)[0] for drawn in cells))
@@ -86,7 +86,7 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
-    command += ["--images"] * options.images
+    command += ["--images"] * bool(options.images)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return json.loads(out.read_text())
@@ -104,16 +104,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, help="jsonl with input and label, such as miles quickstart writes")
-    parser.add_argument("--images", action="store_true")
+    parser.add_argument("--images", type=int, metavar="PIXELS", help="images with sides of so many pixels")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))
     options = parser.parse_args()
+    if options.images and options.images % 28:
+        parser.error(f"--images {options.images}: the model reads 28 pixels as a token; give a multiple")
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: the first step of a turn is not counted; give 2 or more")
     folder = options.out.resolve().parent
     if options.images:
-        options.model, options.prompts = write_image_job(folder)
+        options.model, options.prompts = write_image_job(folder, options.images // 28)
     if options.model is None or options.prompts is None:
         parser.error("give --model and --prompts, or --images")
     options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()

@@ -35,9 +35,9 @@ MARKED = {
     "miles.rollout.pipeline": {
         "build_pipeline": "rollout: pipeline",
         "load_tokenizer": "rollout: tokenizer",
-        "start_engine": "rollout: engine",
         "RolloutPipeline.update_weights": "rollout: update weights",
     },
+    "miles.engine.base": {"start_engine": "rollout: engine"},
     "miles.engine.embedded.torch_engine": {
         "ModelRunner": "rollout: engine's model",
         "TorchEngine.generate": "rollout: first answer",

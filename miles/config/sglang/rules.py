@@ -250,9 +250,9 @@ def _check_images(settings: Settings, errors: Errors) -> None:
         rule = f"SGLang has no model of the type {kind}"
     if rule:
         errors.refuse("rollout_engine", settings.rollout.rollout_engine, rule, "use --rollout-engine torch")
-    if settings.sglang.rollout_external:
-        rule = "the model reads images, and running engines may reuse what earlier weights have computed of one"
-        errors.refuse("rollout_external", True, rule, "drop it")
+    if settings.sglang.rollout_external and settings.trains and not settings.training.freeze_vision_tower:
+        rule = "the vision tower is trained, and running engines may reuse what earlier weights computed of an image"
+        errors.refuse("rollout_external", True, rule, "give --freeze-vision-tower, or drop it")
 
 
 def _refuse_vllm(settings: Settings, errors: Errors) -> None:

@@ -34,7 +34,7 @@ def test_number_of_engines(validated, flags, engines):
             "qwen3_vl",
             16,
             "--rollout-external --rollout-external-engine-addrs 127.0.0.1:9",
-            "--rollout-external: the model reads images, and running engines may reuse",
+            "--rollout-external: the vision tower is trained, and running engines may reuse",
         ),
     ],
 )
@@ -42,6 +42,13 @@ def test_images_that_sglang_would_read_wrongly_are_refused(refused, tmp_path, ki
     """Without --multimodal-keys too: messages, tools and environments have images."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"patch_size": patch}}))
     assert any(expected in message for message in refused(f"{SGLANG} --hf-checkpoint {tmp_path} {flags}"))
+
+
+def test_running_engines_serve_a_model_whose_vision_tower_stays_unchanged(validated, tmp_path):
+    config = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = "--rollout-external --rollout-external-engine-addrs 127.0.0.1:9 --freeze-vision-tower"
+    assert validated(f"{SGLANG} --hf-checkpoint {tmp_path} {flags}").settings.sglang.rollout_external
 
 
 def test_abort_is_retract_where_nothing_is_in_flight(validated):
