@@ -162,7 +162,7 @@ class ImageReader:
             raise ValueError(f"it is {'missing' if not value else f'of type {type(value).__name__}'}; {_FORMS}")
         if value.startswith("data:"):
             return _base64(value.partition(",")[2])
-        if value.startswith(("http://", "https://")):
+        if value[:8].lower().startswith(("http://", "https://")):
             return self._download(value)
         path = Path(unquote(urlsplit(value).path) if value.startswith("file:") else value)
         path = path if path.is_absolute() else _folder(row) / path

@@ -135,7 +135,7 @@ TEXT = {"type": "text", "text": "<image> what?"}
         ({"problem": "<image>", "images": ["huge.png"]}, "it is huge, and at most"),
         ({"problem": "<image>", "images": ["large.png"]}, "it has 10000 x 10000 pixels, and at most"),
         ({"problem": "<image>", "images": ["thin.png"]}, "absolute aspect ratio"),
-        ({"problem": "<image>", "images": ["https://example.org/a.png"]}, "add --allow-image-urls"),
+        ({"problem": "<image>", "images": ["HTTPS://example.org/a.png"]}, "add --allow-image-urls"),
         ({"problem": "<image>", "images": ["data:image/png;base64,%%"]}, "no base64"),
         (
             {"problem": "<image><image>", "images": ["a.png"]},
