@@ -1,4 +1,4 @@
-"""Draws ``docs/token_weights.svg``: the weight of one token by the length of its response, under four modes.
+"""Draws ``docs/token_weights.svg``: the weight of one token by the length of its response, in each mode.
 
 ``python docs/pictures/token_weights.py``; the weights come from ``miles.objective.aggregation``, not drawn by hand.
 """
@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import matplotlib
 import numpy as np
 
-from miles.objective.aggregation import Aggregation, step_denominators
+from miles.objective.aggregation import MODES, Aggregation, step_denominators
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first
@@ -23,6 +22,7 @@ STYLES = {  # Okabe and Ito's colours, which differ for colour-blind readers too
     "prompt_mean": ("#D55E00", "s"),
     "token_mean": ("#009E73", "^"),
     "constant": ("#CC79A7", "v"),
+    "delta_l": ("#E69F00", "D"),
 }
 
 
@@ -42,6 +42,7 @@ def token_weights(mode: Aggregation, lengths: np.ndarray) -> np.ndarray:
         trajectory_ids=list(range(len(counts))),
         group_indices=[i // lengths.shape[1] for i in range(len(counts))],
         divisor=float(LONGEST),
+        alpha=MODES[mode].default_alpha,
     )
     weights = 1 / (denominators.num_trajectories * np.asarray(denominators.sample_denoms))
     return denominators.num_loss_tokens * weights
@@ -51,7 +52,7 @@ def draw() -> None:
     plt.rcParams |= {"svg.hashsalt": OUT.stem, "svg.fonttype": "none", "font.size": 11}
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     lengths = response_lengths()
-    for mode in get_args(Aggregation):
+    for mode in MODES:
         colour, marker = STYLES[mode]
         axes.scatter(lengths, token_weights(mode, lengths), s=14, color=colour, marker=marker, alpha=0.75, label=mode)
     axes.set(

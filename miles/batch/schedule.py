@@ -1,7 +1,7 @@
 """The schedule of a step, made before the batch is split: the ranks that train a sample, and its micro-batch.
 
-``ShardBuilder`` schedules an iteration, ``schedule_step`` one of its steps. packing.py fills micro-batches of a token
-budget, partition.py divides samples over ranks.
+``ShardBuilder`` schedules an iteration, ``schedule_step`` one of its steps. ``balanced_partition`` divides samples over
+ranks, ``pack_shares`` fills micro-batches of a token budget.
 """
 
 from __future__ import annotations

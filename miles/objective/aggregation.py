@@ -7,13 +7,12 @@ denominators alone. These are computed once over the whole step, before anything
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
 from miles.base.flags import Errors, flag
-from miles.objective import delta_l
 from miles.objective.hooks import get_custom_pg_loss_reducer
 from miles.objective.registry import Term
 
@@ -162,6 +161,46 @@ class Mode:
         return divisor if self.default_alpha is None else (*divisor, "loss_aggregation_alpha")
 
 
+def _delta_l_weights(counts: Counts) -> tuple[dict[int, float], dict[int, float]]:
+    """Return ``M_r^-α`` of each trajectory, 0 without loss tokens, and their sum over each group.
+
+    The gradient of a whole response is an unbiased estimate whatever the response's length, and its variance grows
+    with the length. So a prompt's responses are averaged with the weights of least variance, ``M_r^-α / Σ_j M_j^-α``
+    with α = 1, over the unnormalized sums ``S_r`` (arXiv 2509.07558; VL Norm in its second version). Between α = 1 and
+    α = 0 long responses keep more weight. With α = 0 this is ``constant``, if groups are equally large and every
+    response has loss tokens: one without any counts in the mean of ``constant``, and has no weight here.
+    """
+    assert counts.alpha is not None, "the mode has a default"
+    powers = {r: float(n) ** -counts.alpha if n else 0.0 for r, n in counts.of_trajectory.items()}
+    return powers, _by_group(counts, powers)
+
+
+def _by_group(counts: Counts, values: dict[int, float]) -> dict[int, float]:
+    """Add up one value per trajectory over each group."""
+    sums: defaultdict[int, float] = defaultdict(float)
+    for trajectory, group in counts.group_of_trajectory().items():
+        sums[group] += values[trajectory]
+    return sums
+
+
+def _delta_l_denominators(counts: Counts) -> list[float]:
+    """Return ``L P / (N x_r)`` of each sample, [S], with its trajectory's weight ``x_r = M_r^-α / Σ_j M_j^-α``."""
+    powers, sums = _delta_l_weights(counts)
+    scale = counts.checked_divisor() * counts.groups / counts.trajectories
+    return [
+        scale * sums[g] / powers[r] if powers[r] else scale
+        for r, g in zip(counts.trajectory_ids, counts.group_indices, strict=True)
+    ]
+
+
+def _delta_l_mass(counts: Counts) -> float:
+    """Return the sum that a token loss of 1 everywhere gives: the weighted mean length of each prompt, over L."""
+    powers, sums = _delta_l_weights(counts)
+    tokens = _by_group(counts, {r: power * counts.of_trajectory[r] for r, power in powers.items()})
+    means = sum(tokens[group] / sums[group] for group in sums if sums[group])
+    return means / (counts.checked_divisor() * counts.groups)
+
+
 MODES: dict[Aggregation, Mode] = {
     "sample_mean": Mode(
         used_by="GRPO",
@@ -215,8 +254,8 @@ MODES: dict[Aggregation, Mode] = {
         words="summed over the tokens of each trajectory, averaged over each prompt's group with weights that fall "
         "with the length, then over prompts, and divided by a constant: long answers, which are noisier, weigh less",
         denominator="L · P / (N x_r), with the weight x_r of its trajectory's length",
-        denominators=delta_l.denominators,
-        mass=delta_l.mass,
+        denominators=_delta_l_denominators,
+        mass=_delta_l_mass,
         whole_groups=True,
         divides=True,
         default_alpha=1.0,

@@ -1,4 +1,4 @@
-"""Weights in the loss that change during a run: of the KL (adaptive_kl.py), of the entropy (adaptive_entropy.py).
+"""Weights in the loss that change during a run: of the KL and of the entropy (adaptive.py).
 
 After each optimizer step they adapt to its metrics, which are the same on every rank. So the weights are the same too,
 without communication. A checkpoint has their state.

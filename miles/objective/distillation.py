@@ -81,7 +81,7 @@ def distillation_formula(flags: DistillationFlags) -> list[Term]:
 
 
 def check_distillation(flags: DistillationFlags, errors: Errors) -> None:
-    """Report servers of a teacher that are missing, or lack an address or name; rules/loss.py checks the model."""
+    """Report servers of a teacher that are missing, or lack an address or name; config/rules.py checks the model."""
     if not flags.teacher_is_served:
         return
     words = flags.opd_teacher_urls or ()

@@ -414,8 +414,7 @@ class RunHeader:
     default, so that a header without defaults highlights nothing). ``objective_words`` and ``objective_formula``
     describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar. ``provenance`` lists
     the versions, data and machine that the run started with (provenance.py); empty in files of earlier versions.
-    ``run`` is the identity of the run (identity.py); empty in files of earlier versions, and in a run that continues a
-    checkpoint of one.
+    ``run`` is the ``RunIdentity``; empty in files of earlier versions, and in a run that continues a checkpoint of one.
     """
 
     title: str

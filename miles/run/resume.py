@@ -219,7 +219,7 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
 
     Args:
         checkpoint: The flags.
-        damaged: Checkpoints that were passed over in favour of the one in ``--load`` (resume_point.py).
+        damaged: Checkpoints that were passed over in favour of the one in ``--load`` (``ResumePoint``).
 
     Raises:
         ValueError: If ``--save`` holds checkpoints that this run does not continue from.

@@ -335,14 +335,14 @@ def _rank_of(name: str) -> int:
 # ``--save`` has one folder per checkpoint. Each appears whole or not at all::
 #
 #     iter_0000004/        a checkpoint after 4 iterations
-#         manifest.json        size and hash of every other file (checkpoint_manifest.py)
+#         manifest.json        size and hash of every other file
 #         state.json           which backend wrote it, the launcher's state, the learning rate's schedule
 #         random_state_rank*.pt
 #         critic/              model, optimizer and state.json of the critic, if there is one
 #         reference/           model and state.json of a reference that follows the policy (--ref-update-interval)
 #         …                    the backend's tensors
 #     .writing_iter_…      being written
-#     .removing_iter_…     being removed (checkpoint_pruning.py)
+#     .removing_iter_…     being removed
 #     .replaced_iter_…     was there before, until the new one is in place
 #
 # If ``--save`` is in remote storage (run/remote_checkpoints.py), this is the local copy of it. A checkpoint

@@ -406,7 +406,7 @@ def _short_attention(
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
-    half precision the same is done a few rows at once (cpu/cached_attention.py).
+    half precision the same is done a few rows at once (``cached_attention``).
     """
     rows, heads, length, width = q.shape
     groups = k.shape[1]
@@ -453,8 +453,8 @@ def packed_attention(
     """Attend in packed sequences: query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
     In padded ones they are [rows, heads, S, D] and so on: a causal query sees no padding, which is to its right.
-    There, ``indices`` [rows, S, n] may name the only keys that each query sees (fsdp/sparse_attention.py); if n is 0,
-    it sees all.
+    There, ``indices`` [rows, S, n] may name the only keys that each query sees (sparse attention of fsdp/models.py);
+    if n is 0, it sees all.
 
     A query sees the last ``sliding_window`` keys, its own included, or all if that is None. ``s_aux`` [heads] are
     attention sinks (models/attention_sinks.py).

@@ -1,6 +1,6 @@
 """Check a saved position in the prompts, as a checkpoint has it, before a run continues from it.
 
-There are three kinds: in one set (stream.py), in several sets (mixture.py), and in the user's own source
+There are three kinds: in one set or in several sets (stream.py), and in the user's own source
 (custom_source.py). The position of a run that draws no prompts is empty.
 """
 

@@ -155,7 +155,7 @@ NOT_BALANCED = {
     "global_aux_loss": "its counts accumulate over micro-batches, so the loss depends on their order",
     "sinkhorn": "it routes differently in training than in the engine",
 }
-# Releases that weights/bridge.py was tested with. Megatron-Bridge imports the last, whose kernels are not used.
+# Releases that megatron/bridge.py was tested with. Megatron-Bridge imports the last, whose kernels are not used.
 BRIDGE_RELEASES = {
     "megatron-bridge": "0.6.",
     "megatron-core": "0.19.",

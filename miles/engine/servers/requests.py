@@ -32,7 +32,7 @@ class UsedServer(Protocol):
 
 
 class UsedServers(Protocol):
-    """The servers, as those see them who send requests: the engine itself, or another process (shared_servers.py)."""
+    """The servers, as those see them who send requests: the engine itself, or another process."""
 
     restarts: bool
     version: int | None

@@ -138,7 +138,7 @@ def _places(change: TensorChange, count: int) -> np.ndarray | slice:
 #
 # is ``delta.json`` in it. ``base`` and ``result`` identify the weights before and after: they are hashes of the names,
 # dtypes, shapes and checksums of all tensors, so that weights of another version, run or model have another identity.
-# The files hold a ``TensorChange`` (delta_encoding.py) of each tensor that has changed, in chunks.
+# The files hold a ``TensorChange`` of each tensor that has changed, in chunks.
 
 
 MANIFEST = "delta.json"

@@ -1,15 +1,11 @@
 """GRPO: the reward minus the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

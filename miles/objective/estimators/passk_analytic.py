@@ -2,15 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.advantage_flags import AdvantageFlags
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

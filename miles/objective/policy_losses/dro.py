@@ -1,15 +1,12 @@
 """DRO: the policy gradient with a quadratic penalty on the log ratio (arXiv 2405.19107, 2501.12599)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_sums
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

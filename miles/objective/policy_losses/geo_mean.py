@@ -1,15 +1,11 @@
 """GMPO: the geometric mean of a sequence's ratios, each clipped on its own (arXiv 2507.20673)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_means
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

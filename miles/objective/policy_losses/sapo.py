@@ -1,14 +1,10 @@
 """SAPO: a sigmoid gate on each token's ratio instead of a clip (soft adaptive policy optimization, 2511.20347)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

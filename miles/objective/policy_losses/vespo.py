@@ -1,15 +1,12 @@
 """VESPO: the policy gradient, weighted by a smooth kernel of the sequence's ratio (arXiv 2602.10693)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles.base.flags import flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 from miles.objective.sequences import sequence_sums
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

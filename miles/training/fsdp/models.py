@@ -77,9 +77,8 @@ def _by_sample(
 #
 # In such a layer an indexer scores the keys that a query may see, and the query attends to the ``index_topk`` best of
 # them. Some layers reuse the choice of the layer before. transformers' code scores and chooses within the rows of a
-# batch, so the layer gets samples as rows, as layers with recurrent state do (recurrent_layers.py), and the mask that
-# it
-# expects. Rows of at most ``index_topk`` tokens choose every key, so their indexer is not run and attention is dense.
+# batch, so the layer gets samples as rows, as layers with recurrent state do, and the mask that it expects. Rows of at
+# most ``index_topk`` tokens choose every key, so their indexer is not run and attention is dense.
 #
 # The choice has no gradient, in transformers as well: the weights of the indexer are frozen.
 

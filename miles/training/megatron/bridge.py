@@ -36,7 +36,7 @@ FROM_CONFIG = (
     "share_embeddings_and_output_weights",
     "position_embedding_type",
     "rotary_percent",
-    # The frequencies equal transformers' frequencies for the same config (rotary_embedding.py).
+    # The frequencies equal transformers' frequencies for the same config (layers.py).
     "rotary_base",
     "rope_scaling",
     "rope_scaling_factor",
@@ -72,7 +72,7 @@ WITHOUT_EFFECT = (
     "hf_model_id",
     "make_vocab_size_divisible_by",
 )
-NORMS = (("RMSNorm", False), ("LayerNorm", True))  # norms.py
+NORMS = (("RMSNorm", False), ("LayerNorm", True))  # as layers.py has them
 MLPS = ((F.silu, True), (squared_relu, False))
 
 

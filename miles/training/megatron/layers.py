@@ -67,7 +67,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 # Kinds whose frequencies depend on only the config. Cosine and sine are scaled by yarn only, which only latent
-# attention has (latent_attention.py, yarn_factors).
+# attention has (``yarn_factors``).
 FIXED_KINDS = ("linear", "llama3")
 OF_LATENT_ATTENTION = ("yarn",)
 
@@ -270,7 +270,7 @@ def yarn_factors(config: MLATransformerConfig) -> tuple[float, float]:
 # The modules of a decoder layer.
 #
 # Linear layers and experts are Megatron's. Attention goes through ``PackedCoreAttention``, latent attention through
-# ``LatentAttention`` before it. Norms are torch's (norms.py).
+# ``LatentAttention`` before it. Norms are torch's.
 
 
 def _norm(config: TransformerConfig) -> type:

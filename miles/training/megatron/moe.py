@@ -78,7 +78,7 @@ class AuxiliaryStep:
     sizes: MegatronArguments
     routed_tokens: float
     mtp_targets: tuple[float, ...]
-    auxiliary_loss_factor: float  # of loss_scaling.py
+    auxiliary_loss_factor: float  # runner.py computes it
     sums: torch.Tensor  # float64 [3]: this rank's part of balance loss, z-loss and MTP loss, without coefficients
 
     @classmethod

@@ -41,7 +41,7 @@ from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 # Megatron's AdamW under the schedule of training/optimizer.py.
 
 # Megatron takes Adam from Transformer Engine or Apex if they are installed. Theirs keep the number of steps in another
-# field, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).
+# field, and need a GPU: every run has torch's, whose state checkpoints are made of (``optimizer_state``).
 megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 megatron.core.optimizer.Adam = torch.optim.AdamW  # of what --optimizer-cpu-offload leaves on the GPU
 
@@ -196,7 +196,7 @@ class MegatronLossScaling(Protocol):
 
     @property
     def auxiliary_loss_factor(self) -> float:
-        """The factor of a loss that does not pass through the schedule (moe/auxiliary.py)."""
+        """The factor of a loss that does not pass through the schedule (moe.py)."""
         ...
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:

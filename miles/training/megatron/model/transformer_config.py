@@ -32,7 +32,7 @@ def transformer_config(
         shape: The fields that the model's Hugging Face config determines (``WeightConverter.shape``).
         dtype: The dtype of parameters and activations.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
-        per_token_loss: Megatron's ``calculate_per_token_loss`` (loss_scaling.py).
+        per_token_loss: Megatron's ``calculate_per_token_loss`` (runner.py).
         deterministic: Megatron's ``deterministic_mode``.
     """
     experts: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def transformer_config(
     of_model = {"activation_func": F.silu} | shape | experts
     kind = TransformerConfig
     if shape.get("multi_latent_attention"):
-        # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py
+        # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; layers.py
         # is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     values = _recomputation(gradient_checkpointing, overrides) | _fields_of(overrides, TransformerConfig)
