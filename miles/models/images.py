@@ -1,7 +1,7 @@
 """Images for vision-language models: decode them, and have the model's processor make tokens and tensors of them.
 
-A family of such models is one file of ``families/`` with a ``VISION`` list. Pillow, transformers' processors and
-torchvision are imported when the first image is read.
+A family of such models is one file of ``families/vision/``, with its ``model_type`` as name and a ``VisionFamily`` as
+``VISION``. Pillow, transformers' processors and torchvision are imported when the first image is read.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles.base.text import InputError, one_line
 from miles.models.families import vision
-from miles.models.reading import read_config
+from miles.models.reading import WITH_IMAGES, read_config
 from miles.types.images import ImageTensors, PromptImages
 from miles.types.sample import IMAGE_PLACEHOLDER, data_uri
 
@@ -32,18 +31,15 @@ THUMBNAIL, MOST_THUMBNAILS = 128, 4  # pixels of the longer side, and images of 
 MOST_PIXELS = 89_478_485  # of one image, as its header states; Pillow warns of larger ones, which may be bombs
 
 
-@dataclass(frozen=True)
 class VisionFamily:
     """The vision-language models of one ``model_type``.
 
     Attributes:
-        model_type: The type of the whole model.
         inputs: The tensors that the processor makes of images for ``get_image_features``, with the images along the
             first axis.
         encoders: The parts of the model's body that ``--freeze-vision-tower`` freezes: all that encodes images.
     """
 
-    model_type: str
     inputs: tuple[str, ...]
     encoders: tuple[str, ...]
 
@@ -82,12 +78,10 @@ class VisionFamily:
 @cache
 def vision_family(model_type: str) -> VisionFamily | None:
     """Return the family of a type of model; None if it reads no images here."""
-    for file in iter_modules(vision.__path__):
-        families: tuple[VisionFamily, ...] = import_module(f"{vision.__name__}.{file.name}").VISION
-        for family in families:
-            if family.model_type == model_type:
-                return family
-    return None
+    if model_type not in WITH_IMAGES:
+        return None
+    family: VisionFamily = import_module(f"{vision.__name__}.{model_type}").VISION
+    return family
 
 
 def text_inputs(

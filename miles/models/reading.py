@@ -11,10 +11,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from miles.base.text import InputError, one_line
 from miles.base.tokenizer import end_of_turn, load_tokenizer
+from miles.models.families import vision
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +141,8 @@ def _models() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "models"
 
 
-# Types for text and images that are loaded whole, with the vision tower: the types in families/vision.
-WITH_IMAGES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
+# Types for text and images that are loaded whole, with the vision tower: the files of families/vision.
+WITH_IMAGES = tuple(file.name for file in iter_modules(vision.__path__))
 _READER = "PytorchStreamReader"  # begins torch's message about a broken pytorch_model.bin
 _LISTED = 3  # names of tensors in a message
 

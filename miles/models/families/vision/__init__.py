@@ -1,1 +1,1 @@
-"""One file per family of vision-language models, with a list ``VISION``. Imported for a model with a vision tower."""
+"""Vision-language models: a file per ``model_type``, with a ``VisionFamily`` as ``VISION``."""

@@ -10,6 +10,9 @@ from miles.models.images import VisionFamily
 class LlavaOnevision(VisionFamily):
     """Tokens have one rotary axis, like text tokens."""
 
+    inputs = ("pixel_values", "image_sizes", "batch_num_images")
+    encoders = ("vision_tower", "multi_modal_projector", "image_newline")
+
     def blank(self, config: Any) -> dict[str, np.ndarray]:
         """Return two images of one tile: a single one would be cut."""
         side = config.vision_config.image_size
@@ -20,10 +23,4 @@ class LlavaOnevision(VisionFamily):
         }
 
 
-VISION = (
-    LlavaOnevision(
-        "llava_onevision",
-        ("pixel_values", "image_sizes", "batch_num_images"),
-        ("vision_tower", "multi_modal_projector", "image_newline"),
-    ),
-)
+VISION = LlavaOnevision()

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class QwenVL(VisionFamily):
     """One of the two."""
 
+    inputs = ("pixel_values", "image_grid_thw")
+    encoders = ("visual",)
+
     def prepare(self, body: Any) -> None:
         """Embed patches by a matrix product, and attend in all windows and images of one size at once."""
         from torch.nn import functional as F
@@ -120,4 +123,4 @@ def attention_within_parts(
     return (out[order.argsort()] if len(sizes) > 1 else out)[None], None
 
 
-VISION = tuple(QwenVL(kind, ("pixel_values", "image_grid_thw"), ("visual",)) for kind in ("qwen2_5_vl", "qwen3_vl"))
+VISION = QwenVL()
