@@ -106,9 +106,6 @@ class Trainer:
         """Compute with the weights of ``loss`` from now on."""
         self.objective = replace(build_objective(loss), args=self.args)
         self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
-        self.estimator = (
-            AdvantageEstimator(loss, self.backend.token_group) if self.objective.estimates_by_token else None
-        )
 
     def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Continue with the weights of a checkpoint (objective/coefficients.py)."""
@@ -141,19 +138,20 @@ class Trainer:
             if self.loss.tis_batch_normalize and trains_policy:
                 estimated = [self._with_mean_weight(shard, measured) for shard, measured in estimated]
         scoring = time.perf_counter() - started
-        in_advantages = self.coefficients.metrics_in_advantages()
+        in_advantages = self.coefficients.metrics_in_advantages()  # read now: the steps below change them
         steps = []
         for step, (shard, measured) in enumerate(estimated * self.passes):
             metrics = dict(measured)
             if trains_policy:
-                self.recorder.begin(step, shard if step < len(shards) else None)  # later passes see the same samples
+                is_first_pass = step < len(shards)
+                self.recorder.begin(step, shard if is_first_pass else None)  # later passes see the same samples
                 with span("select tokens"):
                     selected, selection = self._with_selection(shard, step)
                 with span(f"policy step {step}"):
                     metrics |= self._policy_step(self.policy, selected) | selection
                 if self.coefficients.adapt:
                     # What was measured before the first step is followed in the first pass only.
-                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in measured}
+                    new = {name: m for name, m in metrics.items() if is_first_pass or name not in measured}
                     metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
                 with span(f"critic step {step}"):
@@ -171,11 +169,24 @@ class Trainer:
         return used
 
     def _with_advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
-        """Return the shard with advantages of tokens (and returns), if the estimator makes these on the trainer."""
-        if self.estimator is None:
+        """Return the shard with advantages of tokens (and returns), if the estimator makes these on the trainer.
+
+        Every rank gets the few numbers per token that the others have, and computes the whole step's: the samples of a
+        trajectory may be on several ranks, and whitening needs all of them.
+        """
+        if not self.objective.estimates_by_token:
             return shard, {}
-        shard, metrics = self.estimator.advantages(shard)
-        return shard, _under("train/", metrics)
+        batch, group = shard.batch, self.backend.token_group
+        own = shard.samples_sent_by(dist.get_rank(group))
+        step = gather_step(
+            [(batch.position_in_step[i], _sample_tokens(self.objective.flags, batch, i)) for i in own], group
+        )
+        result = token_advantages(self.objective, [tokens for _, tokens in step])
+        index = {position: i for i, (position, _) in enumerate(step)}
+        mine = [index[position] for position in batch.position_in_step]
+        returns = None if result.returns is None else [result.returns[i] for i in mine]
+        batch = replace(batch, advantages=[result.advantages[i] for i in mine], returns=returns)
+        return replace(shard, batch=batch), _under("train/", result.metrics)
 
     def _postprocessed(
         self, estimated: list[tuple[TrainShard, dict[str, Metric]]], iteration: int
@@ -248,51 +259,18 @@ def _under(prefix: str, metrics: dict[str, Metric]) -> dict[str, Metric]:
     return {f"{prefix}{name}": metric for name, metric in metrics.items()}
 
 
-# Exchange scores between the ranks of the trainer, so that each can compute phase 2 of the advantages.
-
-
-@dataclass(frozen=True)
-class AdvantageEstimator:
-    """Makes the advantages of tokens from scored shards (phase 2), if the estimator has that phase.
-
-    Attributes:
-        loss: The flags of the objective.
-        group: The ranks that hold the step's tokens between them, in the order of its shards; None is all ranks.
-    """
-
-    loss: LossArguments
-    group: dist.ProcessGroup | None = None
-
-    def advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
-        """Return ``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.
-
-        Every rank gets the few numbers per token that the others have, and computes the whole step's: the samples of a
-        trajectory may be on several ranks, and whitening needs all of them.
-        """
-        own = shard.samples_sent_by(dist.get_rank(self.group))
-        sent = [(shard.batch.position_in_step[i], self._tokens(shard.batch, i)) for i in own]
-        step = gather_step(sent, self.group)
-        result = token_advantages(build_objective(self.loss), [tokens for _, tokens in step])
-        index = {position: i for i, (position, _) in enumerate(step)}
-        mine = [index[position] for position in shard.batch.position_in_step]
-        returns = None if result.returns is None else [result.returns[i] for i in mine]
-        batch = replace(shard.batch, advantages=[result.advantages[i] for i in mine], returns=returns)
-        return replace(shard, batch=batch), result.metrics
-
-    def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
-        reference = _log_ratio(batch, batch.ref_log_probs, i) if self.loss.kl_coef else None
-        teacher = _log_ratio(batch, batch.teacher_log_probs, i) if self.loss.use_opd else None
-        values = None if batch.values is None else batch.values[i]
-        return SampleTokens(
-            batch.trajectory_ids[i],
-            batch.rewards[i],
-            batch.loss_masks[i],
-            values,
-            reference,
-            teacher,
-            batch.group_indices[i],
-            _score_norm(batch, i),
-        )
+def _sample_tokens(loss: LossArguments, batch: TrainBatch, i: int) -> SampleTokens:
+    """Return what phase 2 of the advantages reads of a sample."""
+    return SampleTokens(
+        batch.trajectory_ids[i],
+        batch.rewards[i],
+        batch.loss_masks[i],
+        None if batch.values is None else batch.values[i],
+        _log_ratio(batch, batch.ref_log_probs, i) if loss.kl_coef else None,
+        _log_ratio(batch, batch.teacher_log_probs, i) if loss.use_opd else None,
+        batch.group_indices[i],
+        _score_norm(batch, i),
+    )
 
 
 def _score_norm(batch: TrainBatch, i: int) -> np.ndarray | None:

@@ -29,8 +29,8 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
 
     trainer = object.__new__(Trainer)
     trainer.backend, trainer.selector = None, Selector()
-    trainer.objective = SimpleNamespace(selects_tokens=selects, ranks_entropies=ranks)
-    trainer.estimator = trainer.critic = None
+    trainer.objective = SimpleNamespace(estimates_by_token=False, selects_tokens=selects, ranks_entropies=ranks)
+    trainer.critic = None
     trainer.passes, trainer.loss = 1, LossArguments()
     trainer.coefficients = Coefficients(LossArguments())
     trainer.recorder = SimpleNamespace(begin=lambda step, shard: None)
