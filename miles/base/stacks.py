@@ -1,20 +1,23 @@
 """The stacks of all threads of a process, written to a file when another process sends it SIGUSR2.
 
 ``faulthandler`` writes them inside the signal handler, so it works while code holds Python's lock or waits in a
-library. The files are in the temporary folder of the run, on this machine (``RUN_FOLDER``).
+library. The files are in the temporary folder of the run, on this machine (``RUN_FOLDER``). ``waiting_tasks`` reports
+coroutines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from miles.base.processes import RUN_FOLDER
 
@@ -122,3 +125,27 @@ _BIT = 1 << (SIGNAL - 1)
 def _mask(status: str, name: str) -> int:
     match = re.search(rf"^{name}:\s*(\w+)$", status, re.MULTILINE)
     return 0 if match is None else int(match[1], 16)
+
+
+def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
+    """Return the code lines at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
+
+    May be called from another thread. Frames of libraries are left out, apart from the innermost one.
+    """
+    counts: Counter[str] = Counter()
+    for task in asyncio.all_tasks(loop):
+        frames = []
+        waits: Any = task.get_coro()
+        while waits is not None:
+            frame = next((f for kind in ("cr", "gi", "ag") if (f := getattr(waits, f"{kind}_frame", None))), None)
+            if frame is not None:
+                file = frame.f_code.co_filename.rpartition("/miles/")
+                is_own = bool(file[1]) and "site-packages" not in file[2]
+                name = f"miles/{file[2]}" if file[1] else file[2]
+                frames.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
+            waits = next(
+                (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
+            )
+        lines = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
+        counts[" > ".join(lines) or "not started"] += 1
+    return counts

@@ -1,4 +1,4 @@
-"""Daemon threads for calls that block.
+"""Daemon threads for calls that block, and coroutines of which none is left behind.
 
 A thread is there at once, however many others hang, and a process that ends does not wait for it. The few threads of
 ``asyncio.to_thread`` are left to coroutines of the user's, whose calls may hold them for good.
@@ -6,7 +6,7 @@ A thread is there at once, however many others hang, and a process that ends doe
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
@@ -62,3 +62,19 @@ def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run the coroutines concurrently and return their results in order.
+
+    Raises the first exception unchanged, after the others were cancelled and have ended. (``asyncio.gather`` would let
+    them run on; ``asyncio.TaskGroup`` would wrap the user's error in an ``ExceptionGroup``.)
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

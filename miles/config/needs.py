@@ -40,7 +40,7 @@ class Condition:
         holds: Whether it has one in this run.
         why: Why it has none, if the condition does not hold.
         heading: The heading of the note.
-        comes_last: Whether it holds only without another flag, which may turn out to have no effect itself.
+        comes_last: Whether it is a ``no --flag``: judged last, as that flag may be set to its default first.
         flag: The flag that must be set, if that is the whole condition.
     """
 
@@ -224,7 +224,7 @@ def _condition(text: str) -> Condition:
         section = getattr(s, section_of()[field])
         return str(getattr(section, field)) in accepted if values else bool(changed(section, [field]))
 
-    written, heading = " ".join([name, *filter(None, [" or ".join(accepted)])]), _HEADINGS.get(text, NO_EFFECT)
+    written, heading = f"{name} {' or '.join(accepted)}".rstrip(), _HEADINGS.get(text, NO_EFFECT)
     if text.startswith("no "):
         return Condition(lambda s: not is_set(s), f"with {written}", heading, comes_last=True)
     return Condition(is_set, f"without {written}", heading, flag=None if values else name)
@@ -245,12 +245,10 @@ def conditions() -> tuple[tuple[str, tuple[Condition, ...]], ...]:
 
 def _of_parts() -> Iterator[tuple[str, Condition]]:
     """Yield the flags that only some estimators, policy losses or rewards read, with the condition that one does."""
-    for name in ESTIMATORS.reads:
-        yield name, Condition(partial(_reads_estimator, name), _read_by(ESTIMATORS, name))
-    for name in POLICY_LOSSES.reads:
-        yield name, Condition(partial(_reads_policy_loss, name), _read_by(POLICY_LOSSES, name))
-    for name in REWARDS.reads:
-        yield name, Condition(partial(_reads_reward, name), _read_by(REWARDS, name))
+    parts = ((ESTIMATORS, _reads_estimator), (POLICY_LOSSES, _reads_policy_loss), (REWARDS, _reads_reward))
+    for registry, reads in parts:
+        for name in registry.reads:
+            yield name, Condition(partial(reads, name), _read_by(registry, name))
 
 
 def _read_by(registry: Registry[Any], name: str) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from miles.base.threads import in_thread
 from miles.config.components import build, build_teacher, engine_spec
-from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -458,119 +453,3 @@ class EngineWrapper:
     async def close(self) -> None:
         """Close the engine."""
         await self._engine.close()
-
-
-# Measure how much an engine has to do: the share of the time with requests, and the responses in flight.
-
-
-class EngineLoad:
-    """Adds up the time with requests, from the first request on, and from each reading on.
-
-    A response is in flight from its request to its answer, also while it waits for a slot in the engine.
-
-    Args:
-        clock: Returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._began: float | None = None  # the start of the sum; None before the first request
-        self._counted = 0.0  # the time up to which seconds are added up
-        self._in_flight = 0
-        self._busy = 0.0  # seconds with a response in flight
-        self._response_seconds = 0.0
-
-    @contextmanager
-    def answering(self, responses: int) -> Iterator[None]:
-        """Count ``responses`` as in flight until the block ends, even by an error."""
-        self._count()
-        self._in_flight += responses
-        try:
-            yield
-        finally:
-            self._count()
-            self._in_flight -= responses
-
-    def metrics(self) -> dict[str, Metric]:
-        """Return what was measured since the last reading, and reset it; empty before the first request.
-
-        ``perf/engine_busy`` is the share of the time with a response in flight, and ``perf/engine_responses`` the mean
-        number of these in that time.
-        """
-        if self._began is None:
-            return {}
-        self._count()
-        metrics = {
-            "perf/engine_busy": Metric(self._busy, self._counted - self._began),
-            "perf/engine_responses": Metric(self._response_seconds, self._busy),
-        }
-        self._began, self._busy, self._response_seconds = self._counted, 0.0, 0.0
-        return {name: metric for name, metric in metrics.items() if metric.denominator}
-
-    def _count(self) -> None:
-        now = self._clock()
-        if self._began is None:
-            self._began = self._counted = now
-        if self._in_flight:
-            self._busy += now - self._counted
-            self._response_seconds += (now - self._counted) * self._in_flight
-        self._counted = now
-
-
-class MeteredEngine(EngineWrapper):
-    """Reports each request to ``load``."""
-
-    def __init__(self, engine: Engine, load: EngineLoad) -> None:
-        super().__init__(engine)
-        self._load = load
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """Return what the engine answers."""
-        with self._load.answering(len(request.seeds)):
-            return await super().generate(request)
-
-
-# Run many coroutines at once, and leave none behind when one fails.
-
-
-T = TypeVar("T")
-
-
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines concurrently and return their results in order.
-
-    Raises the first exception unchanged, after the others were cancelled and have ended. (``asyncio.gather`` would let
-    them run on; ``asyncio.TaskGroup`` would wrap the user's error in an ``ExceptionGroup``.)
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
-    """Return the code lines at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
-
-    May be called from another thread. Frames of libraries are left out, apart from the innermost one.
-    """
-    counts: Counter[str] = Counter()
-    for task in asyncio.all_tasks(loop):
-        frames = []
-        waits: Any = task.get_coro()
-        while waits is not None:
-            frame = next((f for kind in ("cr", "gi", "ag") if (f := getattr(waits, f"{kind}_frame", None))), None)
-            if frame is not None:
-                file = frame.f_code.co_filename.rpartition("/miles/")
-                is_own = bool(file[1]) and "site-packages" not in file[2]
-                name = f"miles/{file[2]}" if file[1] else file[2]
-                frames.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
-            waits = next(
-                (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
-            )
-        lines = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
-        counts[" > ".join(lines) or "not started"] += 1
-    return counts

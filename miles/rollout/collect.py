@@ -5,8 +5,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from miles.base.threads import gather_or_cancel
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import gather_or_cancel
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from miles.base.threads import gather_or_cancel
 from miles.config.evaluation import EvaluationArguments, eval_entries
 from miles.config.inputs import load_held_out_prompts
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import SamplingParams, gather_or_cancel
+from miles.engine.base import SamplingParams
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
 from miles.tasks.data.settings import DataArguments

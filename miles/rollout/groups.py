@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles.base.profiling import ProcessTrace, span, waiting
+from miles.base.threads import gather_or_cancel
 from miles.base.user_code import ordinary_errors
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams, gather_or_cancel
+from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.scoring import score

@@ -9,11 +9,12 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from miles.base.threads import gather_or_cancel
 from miles.base.user_code import load_function, user_code_in_thread
 from miles.config.flags_view import flags_view
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.engine.base import Engine, gather_or_cancel
+from miles.engine.base import Engine
 from miles.rollout.collect import PromptSource, ScoredGroups
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools, ProducedGroup

@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import replace
 from itertools import groupby
 
-from miles.engine.base import Engine, EngineWrapper, Generation, GenerationRequest, gather_or_cancel
+from miles.base.threads import gather_or_cancel
+from miles.engine.base import Engine, EngineWrapper, Generation, GenerationRequest
 from miles.rollout.groups import response_seed
 from miles.types.replay import continued, extended
 

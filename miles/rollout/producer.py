@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,10 @@ from miles.config.settings import Settings
 from miles.engine.base import (
     Engine,
     EngineHost,
-    EngineLoad,
+    EngineWrapper,
+    Generation,
+    GenerationRequest,
     HasQueues,
-    MeteredEngine,
     ReleasesMemory,
     ServedTeacher,
     SharesServers,
@@ -25,9 +28,77 @@ from miles.rollout.chosen_generator import get_group_generator, session_generato
 from miles.rollout.groups import GroupTools, GroupWorkers
 from miles.rollout.workers.pool import StartWorker, WorkerPool
 from miles.tasks.rewards.registry import get_reward_function
+from miles.types.metrics import Metric
 
 if TYPE_CHECKING:
     from miles.rollout.agents.generator import SessionGenerator
+
+
+class EngineLoad:
+    """Adds up the time with requests, from the first request on, and from each reading on.
+
+    A response is in flight from its request to its answer, also while it waits for a slot in the engine.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began: float | None = None  # the start of the sum; None before the first request
+        self._counted = 0.0  # the time up to which seconds are added up
+        self._in_flight = 0
+        self._busy = 0.0  # seconds with a response in flight
+        self._response_seconds = 0.0
+
+    @contextmanager
+    def answering(self, responses: int) -> Iterator[None]:
+        """Count ``responses`` as in flight until the block ends, even by an error."""
+        self._count()
+        self._in_flight += responses
+        try:
+            yield
+        finally:
+            self._count()
+            self._in_flight -= responses
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return what was measured since the last reading, and reset it; empty before the first request.
+
+        ``perf/engine_busy`` is the share of the time with a response in flight, and ``perf/engine_responses`` the mean
+        number of these in that time.
+        """
+        if self._began is None:
+            return {}
+        self._count()
+        metrics = {
+            "perf/engine_busy": Metric(self._busy, self._counted - self._began),
+            "perf/engine_responses": Metric(self._response_seconds, self._busy),
+        }
+        self._began, self._busy, self._response_seconds = self._counted, 0.0, 0.0
+        return {name: metric for name, metric in metrics.items() if metric.denominator}
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._began is None:
+            self._began = self._counted = now
+        if self._in_flight:
+            self._busy += now - self._counted
+            self._response_seconds += (now - self._counted) * self._in_flight
+        self._counted = now
+
+
+class MeteredEngine(EngineWrapper):
+    """Reports each request to ``load``."""
+
+    def __init__(self, engine: Engine, load: EngineLoad) -> None:
+        super().__init__(engine)
+        self._load = load
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return what the engine answers."""
+        with self._load.answering(len(request.seeds)):
+            return await super().generate(request)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from miles.base.text import one_line
-from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams, gather_or_cancel
+from miles.base.threads import gather_or_cancel
+from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
 from miles.rollout.groups import STATUS, Detokenizer, SeedOf, answer_text, fit_context, response_seed
 from miles.types.replay import TokenSets, continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus

@@ -177,7 +177,7 @@ def _run_loop(
     """Run the iterations, with a trainer or without."""
     from miles.observe.console import PhaseTimer
     from miles.run.checkpoints import RunCheckpoints
-    from miles.run.loop import Drivers, GenerationLoop, TrainingLoop, nothing_foreseen
+    from miles.run.loop import Drivers, GenerationLoop, TrainingLoop
     from miles.run.resume import settings_to_save
 
     steps, stop = settings.steps_per_iteration, context.stop
@@ -209,7 +209,7 @@ def _run_loop(
         stop=stop,
         profiled=profiled,
         before_writing=context.before_writing,
-        foreseen=nothing_foreseen if foreseen is None else foreseen.compare,
+        foreseen=(lambda _: {}) if foreseen is None else foreseen.compare,
     ).run()
 
 

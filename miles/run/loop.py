@@ -129,11 +129,6 @@ class Drivers:
             self.rollout.update_weights(weights, version)
 
 
-def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return nothing: no rehearsal runs alongside the run."""
-    return {}
-
-
 @dataclass
 class TrainingLoop:
     """Runs the iterations of a training run and the tasks that are due between them."""
@@ -149,7 +144,7 @@ class TrainingLoop:
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
     # The foreseen values of the metrics that an iteration has measured, to be logged alongside them.
-    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = lambda _: {}
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""

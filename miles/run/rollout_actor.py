@@ -23,14 +23,14 @@ import ray.exceptions
 from miles.base.disk_faults import WriteFailed
 from miles.base.host import GIB, resident_bytes
 from miles.base.profiling import ProcessTrace, span
-from miles.base.stacks import own_stacks
+from miles.base.stacks import own_stacks, waiting_tasks
 from miles.base.text import tell
 from miles.base.user_code import user_code_in_thread
 from miles.batch.schedule import ShardBuilder
 from miles.config.components import engine_spec, import_builder
 from miles.config.host_share import sharers_of_engine
 from miles.config.settings import Settings
-from miles.engine.base import EngineHost, waiting_tasks
+from miles.engine.base import EngineHost
 from miles.engine.weight_sync.deltas import copied
 from miles.objective.chosen import build_objective
 from miles.observe.sample_records import SampleRecorder, StoredSamples, token_columns_of

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from miles.base.disk_faults import WriteFailed
 from miles.base.text import one_line
+from miles.base.threads import gather_or_cancel
 from miles.config.sglang.flags import SglangArguments
-from miles.engine.base import EngineFailed, gather_or_cancel
+from miles.engine.base import EngineFailed
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
 from miles.engine.servers.requests import see_log
 from miles.engine.servers.states import ManagedServer, Servers, ServerState

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from miles.base.threads import in_thread
-from miles.engine.base import EngineFailed, Generation, GenerationRequest, SamplingParams, gather_or_cancel
+from miles.base.threads import gather_or_cancel, in_thread
+from miles.engine.base import EngineFailed, Generation, GenerationRequest, SamplingParams
 from miles.engine.servers.client import EngineUnavailable, ServerClient
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.processes import allow_open_files

@@ -6,8 +6,8 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from miles.base.threads import gather_or_cancel
 from miles.config.settings import Settings
-from miles.engine.base import gather_or_cancel
 from miles.engine.servers.client import EngineUnavailable
 from miles.engine.sglang.client import SglangClient
 from miles.engine.vllm.client import VllmClient

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from miles.engine.base import EngineLoad, GenerationRequest, MeteredEngine, SamplingParams
+from miles.engine.base import GenerationRequest, SamplingParams
+from miles.rollout.producer import EngineLoad, MeteredEngine
 from miles.types.metrics import values
 
 
