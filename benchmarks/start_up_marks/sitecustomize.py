@@ -16,7 +16,7 @@ import time
 
 # Module: {function: mark}. Only the first call of a function counts.
 MARKED = {
-    "miles.compat.border": {"main_parse": "launcher: flags"},
+    "miles.compat.border": {"parse_or_exit": "launcher: flags"},
     "miles.run.session": {"_connect": "launcher: start Ray", "_place": "launcher: placement group"},
     "miles.run.launcher": {"train": "launcher: attempt"},
     "miles.run.loop": {"TrainingLoop.run": "launcher: loop"},

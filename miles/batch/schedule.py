@@ -54,7 +54,7 @@ class _Partition:
     """
 
     sums: array[int]
-    named: array[int]
+    first_items: array[int]
 
     def spread(self, parts: int) -> int:
         """Return the difference of the largest and the smallest of ``parts``."""
@@ -128,7 +128,7 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
             at += 1
         else:
             first = heapq.heappop(merged)[2]
-        least = merged[0][0] if merged else 0  # what a weight needs, to be the second
+        least = merged[0][0] if merged else 0  # a weight of at least this is merged next
         if at == end or waiting[at] > least:
             first = _merge(first, heapq.heappop(merged)[2], parts, chains)
         while at < end and waiting[at] <= least:
@@ -138,13 +138,13 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
             if room and at < end and first.sums[0] < waiting[at]:  # it stays first until no part is empty
                 taken = min(at + room, bisect_right(waiting, least, at))
                 first.sums += waiting[at:taken]
-                first.named += items[at:taken]
+                first.first_items += items[at:taken]
                 at = taken
             if at < end and first.spread(parts) <= -waiting[at]:
                 break
         age += 1
         heapq.heappush(merged, (-first.spread(parts), age, first))
-    lists = [chains.items(name) for name in merged[0][2].named] if merged else [[items[0]]]
+    lists = [chains.items(name) for name in merged[0][2].first_items] if merged else [[items[0]]]
     return lists + [[] for _ in range(parts - len(lists))]
 
 
@@ -175,13 +175,13 @@ def _equal_weights(items: np.ndarray, parts: int) -> list[np.ndarray]:
 
 def _add(partition: _Partition, weight: int, item: int, parts: int, chains: _Chains) -> None:
     """Put an item of a negative weight into the smallest part. Of equal parts, the changed one becomes the last."""
-    sums, named = partition.sums, partition.named
+    sums, first_items = partition.sums, partition.first_items
     if len(sums) == parts:
         weight += sums.pop()
-        item = chains.join(named.pop(), item)
+        item = chains.join(first_items.pop(), item)
     place = bisect_right(sums, weight)
     sums.insert(place, weight)
-    named.insert(place, item)
+    first_items.insert(place, item)
 
 
 def _merge(first: _Partition, second: _Partition, parts: int, chains: _Chains) -> _Partition:
@@ -190,33 +190,33 @@ def _merge(first: _Partition, second: _Partition, parts: int, chains: _Chains) -
     Of equal results the one with the larger part of ``first`` goes first.
     """
     a, b = first.sums, second.sums
-    alone = min(len(a), parts - len(b))  # of the first, that meet an empty part of the second
-    left = parts - max(len(a), parts - len(b))  # of the second, that meet an empty part of the first
+    alone = min(len(a), parts - len(b))  # parts of first that meet an empty part of second
+    left = parts - max(len(a), parts - len(b))  # parts of second that meet an empty part of first
     if len(a) + len(b) > WIDE:
         return _merge_wide(first, second, alone, left, parts, chains)
-    sums, named = a[:alone], first.named[:alone]
+    sums, first_items = a[:alone], first.first_items[:alone]
     for i in range(alone, len(a)):
         sums.append(a[i] + b[parts - 1 - i])
-        named.append(chains.join(first.named[i], second.named[parts - 1 - i]))
+        first_items.append(chains.join(first.first_items[i], second.first_items[parts - 1 - i]))
     sums += b[:left][::-1]
-    named += second.named[:left][::-1]
+    first_items += second.first_items[:left][::-1]
     if len(a) + len(b) <= parts and a[0] == a[-1] == b[0] == b[-1]:  # equal weights, one in each part
-        return _Partition(sums, named)
+        return _Partition(sums, first_items)
     order = sorted(range(len(sums)), key=sums.__getitem__)
-    return _Partition(array("q", [sums[i] for i in order]), array("q", [named[i] for i in order]))
+    return _Partition(array("q", [sums[i] for i in order]), array("q", [first_items[i] for i in order]))
 
 
 def _merge_wide(
     first: _Partition, second: _Partition, alone: int, left: int, parts: int, chains: _Chains
 ) -> _Partition:
     """Do what ``_merge`` does, with arrays."""
-    a, b, a_named, b_named = map(_view, (first.sums, second.sums, first.named, second.named))
+    a, b, a_named, b_named = map(_view, (first.sums, second.sums, first.first_items, second.first_items))
     met = slice(parts - len(a), parts - alone)  # of the second, by the first's parts from ``alone`` on, last first
     joined = chains.join_each(a_named[alone:], b_named[met][::-1])
     sums = np.concatenate([a[:alone], a[alone:] + b[met][::-1], b[:left][::-1]])
-    named = np.concatenate([a_named[:alone], joined, b_named[:left][::-1]])
+    first_items = np.concatenate([a_named[:alone], joined, b_named[:left][::-1]])
     order = np.argsort(sums, kind="stable")
-    return _Partition(_column(sums[order]), _column(named[order]))
+    return _Partition(_column(sums[order]), _column(first_items[order]))
 
 
 # Pack samples of known length into few micro-batches of a token budget.
@@ -449,12 +449,12 @@ def schedule_step(
             the padding of rows instead.
     """
     trained = [i for i in range(len(batch)) if has_gradient is None or has_gradient[i]]
-    scored = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]
+    forward_only = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]
     if parallel.dynamic_context_parallel:
         assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() requires it"
-        plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, scored)]
+        plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, forward_only)]
     else:
-        plans = _static(batch, [trained, scored], ranks, training, parallel, share_prompts)
+        plans = _static(batch, [trained, forward_only], ranks, training, parallel, share_prompts)
     to_train, to_score = plans
     mass = batch.expected_loss_mass if watch_mass else None
     if watch_mass:

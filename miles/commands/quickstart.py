@@ -18,7 +18,7 @@ from miles.base.secrets import hide_on_command_line
 from miles.commands import train
 from miles.commands.quickstart_parts import data, model
 from miles.commands.quickstart_parts.summary import summarize
-from miles.compat.border import main_parse, refuse_wrong_flags
+from miles.compat.border import parse_or_exit, refuse_wrong_flags
 from miles.config.command_parser import CommandParser
 from miles.observe.run_files import METRICS
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         refuse_wrong_flags(_command(out, model.HUB_NAME, options.seed, flags))  # a model takes long to fetch or convert
         source = model.prepare(folder, options.model_target)
         command = _command(out, source, options.seed, flags)
-        validated = main_parse(command)  # exits for wrong flags and --version
+        validated = parse_or_exit(command)  # exits for wrong flags and --version
         trains = not (validated.explains or validated.settings.rehearsal.rehearse)
         if trains:
             _check(out)  # another quickstart may have started meanwhile

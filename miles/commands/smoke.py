@@ -34,7 +34,7 @@ from miles.base.processes import end, same_imports
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import InputError, one_line
 from miles.base.user_code import import_function
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.command_parser import CommandParser
 from miles.config.components import engine_spec
@@ -543,7 +543,7 @@ def _folder(path: Path | None) -> Iterator[Path]:
 
 def _settings(flags: Sequence[str]) -> Settings:
     """Return the settings of a training command; exit for wrong flags, and after ``--explain``."""
-    validated = main_parse(flags, starts=False)
+    validated = parse_or_exit(flags, starts=False)
     if validated.explains:
         print(explain(validated))
         raise SystemExit(0)

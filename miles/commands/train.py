@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import tell
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.config.explain import explain
 from miles.config.notes import start_refused
 from miles.run.launcher import launch, train_in_one_process
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], is_alone: bool = True) -> int:
             ``--explain``.
     """
     hide_on_command_line(argv)
-    validated = main_parse(argv)
+    validated = parse_or_exit(argv)
     if validated.explains:
         print(explain(_with_folders(validated)))
         raise SystemExit(0)
@@ -79,7 +79,7 @@ def in_one_process(argv: Sequence[str]) -> None:
     from miles.config.rules import check_one_process
     from miles.run.failures import exit_with_message
 
-    validated = main_parse(argv)
+    validated = parse_or_exit(argv)
     try:
         check_one_process(validated.settings)
     except ValueError as error:

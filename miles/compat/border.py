@@ -99,7 +99,7 @@ _TAKES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def _foreign_flags() -> FlagParser:
+def _foreign_parser() -> FlagParser:
     flags = FlagParser(add_help=False, allow_abbrev=False)
     for flag, row in FOREIGN_FLAGS.items():
         flags.add_argument(flag, dest=flag, default=None, **_TAKES[row.kind])
@@ -115,7 +115,7 @@ def _take_foreign(line: Line) -> None:
         (words if is_foreign else own).append(word)
     line.words = own
     with suppress(FlagError):  # whose messages are among the errors
-        values = vars(_foreign_flags().for_command(line.errors).read(words))
+        values = vars(_foreign_parser().for_command(line.errors).read(words))
         line.foreign |= {flag: value for flag, value in values.items() if value is not None}
 
 
@@ -183,15 +183,15 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     )
 
 
-def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
+def parse_or_exit(argv: Sequence[str], starts: bool = True) -> Validated:
     """Parse and validate for a program.
+
+    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--help`` and ``--version`` print to
+    stdout and exit with 0.
 
     Args:
         argv: The words of the command.
         starts: Whether the run starts now, unchanged, unless the command explains or rehearses it.
-
-    Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--help`` and ``--version`` print to
-    stdout and exit with 0.
     """
     with _exiting_on_wrong_flags():
         command, validated = judge_with_hub(lambda: read_command(argv), partial(judge, starts=starts), starts)
@@ -199,7 +199,7 @@ def main_parse(argv: Sequence[str], starts: bool = True) -> Validated:
 
 
 def refuse_wrong_flags(argv: Sequence[str]) -> None:
-    """Print wrong flags and exit with 2, as ``main_parse`` does, without asking the hub for the model's config."""
+    """Print wrong flags and exit with 2, as ``parse_or_exit`` does, without asking the hub for the model's config."""
     with _exiting_on_wrong_flags():
         judge_without_hub(read_command(argv))
 

@@ -164,7 +164,7 @@ class RemoteSenders(Protocol):
         """Give every process the state of the servers; return when each has it. Calls take effect in order."""
         ...
 
-    async def aborted(self) -> None:
+    async def abort_all(self) -> None:
         """Have every process send nothing of what was asked for before; return when all it had sent has ended."""
         ...
 
@@ -184,7 +184,7 @@ class RequestSender(Protocol):
         """Take in the engine's report on the servers. Requests wait for the first time."""
         ...
 
-    async def aborted(self) -> None:
+    async def abort_all(self) -> None:
         """Send nothing of what was asked for before; return when all that was sent has ended."""
         ...
 

@@ -115,7 +115,7 @@ class RolloutPipeline:
         The next iteration starts when the block is left: converting the groups belongs into the block.
         """
         async with self._gate.collecting(start):
-            oldest = start.iteration - self._rule.max_staleness  # that the launcher may still ask for
+            oldest = start.iteration - self._rule.max_staleness  # the oldest that the launcher may still ask for
             self._positions = {i: position for i, position in self._positions.items() if i >= oldest}
             self._positions[start.iteration] = self._collector.state()
             began = time.perf_counter()
@@ -298,12 +298,12 @@ def build_collector(
         rule,
         num_iterations=num_iterations,
         engine=engine,
-        interruptible=None if interruptible is None else _stops(interruptible, tools.workers),
+        interruptible=None if interruptible is None else _interrupter(interruptible, tools.workers),
         buffer_filter=None if rollout.buffer_filter_path is None else BufferFilter(rollout.buffer_filter_path, args),
     )
 
 
-def _stops(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
+def _interrupter(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
     """Return the object that interrupts the generation of this process, and of its workers if it has some."""
     return engine if workers is None else InterruptibleWorkers(engine, workers)
 

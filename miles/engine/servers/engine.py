@@ -179,9 +179,9 @@ class ServersEngine:
         For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
         """
         servers = self.servers
-        ended = [asyncio.ensure_future(self._requests.aborted())]
+        ended = [asyncio.ensure_future(self._requests.abort_all())]
         if self._senders is not None:
-            ended.append(asyncio.ensure_future(self._senders.aborted()))
+            ended.append(asyncio.ensure_future(self._senders.abort_all()))
         try:
             await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
             _, ending = await asyncio.wait(ended, timeout=0)

@@ -199,7 +199,7 @@ class Requests:
         """How many requests have been sent and not answered."""
         return len(self._sent)
 
-    async def aborted(self) -> None:
+    async def abort_all(self) -> None:
         """Send nothing of what was asked for before, and return when what was sent has ended; the servers end it."""
         self._aborts += 1
         if self._sent:
@@ -335,9 +335,9 @@ class ServersSender:
             self._end = state.end
             self._requests.end_all(state.end)
 
-    async def aborted(self) -> None:
+    async def abort_all(self) -> None:
         """Send nothing of what was asked for before, and return when what was sent has ended."""
-        await self._requests.aborted()
+        await self._requests.abort_all()
 
     @property
     def in_flight(self) -> int:

@@ -422,8 +422,8 @@ class WorkerPool:
         if self._workers:
             await asyncio.wait([worker.delivery_of(message) for worker in self._workers.values()])
 
-    async def aborted(self) -> None:
-        """Have every worker end its requests; ``RemoteSenders.aborted``."""
+    async def abort_all(self) -> None:
+        """Have every worker end its requests; ``RemoteSenders.abort_all``."""
         await self._ask(Question.ABORTED)
 
     async def in_flight(self) -> int:

@@ -253,7 +253,7 @@ class GenerationWorker:
     async def _answer(self, ask: Ask) -> None:
         match ask.question:
             case Question.ABORTED:
-                await self._sender.aborted()
+                await self._sender.abort_all()
                 self._send(Answered(ask.number, 0))
             case Question.IN_FLIGHT:
                 self._send(Answered(ask.number, self._sender.in_flight))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from miles.base.flags import LONGEST_MESSAGE, flag_name
 from miles.cli import main
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.settings import SECTIONS
@@ -43,7 +43,7 @@ def errors_of(words, starts=True):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main_parse(words, starts)
+            parse_or_exit(words, starts)
         except SystemExit as ended:
             if ended.code == 0:
                 return []

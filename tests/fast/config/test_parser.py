@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.base.flags import LARGEST, FlagError
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.config.parser import build_parser, declared, parse
 from miles.config.settings import SECTIONS, Settings
 from tests.fast.support.rows import rows
@@ -63,7 +63,7 @@ def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, caps
     with pytest.raises(FlagError):
         parse(words.split())
     with pytest.raises(SystemExit) as caught:
-        main_parse(command(words))
+        parse_or_exit(command(words))
     printed = capsys.readouterr()
     assert caught.value.code == 2
     assert printed.out == ""
@@ -79,7 +79,7 @@ def test_a_file_of_settings_without_its_flag_is_the_only_error():
 
 def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
     with pytest.raises(SystemExit) as caught:
-        main_parse(
+        parse_or_exit(
             command("--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 --use-lora")
         )
     assert caught.value.code == 2
@@ -100,7 +100,7 @@ def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
 
 def test_a_value_that_cannot_be_read_is_not_missing_as_well(command, capsys):
     with pytest.raises(SystemExit):
-        main_parse(command("--rollout-batch-size many", without="--rollout-batch-size"))
+        parse_or_exit(command("--rollout-batch-size many", without="--rollout-batch-size"))
     assert capsys.readouterr().err.count("--rollout-batch-size") == 1
 
 
@@ -112,7 +112,7 @@ def test_bad_quotes_in_a_file_of_flags(tmp_path):
 
 def test_help_has_every_flag_and_section(capsys):
     with pytest.raises(SystemExit) as caught:
-        main_parse(["--help"])
+        parse_or_exit(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert all(f"\n{name}:" in text for name in SECTIONS)
@@ -122,17 +122,17 @@ def test_help_has_every_flag_and_section(capsys):
 
 def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
-        main_parse(["--version"])
+        parse_or_exit(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("miles ")
 
 
 WRONG_FLAG = """
 import sys
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 try:
-    main_parse("--lr 0 --hf-checkpoint m --loss-aggregation constant --rollout-batch-size 8 --n-samples-per-prompt 4 "
-               "--rollout-max-response-len 9".split())
+    parse_or_exit("--lr 0 --hf-checkpoint m --loss-aggregation constant --rollout-batch-size 8 --n-samples-per-prompt 4"
+                  " --rollout-max-response-len 9".split())
 except SystemExit as error:
     heavy = {"torch", "ray", "transformers", "numpy", "datasets"} & set(sys.modules)
     print(error.code, sorted(heavy))

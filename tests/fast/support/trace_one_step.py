@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 import miles
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.observe.console import PhaseTimer
 from miles.observe.run_files import RunHeader
 from miles.observe.tracker import Tracker
@@ -90,7 +90,7 @@ def main(model: str, prompts: str, output: str) -> None:
     flags = f"--hf-checkpoint {model} --prompt-data {prompts} --rm-type length --num-rollout 1 --rollout-batch-size 2"
     flags += " --n-samples-per-prompt 4 --rollout-max-response-len 8 --actor-num-gpus-per-node 1 --colocate"
     flags += f" --train-backend fsdp --rollout-engine torch --device cpu --fp32 --output-dir {output}"
-    settings = main_parse(flags.split()).settings
+    settings = parse_or_exit(flags.split()).settings
     sys.setprofile(profile)
     threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)

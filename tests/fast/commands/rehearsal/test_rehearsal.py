@@ -25,7 +25,7 @@ from miles.commands.rehearsal.report import as_json as figures_of
 from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
 from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of, foresee_generation
 from miles.commands.rehearsal.trace import Tracers, prompt_length, response_length, step_of_one_rank
-from miles.compat.border import main_parse
+from miles.compat.border import parse_or_exit
 from miles.config.lora import LoraArguments
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments
@@ -283,7 +283,7 @@ def test_a_response_ends_where_the_context_does(tmp_path, arguments, max_prompt_
 )
 def test_wrong_flags_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main_parse(flags)
+        parse_or_exit(flags)
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 

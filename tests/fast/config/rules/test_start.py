@@ -4,7 +4,7 @@ import pytest
 
 from miles.base.flags import FlagError
 from miles.base.host import num_gpus
-from miles.compat.border import main_parse, read_command
+from miles.compat.border import parse_or_exit, read_command
 from miles.config.parser import judge, parse
 from miles.config.validate import validate
 from miles.run.launcher import _resume_point
@@ -68,7 +68,7 @@ def test_a_folder_with_a_checkpoint_is_loaded_or_found_damaged(started, command,
 
 def test_all_errors_are_told_together(command, capsys):
     with pytest.raises(SystemExit):
-        main_parse(command("--lr -1 --load lost"))
+        parse_or_exit(command("--lr -1 --load lost"))
     told = capsys.readouterr().err
     assert "--lr -1" in told and "--load lost: there is no such folder" in told
 
