@@ -14,6 +14,7 @@ heartbeat for long, takes a half-written lock for a live one, and knows no remot
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -194,7 +195,8 @@ def _open(label: str, path: Path) -> TextIO:
 
 def _not_writable(label: str, path: Path, error: OSError) -> ValueError:
     fault = disk_fault(path.parent, error) or error.strerror
-    return ValueError(f"{label}: cannot be written, because {fault}; correct that, or give another folder")
+    remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct that"
+    return ValueError(f"{label}: cannot be written, because {fault}; {remedy}, or give another folder")
 
 
 def _not_readable(label: str, path: Path, error: OSError) -> ValueError:
