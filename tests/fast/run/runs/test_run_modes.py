@@ -53,7 +53,7 @@ def test_a_model_is_fine_tuned_on_conversations_without_an_engine(launch, workpl
     by_step = measured(run)
     assert sorted(by_step) == list(range(1, 9))
     assert by_step[8]["train/loss"] < 0.5 * by_step[1]["train/loss"]
-    assert by_step[1]["rollout/loss_tokens"] == 8 * 2  # "+" and " 7" of each answer
+    assert by_step[1]["rollout/loss_tokens"] == 8 * 3  # "+", " 7" and the end of each answer
 
 
 def test_two_runs_in_deterministic_mode_are_bit_equal(launch, workplace):

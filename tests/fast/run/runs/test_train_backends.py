@@ -71,6 +71,7 @@ def test_a_checkpoint_continues_in_another_layout(fsdp, megatron, launch, workpl
 
 @pytest.mark.slow
 def test_checkpoint_of_the_other_backend_is_refused(launch, megatron, workplace):
-    run = launch("other", *FLAGS, "--load", str(workplace / "megatron_checkpoints" / "iter_0000001"))
-    assert run.wait() == 1
-    assert run.err.startswith("train.py: error: --load: the checkpoint iter_0000001 was written by --train-backend meg")
+    folder = workplace / "megatron_checkpoints" / "iter_0000001"
+    run = launch("other", *FLAGS, "--load", str(folder))
+    assert run.wait() == 1 and run.err.startswith(f"train.py: error: --load {folder}: the checkpoint ")
+    assert "continue with megatron, or export its weights with --save-hf" in run.err
