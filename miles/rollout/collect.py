@@ -1,9 +1,10 @@
 """The groups of an iteration, collected in bursts: generate, score, filter, and draw again until there are enough."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from miles.base.threads import gather_or_cancel
 from miles.config.rollout import RolloutArguments
@@ -12,7 +13,7 @@ from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics
 from miles.rollout.ordering import OrderingRule
 from miles.tasks.data.conversations import Conversation
-from miles.tasks.data.stream import NoPromptsLeft
+from miles.tasks.data.stream import NoPromptsLeft, TrainingStream
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import PromptGroup, Sample, SampleStatus
@@ -20,24 +21,7 @@ from miles.types.sample import PromptGroup, Sample, SampleStatus
 ProduceGroup = Callable[[PromptGroup], Coroutine[Any, Any, ProducedGroup]]  # ``produce_group`` with its tools
 
 
-class PromptSource(Protocol):
-    """Draws prompts by increasing ``group_index``."""
-
-    @property
-    def epoch(self) -> int:
-        """The pass over the prompts that the last drawn one belongs to."""
-        ...
-
-    def draw(self, n: int) -> list[PromptGroup]:
-        """Return the next ``n`` prompts, as groups without samples; raise ``NoPromptsLeft`` if there are too few."""
-        ...
-
-    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
-        """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again."""
-        ...
-
-
-def draw_up_to(n: int, stream: PromptSource) -> list[PromptGroup]:
+def draw_up_to(n: int, stream: TrainingStream) -> list[PromptGroup]:
     """Return the next ``n`` prompts, or those that are left: a resumed run redraws prompts that it had not trained on.
 
     Raises:
@@ -67,34 +51,39 @@ class ScoredGroups:
 Rollout = ScoredGroups  # the name that functions of --rollout-function-path use
 
 
-class GroupCollector(Protocol):
-    """Collects the scored groups of one iteration after another."""
+class GroupCollector(ABC):
+    """Collects the scored groups of one iteration after another.
 
+    Args:
+        stream: The prompts; None if none are drawn.
+    """
+
+    def __init__(self, stream: TrainingStream | None) -> None:
+        self._stream = stream
+
+    @abstractmethod
     async def collect(self, iteration: int) -> ScoredGroups:
         """Return the groups and metrics of ``iteration``, counted from 0. Calls do not overlap.
 
         Raises:
             NoPromptsLeft: Too few prompts are left to fill it.
         """
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the position in the prompts: a run that resumes there draws every prompt that is in no iteration."""
-        ...
-
-    def weights_changed(self, version: int) -> None:
-        """Note that the engine generates with weights of ``version`` from now on."""
-        ...
-
-
-@runtime_checkable
-class HasProgress(Protocol):
-    """A collector that reports the progress of an iteration."""
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and how many a whole one has."""
-        ...
+    def progress(self) -> tuple[int, int] | None:
+        """The groups of the iteration in progress that are ready, and how many a whole one has; None if not known."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the prompts: a run that resumes there draws every prompt that is in no iteration.
+
+        By default the stream's: between two iterations no group is in flight.
+        """
+        return {} if self._stream is None else self._stream.state()
+
+    def weights_changed(self, version: int) -> None:
+        """Note that the engine generates with weights of ``version`` from now on. Does nothing by default."""
+        return None
 
 
 @dataclass
@@ -120,7 +109,7 @@ class Tally:
         }
 
 
-class BurstCollector:
+class BurstCollector(GroupCollector):
     """Collects ``--rollout-batch-size`` groups by awaiting every group it starts (``LeftoverGroups.AWAIT``).
 
     Prompts are submitted in bursts, all groups of a burst at once; a group is scored as soon as it is generated.
@@ -132,17 +121,19 @@ class BurstCollector:
     next iteration they would be off-policy. ``StreamCollector`` does not wait.
     """
 
+    _stream: TrainingStream
+
     def __init__(
         self,
-        stream: PromptSource,
+        stream: TrainingStream,
         produce: ProduceGroup,
         rollout: RolloutArguments,
         reward: RewardArguments,
         rule: OrderingRule,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
+        super().__init__(stream)
         path = rollout.dynamic_sampling_filter_path
-        self._stream = stream
         self._produce = produce
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
@@ -186,26 +177,21 @@ class BurstCollector:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and how many a whole one has."""
+        """As in ``GroupCollector``."""
         return min(self._ready, self._batch_size), self._batch_size
-
-    def state(self) -> dict[str, Any]:
-        """Return the stream's position: between two iterations no group is in flight."""
-        return self._stream.state()
-
-    def weights_changed(self, version: int) -> None:
-        """Do nothing: each iteration is generated with the weights that the engine has."""
 
 
 # Iterations of conversations, for ``--loss-type sft_loss``: nothing is generated or scored.
 
 
-class ConversationCollector:
-    """A ``GroupCollector`` that draws conversations: each is a group of one sample."""
+class ConversationCollector(GroupCollector):
+    """Draws conversations: each is a group of one sample."""
 
-    def __init__(self, stream: PromptSource, batch_size: int) -> None:
+    _stream: TrainingStream
+
+    def __init__(self, stream: TrainingStream, batch_size: int) -> None:
         """``stream`` draws conversations, ``batch_size`` of them per iteration."""
-        self._stream = stream
+        super().__init__(stream)
         self._batch_size = batch_size
 
     async def collect(self, iteration: int) -> ScoredGroups:
@@ -234,10 +220,3 @@ class ConversationCollector:
             status=SampleStatus.COMPLETED,
         )
         return PromptGroup(drawn.group_index, sample.prompt, [sample])
-
-    def state(self) -> dict[str, Any]:
-        """Return the stream's position."""
-        return self._stream.state()
-
-    def weights_changed(self, version: int) -> None:
-        """Do nothing: no weights made the conversations."""

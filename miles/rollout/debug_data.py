@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +26,9 @@ from miles.base import strict_json
 from miles.base.disk_faults import naming_disk
 from miles.base.text import InputError, one_line
 from miles.config.rollout import path_of_iteration
-from miles.rollout.collect import ScoredGroups
+from miles.rollout.collect import GroupCollector, ScoredGroups
 from miles.rollout.metrics import rollout_metrics
+from miles.tasks.data.stream import TrainingStream
 from miles.types.replay import WHOLE, TokenSets
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
 
@@ -118,36 +119,21 @@ def _check_unique(indices: Iterable[int], name: str, line_of: dict[int, int], nu
         line_of[index] = number
 
 
-class Positioned(Protocol):
-    """A source of prompts that knows its position."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the position in the prompts."""
-        ...
-
-
-class SavedGroups:
-    """A ``GroupCollector`` that reads the groups of each iteration from ``--load-debug-rollout-data``."""
+class SavedGroups(GroupCollector):
+    """Reads the groups of each iteration from ``--load-debug-rollout-data``."""
 
     def __init__(
-        self, path_template: str, log_passrate: bool, stream: Positioned | None, vocab_size: int | None = None
+        self, path_template: str, log_passrate: bool, stream: TrainingStream | None, vocab_size: int | None
     ) -> None:
+        super().__init__(stream)
         self._path_template = path_template
         self._vocab_size = vocab_size
         self._log_passrate = log_passrate
-        self._stream = stream
 
     async def collect(self, iteration: int) -> ScoredGroups:
         """Return the saved groups of ``iteration`` and their metrics; raises the errors of ``load_rollout``."""
         groups = load_rollout(self._path_template, iteration, self._vocab_size)
         return ScoredGroups(groups, rollout_metrics(groups, groups, 0, self._log_passrate))
-
-    def state(self) -> dict[str, Any]:
-        """Return the stream's position, which does not change."""
-        return {} if self._stream is None else self._stream.state()
-
-    def weights_changed(self, version: int) -> None:
-        """Do nothing: the samples were generated before."""
 
 
 def _encode(group: PromptGroup) -> str:

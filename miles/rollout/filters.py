@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles.base.user_code import load_function
+from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.registry import deciding_reward
 from miles.types.sample import PromptGroup
 
@@ -73,22 +74,13 @@ def load_group_filter(path: str) -> Callable[[PromptGroup], FilterDecision]:
     return decide
 
 
-class Epochs(Protocol):
-    """A source of prompts that counts its passes over them."""
-
-    @property
-    def epoch(self) -> int:
-        """The pass that the last drawn prompt belongs to, counted from 0."""
-        ...
-
-
 class FilterStallGuard:
     """Stops a run whose filter keeps no group for a long time, or whose reward function fails on every sample.
 
     Groups are counted in bursts of ``burst_size``. A burst without a kept group is stalled.
     """
 
-    def __init__(self, stream: Epochs, filter_path: str | None, burst_size: int, batch_size: int) -> None:
+    def __init__(self, stream: TrainingStream, filter_path: str | None, burst_size: int, batch_size: int) -> None:
         self._stream = stream
         self._flag = "--reward-error drop" if filter_path is None else f"{_FLAG} {filter_path}"
         self._burst_size = burst_size

@@ -15,7 +15,7 @@ from miles.base.profiling import ProcessTrace, span, waiting
 from miles.base.threads import gather_or_cancel
 from miles.base.user_code import ordinary_errors
 from miles.config.rollout import RolloutArguments
-from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
+from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams, ServedTeacher
 from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.scoring import score
@@ -79,14 +79,6 @@ STATUS: dict[FinishReason, SampleStatus] = {
 }
 
 
-class Teacher(Protocol):
-    """Scores samples for distillation."""
-
-    async def score(self, samples: Sequence[Sample]) -> None:
-        """Give every sample ``teacher_log_probs``."""
-        ...
-
-
 class GroupWorkers(Protocol):
     """Other processes that produce groups (``--num-rollout-workers``)."""
 
@@ -120,24 +112,13 @@ class GroupWorkers(Protocol):
 
 
 class GroupGenerator(Protocol):
-    """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function.
+    """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function."""
 
-    The result is a new group with ``n_samples`` trajectories of ``group``'s prompt. Trajectory k has
-    ``trajectory_id = group_index * n_samples + k``.
-    """
+    async def __call__(self, group: PromptGroup, engine: Engine, tokenizer: Any, spec: GroupSpec) -> PromptGroup:
+        """Return a new group with ``spec.n_samples`` trajectories of ``group``'s prompt.
 
-    async def __call__(
-        self,
-        group: PromptGroup,
-        engine: Engine,
-        sampling: SamplingParams,
-        tokenizer: Any,
-        *,
-        n_samples: int,
-        seed_of: SeedOf,
-        max_context_len: int | None = None,
-    ) -> PromptGroup:
-        """Return the new group. ``max_context_len`` limits prompt and response together, in tokens."""
+        Trajectory k has ``trajectory_id = group_index * n_samples + k``.
+        """
         ...
 
 
@@ -156,7 +137,7 @@ class GroupTools:
     reward_function: RewardFunction
     reward_error_value: float | None = None
     drops_reward_errors: bool = False
-    teacher: Teacher | None = None
+    teacher: ServedTeacher | None = None
     workers: GroupWorkers | None = None
     interrupts: bool = False
 
@@ -217,7 +198,8 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
 async def _produce(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
     with waiting("generate a group"):
-        group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
+        made = tools.generate(drawn, tools.engine, tools.tokenizer, spec)
+        group, *others = await gather_or_cancel([made, *greedy])
     drops = tools.drops_reward_errors
     with waiting("score a group"):
         errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
@@ -238,24 +220,11 @@ async def _produce(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> Pr
     return ProducedGroup(group, errors, None if decision is None or decision.keep else decision.reason)
 
 
-async def _generate(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
-    """Generate the trajectories of ``spec``."""
-    return await tools.generate(
-        drawn,
-        tools.engine,
-        spec.sampling,
-        tools.tokenizer,
-        n_samples=spec.n_samples,
-        seed_of=spec.seed_of,
-        max_context_len=spec.max_context_len,
-    )
-
-
 async def _generate_greedy(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
     """Generate one trajectory at temperature 0. It is scored and not trained on, so its trajectory_id is not read."""
     sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
     sampling = replace(sampling, returns_support=False, returns_experts=False)
-    return await _generate(drawn, tools, replace(spec, sampling=sampling, n_samples=1))
+    return await tools.generate(drawn, tools.engine, tools.tokenizer, replace(spec, sampling=sampling, n_samples=1))
 
 
 def _drop_unscored(group: PromptGroup) -> None:
@@ -308,16 +277,7 @@ def fit_context(sampling: SamplingParams, prompt: Prompt, max_context_len: int |
     return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
 
-async def generate_group(
-    group: PromptGroup,
-    engine: Engine,
-    sampling: SamplingParams,
-    tokenizer: Detokenizer,
-    *,
-    n_samples: int,
-    seed_of: SeedOf,
-    max_context_len: int | None = None,
-) -> PromptGroup:
+async def generate_group(group: PromptGroup, engine: Engine, tokenizer: Detokenizer, spec: GroupSpec) -> PromptGroup:
     """Generate a group in one engine request: a ``GroupGenerator`` whose trajectories have one sample each.
 
     The text of a sample comes from ``answer_text``, after the part of the answer that its prompt has. Its mask is 1 on
@@ -328,27 +288,25 @@ async def generate_group(
     """
     request = GenerationRequest(
         prompt_ids=group.prompt.token_ids,
-        seeds=tuple(seed_of(group.group_index, k) for k in range(n_samples)),
-        sampling=fit_context(sampling, group.prompt, max_context_len),
+        seeds=tuple(spec.seed_of(group.group_index, k) for k in range(spec.n_samples)),
+        sampling=fit_context(spec.sampling, group.prompt, spec.max_context_len),
         images=group.prompt.images,
     )
     generations = await engine.generate(request)
-    assert len(generations) == n_samples, f"the engine gave {len(generations)} responses for {n_samples} seeds"
-    first_id = group.group_index * n_samples
+    assert len(generations) == spec.n_samples, (
+        f"the engine gave {len(generations)} responses for {spec.n_samples} seeds"
+    )
+    first_id = group.group_index * spec.n_samples
     with span("make samples"):
         samples = [
-            _sample(group, first_id + k, generation, tokenizer, sampling.stop_texts)
+            _sample(group, first_id + k, generation, tokenizer, spec.sampling.stop_texts)
             for k, generation in enumerate(generations)
         ]
     return PromptGroup(group.group_index, group.prompt, samples)
 
 
 def _sample(
-    group: PromptGroup,
-    trajectory_id: int,
-    generation: Generation,
-    tokenizer: Detokenizer,
-    stop_texts: Sequence[str],
+    group: PromptGroup, trajectory_id: int, generation: Generation, tokenizer: Detokenizer, stop_texts: Sequence[str]
 ) -> Sample:
     mask, ended = [1] * len(generation.token_ids), generation.finish_reason == "stop"
     text = answer_text(tokenizer, generation.token_ids, mask, ended, stop_texts)

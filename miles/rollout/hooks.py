@@ -15,10 +15,11 @@ from miles.config.flags_view import flags_view
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import Engine
-from miles.rollout.collect import PromptSource, ScoredGroups
+from miles.rollout.collect import GroupCollector, ScoredGroups
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools, ProducedGroup
 from miles.rollout.metrics import rollout_metrics, with_own_metrics
+from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
@@ -344,7 +345,7 @@ class RolloutTools:
     other attributes are for functions that generate or score groups themselves.
     """
 
-    stream: PromptSource
+    stream: TrainingStream
     make_group: Callable[[PromptGroup], Awaitable[ProducedGroup]]
     engine: Engine
     tokenizer: Any
@@ -364,22 +365,14 @@ class RolloutFunction(Protocol):
         ...
 
 
-def load_rollout_function(path: str) -> RolloutFunction:
-    """Return the function named by ``--rollout-function-path``.
+class FunctionCollector(GroupCollector):
+    """Calls the user's function and checks its result."""
 
-    Raises:
-        ValueError: The path cannot be imported.
-    """
-    function: RolloutFunction = load_function(path, _ROLLOUT)
-    return function
-
-
-class FunctionCollector:
-    """A ``GroupCollector`` that calls the user's function and checks its result."""
-
-    def __init__(self, path: str, function: RolloutFunction, tools: RolloutTools) -> None:
+    def __init__(self, path: str, tools: RolloutTools) -> None:
+        """Import the function. Raises ``ValueError`` if that is not possible."""
+        super().__init__(tools.stream)  # between two iterations the function must not hold prompts back
         self._path = path
-        self._function = function
+        self._function: RolloutFunction = load_function(path, _ROLLOUT)
         self._tools = tools
 
     async def collect(self, iteration: int) -> ScoredGroups:
@@ -396,13 +389,6 @@ class FunctionCollector:
         if isinstance(answer, ScoredGroups):
             return ScoredGroups(groups, metrics | answer.metrics, answer.generated)
         return ScoredGroups(groups, metrics)
-
-    def state(self) -> dict[str, Any]:
-        """Return the stream's position: between two iterations the function must not hold prompts back."""
-        return self._tools.stream.state()
-
-    def weights_changed(self, version: int) -> None:
-        """Do nothing: each iteration is generated with the weights that the engine has."""
 
     def _check(self, groups: Any, iteration: int) -> None:
         at = f"{_ROLLOUT} {self._path}: iteration {iteration}"
@@ -461,12 +447,6 @@ class EvaluationFunction(Protocol):
         ...
 
 
-def load_evaluation_function(path: str) -> EvaluationFunction:
-    """Return the function named by ``--eval-function-path``. Raises ``ValueError`` if it cannot be imported."""
-    function: EvaluationFunction = load_function(path, EVAL)
-    return function
-
-
 def as_metrics(result: Any, path: str) -> dict[str, Metric]:
     """Return the function's result as metrics.
 
@@ -495,7 +475,8 @@ def evaluation_of(settings: Settings, eval_sets: list[EvalSet], tools: GroupTool
     path, seed = settings.evaluation.eval_function_path, settings.data.rollout_seed
     if path is None:
         return _built_in_evaluation(settings, eval_sets, tools)
-    function, args = load_evaluation_function(path), flags_view(settings)
+    function: EvaluationFunction = load_function(path, EVAL)
+    args = flags_view(settings)
 
     async def evaluate_sets() -> dict[str, float]:
         metrics, _ = await evaluate(eval_sets, tools, seed)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from numbers import Real
 from statistics import stdev
-from typing import Any, Protocol
+from typing import Any
 
 from miles.rollout.filters import has_reward_spread
+from miles.tasks.data.stream import TrainingStream
 from miles.tasks.rewards.registry import passes_of
 from miles.types.metrics import Metric
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
@@ -54,15 +55,7 @@ def rollout_metrics(
     return {f"rollout/{name}": metric for name, metric in metrics.items()}
 
 
-class LeavesOut(Protocol):
-    """A source of prompts that need not be drawn for ever."""
-
-    def leave_out(self, group_index: int) -> None:
-        """Do not draw the prompt of that group again."""
-        ...
-
-
-def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup], None]:
+def leave_out_mastered(prompts: TrainingStream, rate: float) -> Callable[[PromptGroup], None]:
     """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its samples has passed.
 
     ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).

@@ -27,7 +27,7 @@ from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
 from miles.engine.base import EngineHost
 from miles.models.tokenizer_files import save_tokenizer
-from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, HasProgress, ScoredGroups
+from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, ScoredGroups
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.hooks import (
@@ -37,7 +37,6 @@ from miles.rollout.hooks import (
     IterationHooks,
     RolloutTools,
     evaluation_of,
-    load_rollout_function,
 )
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
@@ -185,7 +184,7 @@ class RolloutPipeline:
 
     def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
-        return self._collector.progress if isinstance(self._collector, HasProgress) else None
+        return self._collector.progress
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export, and the processor of a model that reads images."""
@@ -284,7 +283,7 @@ def build_collector(
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
         inputs = RolloutTools(stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
-        return FunctionCollector(path, load_rollout_function(path), inputs)
+        return FunctionCollector(path, inputs)
     if rule.leftover is LeftoverGroups.AWAIT:
         return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
     engine = tools.engine

@@ -6,12 +6,13 @@ from typing import Any, Protocol
 
 from miles.base.user_code import as_exception
 from miles.config.rollout import RolloutArguments
-from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally, draw_up_to
+from miles.engine.base import Engine
+from miles.rollout.collect import GroupCollector, ProduceGroup, ScoredGroups, Tally, draw_up_to
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
-from miles.tasks.data.stream import NoPromptsLeft
+from miles.tasks.data.stream import NoPromptsLeft, TrainingStream
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample
@@ -29,15 +30,7 @@ class Interruptible(Protocol):
         ...
 
 
-class Abortable(Protocol):
-    """An engine that can end its requests."""
-
-    async def abort(self) -> None:
-        """End every request in flight."""
-        ...
-
-
-class StreamCollector:
+class StreamCollector(GroupCollector):
     """Collects the first ``--rollout-batch-size`` groups that are ready, lowest ``group_index`` first among those.
 
     With ``--buffer-filter-path`` the user's function picks among those that are ready.
@@ -50,24 +43,26 @@ class StreamCollector:
     exactly.
     """
 
+    _stream: TrainingStream
+
     def __init__(
         self,
-        stream: PromptSource,
+        stream: TrainingStream,
         produce: ProduceGroup,
         rollout: RolloutArguments,
         reward: RewardArguments,
         rule: OrderingRule,
         *,
         num_iterations: int,
-        engine: Abortable,
+        engine: Engine,
         interruptible: Interruptible | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
         assert rule.leftover is not LeftoverGroups.AWAIT, "that is what BurstCollector does"
         assert (interruptible is not None) == (rule.leftover is LeftoverGroups.INTERRUPT)
+        super().__init__(stream)
         path = rollout.dynamic_sampling_filter_path
-        self._stream = stream
         self._produce = produce
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
@@ -253,7 +248,7 @@ class StreamCollector:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The groups of the iteration in progress that are ready, and how many a whole one has."""
+        """As in ``GroupCollector``."""
         return min(len(self._ready) + len(self._picked), self._batch_size), self._batch_size
 
     def state(self) -> dict[str, Any]:

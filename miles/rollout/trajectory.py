@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from miles.base.text import one_line
 from miles.base.threads import gather_or_cancel
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
-from miles.rollout.groups import STATUS, Detokenizer, SeedOf, answer_text, fit_context, response_seed
+from miles.rollout.groups import STATUS, Detokenizer, GroupSpec, answer_text, fit_context, response_seed
 from miles.types.replay import TokenSets, continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
 
@@ -163,14 +163,10 @@ async def generate_trajectories(
     origin: str,
     group: PromptGroup,
     engine: Engine,
-    sampling: SamplingParams,
     tokenizer: Any,
-    *,
-    n_samples: int,
-    seed_of: SeedOf,
-    max_context_len: int | None = None,
+    spec: GroupSpec,
 ) -> PromptGroup:
-    """Generate ``n_samples`` trajectories by ``function``, all at once; with its first two arguments, a generator.
+    """Generate the trajectories of ``spec`` by ``function``, all at once; with its first two arguments, a generator.
 
     A function that takes one turn gives what ``generate_group`` gives: the first turn has the sample's own seed.
 
@@ -178,21 +174,21 @@ async def generate_trajectories(
         ValueError: The function returns something wrong; the message begins with ``origin``, its flag and value.
         Exception: Whatever the function raises.
     """
-    fit_context(sampling, group.prompt, max_context_len)  # refuses a prompt that leaves no room
+    fit_context(spec.sampling, group.prompt, spec.max_context_len)  # refuses a prompt that leaves no room
 
     async def make(k: int) -> list[Sample]:
-        seed = seed_of(group.group_index, k)
+        seed = spec.seed_of(group.group_index, k)
         trajectory = Trajectory(
-            Sample(group.prompt, group.group_index, group.group_index * n_samples + k),
+            Sample(group.prompt, group.group_index, group.group_index * spec.n_samples + k),
             tokenizer,
             engine,
-            sampling,
+            spec.sampling,
             lambda turn: response_seed(seed, "turn", turn) if turn else seed,
-            max_context_len,
+            spec.max_context_len,
         )
         return _checked(await function(trajectory), trajectory, origin)
 
-    made = await gather_or_cancel(make(k) for k in range(n_samples))
+    made = await gather_or_cancel(make(k) for k in range(spec.n_samples))
     return PromptGroup(group.group_index, group.prompt, [sample for samples in made for sample in samples])
 
 

@@ -25,7 +25,7 @@ from miles.config.spelling import group_words
 from miles.engine.base import Engine, LocalHost, start_engine
 from miles.rollout.chosen_generator import group_generator
 from miles.rollout.evaluate import EvalSet, evaluate
-from miles.rollout.groups import GroupTools, response_seed, sampling_params
+from miles.rollout.groups import GroupSpec, GroupTools, response_seed, sampling_params
 from miles.rollout.metrics import pass_at_k, powers_of_two
 from miles.rollout.ordering import Estimate, mean_over_prompts
 from miles.rollout.supply import load_held_out
@@ -240,15 +240,8 @@ async def answer(
     sampling.check()
     async with _engine(settings) as engine, group_generator(settings) as generate:
         limit = settings.rollout.rollout_max_context_len
-        group = await generate(
-            PromptGroup(0, prompt),
-            engine,
-            sampling,
-            tokenizer,
-            n_samples=n,
-            seed_of=lambda _, k: response_seed(seed, "sample", k),
-            max_context_len=limit,
-        )
+        spec = GroupSpec(sampling, n, lambda _, k: response_seed(seed, "sample", k), limit)
+        group = await generate(PromptGroup(0, prompt), engine, tokenizer, spec)
     if isinstance(ask, int):
         reward = settings.reward
         await score(group.samples, get_reward_function(reward), reward.reward_error_value, drop=reward.drops_errors)

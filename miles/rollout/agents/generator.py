@@ -19,11 +19,11 @@ from miles.base.secrets import is_secret
 from miles.base.text import InputError, one_line
 from miles.config.components import engine_spec
 from miles.config.settings import Settings
-from miles.engine.base import Engine, SamplingParams
+from miles.engine.base import Engine
 from miles.rollout.agents.chat import ChatFormat
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
-from miles.rollout.groups import SeedOf
+from miles.rollout.groups import GroupSpec
 from miles.rollout.trajectory import Trajectory, generate_trajectories
 from miles.tasks.environments.base import opening
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
@@ -54,18 +54,8 @@ class SessionGenerator(ABC):
         self._stop_text_limits = engine.stop_text_limits
         self._chat: ChatFormat | None = None
 
-    async def __call__(
-        self,
-        group: PromptGroup,
-        engine: Engine,
-        sampling: SamplingParams,
-        tokenizer: Any,
-        *,
-        n_samples: int,
-        seed_of: SeedOf,
-        max_context_len: int | None = None,
-    ) -> PromptGroup:
-        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
+    async def __call__(self, group: PromptGroup, engine: Engine, tokenizer: Any, spec: GroupSpec) -> PromptGroup:
+        """Return the group with its trajectories. See ``GroupGenerator``.
 
         A program or environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error``
         states.
@@ -73,17 +63,7 @@ class SessionGenerator(ABC):
         Raises:
             Exception: Whatever the engine raises.
         """
-        return await generate_trajectories(
-            self._run,
-            self._name,
-            group,
-            engine,
-            sampling,
-            tokenizer,
-            n_samples=n_samples,
-            seed_of=seed_of,
-            max_context_len=max_context_len,
-        )
+        return await generate_trajectories(self._run, self._name, group, engine, tokenizer, spec)
 
     @abstractmethod
     async def _run(self, trajectory: Trajectory) -> list[Sample]:

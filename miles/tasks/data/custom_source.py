@@ -31,7 +31,7 @@ class DataSource(Protocol):
 
 
 class CustomStream(TrainingStream):
-    """A ``PromptSource`` of the user's rows. Rows that a resumed run draws again are kept in its state."""
+    """Draws the user's rows. Rows that a resumed run draws again are kept in its state."""
 
     epoch = 0  # its passes are not known
 

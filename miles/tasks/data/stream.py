@@ -291,7 +291,7 @@ class NamedSet:
 
 
 class Mixture(TrainingStream):
-    """Draws the prompts of several sets; a ``PromptSource`` (rollout/collect.py).
+    """Draws the prompts of several sets.
 
     >>> a, b = (NamedSet(name, [Prompt(name, (1,), prompt_set=name)]) for name in "ab")
     >>> mixture = Mixture([a, b], [0.75, 0.25], shuffle=False, seed=0)
@@ -519,7 +519,7 @@ def load_curriculum(path: str) -> CurriculumFunction:
 
 @dataclass
 class CurriculumStream(TrainingStream):
-    """A mixture whose weights and next prompts the user's function chooses; a ``PromptSource`` (rollout/collect.py)."""
+    """A mixture whose weights and next prompts the user's function chooses."""
 
     mixture: Mixture
     function: CurriculumFunction

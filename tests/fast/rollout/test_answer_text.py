@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from miles.engine.base import Generation, SamplingParams
-from miles.rollout.groups import answer_text, generate_group
+from miles.rollout.groups import GroupSpec, answer_text, generate_group
 from miles.rollout.trajectory import generate_trajectories
 from miles.types.sample import Prompt, PromptGroup
 
@@ -55,5 +55,5 @@ async def one_turn(trajectory):
 @pytest.mark.parametrize(("text", "before"), [("q 2 ", "2 "), ("q 2 <|im_end|> assistant", "")])
 def test_rewards_see_what_the_prompt_has_of_the_answer(words, make, text, before):
     group = PromptGroup(0, Prompt(text, (1,), input=PREFILL))
-    made = make(group, OneAnswer(), SamplingParams(9), words, n_samples=1, seed_of=lambda *_: 0)
+    made = make(group, OneAnswer(), words, GroupSpec(SamplingParams(9), 1, lambda *_: 0))
     assert asyncio.run(made).samples[0].response == before + "</think> 4"

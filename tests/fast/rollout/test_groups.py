@@ -24,8 +24,8 @@ PROMPT = Prompt("1+1=", (1, 2, 3), source="set.jsonl:4")
 
 async def generate(engine, tokenizer, group_index=5, **options):
     group = PromptGroup(group_index, PROMPT)
-    options = {"n_samples": 4, "seed_of": partial(response_seed, 42)} | options
-    return await generate_group(group, engine, SamplingParams(max_new_tokens=8), tokenizer, **options)
+    spec = GroupSpec(SamplingParams(max_new_tokens=8), 4, partial(response_seed, 42), **options)
+    return await generate_group(group, engine, tokenizer, spec)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 999), st.integers(0, 99)), unique=True, max_size=50))

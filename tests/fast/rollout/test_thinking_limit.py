@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout.chosen_generator import get_group_generator
-from miles.rollout.groups import response_seed
+from miles.rollout.groups import GroupSpec, response_seed
 from miles.rollout.metrics import response_metrics
 from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
@@ -48,14 +48,8 @@ class Reasoner:
 
 def respond(thoughts, max_new, group=5, **flags):
     generate = get_group_generator(RolloutArguments(thinking_end="9", thinking_interruption="779", **flags))
-    made = generate(
-        PromptGroup(group, PROMPT),
-        Reasoner(thoughts),
-        SamplingParams(max_new),
-        Digits(),
-        n_samples=1,
-        seed_of=lambda group, k: response_seed(group, k),
-    )
+    spec = GroupSpec(SamplingParams(max_new), 1, response_seed)
+    made = generate(PromptGroup(group, PROMPT), Reasoner(thoughts), Digits(), spec)
     [sample] = asyncio.run(made).samples
     sample.check()
     return sample

@@ -12,7 +12,7 @@ from miles.config.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
 from miles.rollout import trajectory as trajectories
 from miles.rollout.chosen_generator import get_group_generator
-from miles.rollout.groups import generate_group, response_seed
+from miles.rollout.groups import GroupSpec, generate_group, response_seed
 from miles.rollout.trajectory import generate_trajectories, token_ids_with
 from miles.types.images import PromptImages
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
@@ -34,28 +34,17 @@ class Digits:
 
 
 async def generate(engine, function, max_new=20, n_samples=3, prompt=PROMPT, **options):
-    group = PromptGroup(5, prompt)
-    return await generate_trajectories(
-        function,
-        "--custom-generate-function-path mine:generate",
-        group,
-        engine,
-        SamplingParams(max_new),
-        Digits(),
-        n_samples=n_samples,
-        seed_of=lambda group, k: response_seed(group, k),
-        **options,
-    )
+    spec = GroupSpec(SamplingParams(max_new), n_samples, response_seed, **options)
+    origin = "--custom-generate-function-path mine:generate"
+    return await generate_trajectories(function, origin, PromptGroup(5, prompt), engine, Digits(), spec)
 
 
 async def test_one_turn_is_what_the_default_gives(scripted_engine):
     async def one_turn(trajectory):
         await trajectory.generate()
 
-    seed_of = lambda group, k: response_seed(group, k)  # noqa: E731
-    default = await generate_group(
-        PromptGroup(5, PROMPT), scripted_engine(), SamplingParams(20), Digits(), n_samples=3, seed_of=seed_of
-    )
+    spec = GroupSpec(SamplingParams(20), 3, response_seed)
+    default = await generate_group(PromptGroup(5, PROMPT), scripted_engine(), Digits(), spec)
     assert await generate(scripted_engine(), one_turn) == default
 
 
@@ -189,6 +178,6 @@ async def test_a_function_that_exits_fails_its_group_and_leaves_the_event_loop(s
     monkeypatch.setattr(trajectories, "exits", exits, raising=False)
     path = "miles.rollout.trajectory:exits"
     make = get_group_generator(RolloutArguments(custom_generate_function_path=path))
-    group, sampling = PromptGroup(5, PROMPT), SamplingParams(20)
+    group, spec = PromptGroup(5, PROMPT), GroupSpec(SamplingParams(20), 2, response_seed)
     with pytest.raises(UserCodeError, match=f"--custom-generate-function-path {path}: raised SystemExit: no server"):
-        await make(group, scripted_engine(), sampling, Digits(), n_samples=2, seed_of=response_seed)
+        await make(group, scripted_engine(), Digits(), spec)

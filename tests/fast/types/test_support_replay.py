@@ -16,7 +16,7 @@ from miles.engine.base import SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
-from miles.rollout.groups import generate_group, sampling_params
+from miles.rollout.groups import GroupSpec, generate_group, sampling_params
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.training.fsdp.models import Policy
 from miles.training.packed_attention import NAME
@@ -65,9 +65,8 @@ def sampling_of(**fields: object) -> SamplingParams:
 
 async def generated(engine, sampling):
     groups = [PromptGroup(i, Prompt("", prompt)) for i, prompt in enumerate(PROMPTS)]
-    seed_of = lambda group, k: 100 * group + k  # noqa: E731
-    made = [generate_group(g, engine, sampling, Words(), n_samples=3, seed_of=seed_of) for g in groups]
-    results = await asyncio.gather(*made)
+    spec = GroupSpec(sampling, 3, lambda group, k: 100 * group + k)
+    results = await asyncio.gather(*(generate_group(group, engine, Words(), spec) for group in groups))
     for group in results:
         for sample in group.samples:
             sample.reward = float(sample.response_ids[0] % 3)

@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from miles.base.user_code import UserCodeError, run_blocking
 from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout.agents.environments import EnvironmentGenerator
-from miles.rollout.groups import response_seed
+from miles.rollout.groups import GroupSpec, response_seed
 from miles.tasks.environments.base import Environment, ToolEnvironment
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.scoring import RewardError, score
@@ -156,16 +157,8 @@ def generator(name, **flags):
 async def played(made, engine, tokenizer, prompt=None, n_samples=1, max_new=1000, max_context=2000):
     prompt = prompt or Prompt("a pear", (1, 2), "7", {}, "set.jsonl:7", input="a pear")
     try:
-        call = made(
-            PromptGroup(5, prompt),
-            engine,
-            SamplingParams(max_new),
-            tokenizer,
-            n_samples=n_samples,
-            seed_of=lambda group, k: response_seed(1, group, k),
-            max_context_len=max_context,
-        )
-        return await asyncio.wait_for(call, 60)
+        spec = GroupSpec(SamplingParams(max_new), n_samples, partial(response_seed, 1), max_context)
+        return await asyncio.wait_for(made(PromptGroup(5, prompt), engine, tokenizer, spec), 60)
     finally:
         await made.close()
 

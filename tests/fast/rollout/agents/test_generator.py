@@ -19,7 +19,7 @@ from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.rollout.agents.generator import AgentGenerator, time_is_up
-from miles.rollout.groups import response_seed
+from miles.rollout.groups import GroupSpec, response_seed
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.types.sample import Prompt, PromptGroup, SampleStatus
 
@@ -73,18 +73,8 @@ def agents(tmp_path):
 async def generate(agents, engine, tokenizer, n_samples=2, max_new=1000, max_context=2000):
     prompt = Prompt("the task", (1, 2), "42", {"n": 7}, "set.jsonl:7", input="the task")
     try:
-        return await asyncio.wait_for(
-            agents(
-                PromptGroup(3, prompt),
-                engine,
-                SamplingParams(max_new),
-                tokenizer,
-                n_samples=n_samples,
-                seed_of=lambda group, k: response_seed(group, k),
-                max_context_len=max_context,
-            ),
-            120,
-        )
+        spec = GroupSpec(SamplingParams(max_new), n_samples, response_seed, max_context)
+        return await asyncio.wait_for(agents(PromptGroup(3, prompt), engine, tokenizer, spec), 120)
     finally:
         await agents.close()
 
