@@ -26,6 +26,7 @@ import psutil
 from fake_servers import answer_body, latency, start
 
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.client import read_generation
@@ -35,7 +36,6 @@ from miles.engine.weight_sync.sender import WeightSender
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
 from miles.tasks.data.stream import PromptStream
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt, Sample
 
 SAMPLES = 8  # per prompt
@@ -137,7 +137,7 @@ def router_cpu() -> float:
 
 async def measure(options: argparse.Namespace, urls: list[str], router: Router | None, folder: Path) -> dict[str, Any]:
     groups = options.in_flight // SAMPLES
-    settings = RolloutArguments(
+    rollout = RolloutArguments(
         rollout_batch_size=groups // 2 if options.fully_async else groups,  # twice as many are in flight
         n_samples_per_prompt=SAMPLES,
         rollout_max_response_len=options.tokens,
@@ -148,7 +148,7 @@ async def measure(options: argparse.Namespace, urls: list[str], router: Router |
     engines = await engine_of(options, urls, router, folder)
     engine: Any = Counting(engines)
     tools = GroupTools(engine, NoText(), generate_group, alternating)
-    collector = build_collector(stream, tools, settings, RewardArguments(), seed=0, num_iterations=options.rollouts + 1)
+    collector = build_collector(Settings(rollout=rollout), stream, tools, options.rollouts + 1)
     await collector.collect(0)
     answered, router_seconds = engine.answered, router_cpu()
     cpu, wall = time.process_time(), time.perf_counter()

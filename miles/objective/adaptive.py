@@ -101,8 +101,7 @@ def adaptive_kl_formula(flags: AdaptiveKlFlags) -> list[Term]:
 # Adapt the weight of the entropy so that the entropy does not fall below a target (``--entropy-target``).
 #
 # Skywork-OR1 (arXiv 2505.22312, section "Adaptive Entropy Control"), with TRL's names and bounds. With e_k the entropy
-# of
-# step k::
+# of step k::
 #
 #     c_{k+1} = min(c_k + delta, max)    if e_k <= target,    else max(c_k - delta, min)
 #     alpha_{k+1} = c_{k+1} if e_k <= target else 0
@@ -110,9 +109,6 @@ def adaptive_kl_formula(flags: AdaptiveKlFlags) -> list[Term]:
 # alpha is the weight in the loss. c starts at ``--entropy-coef``. In the paper alpha_k is 0 if e_k itself is above the
 # target; a step knows its entropy when its loss is computed, so here, as in TRL, the entropy of the step before
 # decides.
-
-
-_OF_TARGET = ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
 
 @dataclass(frozen=True)

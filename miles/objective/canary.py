@@ -60,22 +60,13 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
 
     ``ranks`` hold the step, data and context parallel together. Raises ``LossMassError``.
     """
-    if shard.expected_loss_mass is not None:
-        sizes = [plan.context_parallel_size for plan in shard.micro_batches]
-        mass = metrics["loss_mass"].value
-        compare_loss_mass(mass, shard.expected_loss_mass, ranks, sizes, len(shard.micro_batches))
-
-
-def compare_loss_mass(
-    mass: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
-) -> None:
-    """Raise ``LossMassError`` with both numbers and the likely cause if ``mass`` is not ``expected``.
-
-    ``ranks`` hold the step, cut by ``context_sizes``, in ``micro_batches`` a rank: suspects for a factor.
-    """
+    expected = shard.expected_loss_mass
+    if expected is None:
+        return
+    mass, sizes = metrics["loss_mass"].value, [plan.context_parallel_size for plan in shard.micro_batches]
     if abs(mass - expected) <= TOLERANCE * max(abs(expected), 1e-3):
         return
-    cause = _likely_cause(mass / expected if expected else float("nan"), ranks, context_sizes, micro_batches)
+    cause = _likely_cause(mass / expected if expected else float("nan"), ranks, sizes)
     raise LossMassError(
         f"--loss-canary: the weights of this step's tokens add up to {mass:.6g}, and the objective says "
         f"{expected:.6g}; likely cause: {cause}. The weights of the model were left as they were; "
@@ -83,11 +74,10 @@ def compare_loss_mass(
     )
 
 
-def _likely_cause(ratio: float, ranks: int, context_sizes: Sequence[int], micro_batches: int) -> str:
-    suspects = [
-        (size, "ranks that share a sequence (context parallelism)") for size in sorted(set(context_sizes)) if size > 1
-    ]
-    suspects = [(ranks, "ranks"), *suspects, (micro_batches, "micro-batches")]
+def _likely_cause(ratio: float, ranks: int, context_sizes: Sequence[int]) -> str:
+    """``ranks`` hold the step, whose micro-batches on a rank are cut by ``context_sizes``: suspects for a factor."""
+    sharing = ((size, "ranks that share a sequence (context parallelism)") for size in sorted(set(context_sizes)))
+    suspects = [(ranks, "ranks"), *sharing, (len(context_sizes), "micro-batches")]
     for factor, what in suspects:
         if factor < 2:
             continue

@@ -6,34 +6,10 @@ without communication. A checkpoint has their state.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
 
 from miles.objective.adaptive import AdaptiveEntropy, AdaptiveKl
 from miles.objective.settings import LossArguments
 from miles.types.metrics import Metric
-
-
-class AdaptiveCoefficient(Protocol):
-    """A weight that follows a metric."""
-
-    field: str  # the flag that it starts at
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The flag at present."""
-        ...
-
-    def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
-        """Adapt to the metrics of a step of so many trajectories."""
-        ...
-
-    def state(self) -> dict[str, float]:
-        """Return the state that a checkpoint holds."""
-        ...
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
-        ...
 
 
 class Coefficients:
@@ -41,7 +17,7 @@ class Coefficients:
 
     def __init__(self, loss: LossArguments) -> None:
         self._loss = loss
-        self._adaptive: list[AdaptiveCoefficient] = []
+        self._adaptive: list[AdaptiveKl | AdaptiveEntropy] = []
         if loss.kl_target is not None:
             self._adaptive.append(AdaptiveKl(loss))
         if loss.entropy_target is not None:

@@ -14,7 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.base.flags import flag_name
 from miles.base.user_code import import_function, load_function
@@ -48,11 +48,12 @@ class Hook:
 
     Attributes:
         field: The flag's field in ``LossArguments``.
-        inputs: The name of the one argument's type.
+        forms: How the function may be called: the number of its positional arguments, and these in words. The first
+            form that fits counts.
     """
 
     field: str
-    inputs: str
+    forms: tuple[tuple[int, str], ...]
 
     @property
     def flag(self) -> str:
@@ -80,16 +81,27 @@ class Hook:
         return load_function(path, self.flag)
 
     def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if ``function`` cannot be called with one argument."""
-        if not _accepts(function, 1):
-            raise self.wrong_signature(function, path, f"one {self.inputs} (miles.objective.hooks)", "this signature")
+        """Raise ``ValueError`` if ``function`` has none of the forms."""
+        self.num_arguments(function, path)
 
-    def wrong_signature(self, function: Callable[..., Any], path: str, wanted: str, which: str) -> ValueError:
+    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
+        """Return with how many positional arguments ``function`` is called."""
+        for count, _ in self.forms:
+            if _accepts(function, count):
+                return count
+        raise self.wrong_signature(function, path)
+
+    def wrong_signature(self, function: Callable[..., Any], path: str) -> ValueError:
         """Make the error that names the signature, and the one or those that are wanted."""
-        signature = inspect.signature(function)
-        return ValueError(
-            f"{self.flag} {path}: its signature is {signature}, and it must take {wanted}; give it {which}"
+        wanted = ", or ".join(words for _, words in self.forms)
+        which = "this signature" if len(self.forms) == 1 else "one of these signatures"
+        return self.fault(
+            path, f"its signature is {inspect.signature(function)}, and it must take {wanted}; give it {which}"
         )
+
+    def fault(self, path: str, what: str) -> ValueError:
+        """Make the error about a fault of the function."""
+        return ValueError(f"{self.flag} {path}: {what}")
 
     def zero_advantage_has_gradient(self, path: str) -> bool:
         """Return whether samples of advantage 0 have a gradient: the function's attribute of this name, else true."""
@@ -105,7 +117,7 @@ class Hook:
         if not isinstance(returned, torch.Tensor) or tuple(returned.shape) != shape:
             kind = f"shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else type(returned).__name__
             wanted = "a scalar tensor" if not shape else f"a tensor of shape {shape}"
-            raise ValueError(f"{self.flag} {path}{what}: returned {kind}; return {wanted}")
+            raise self.fault(f"{path}{what}", f"returned {kind}; return {wanted}")
 
 
 class AdvantageHook(Hook):
@@ -116,71 +128,12 @@ class AdvantageHook(Hook):
         function = self._imported(path)
         phase = {"samples": 1, "trajectories": 2}.get(" ".join(inspect.signature(function).parameters))
         if phase is None:
-            wanted = (
-                "one parameter, named samples (AdvantageSamples: one number per sample) or trajectories (a list of "
-                "AdvantageTrajectory: one per token)"
-            )
-            raise self.wrong_signature(function, path, wanted, "one of these signatures")
+            raise self.wrong_signature(function, path)
         return phase
 
     def check_signature(self, function: Callable[..., Any], path: str) -> None:
         """Raise ``ValueError`` if the parameter has neither name."""
         self.phase(path)
-
-
-class ReducerHook(Hook):
-    """The hook of pg_loss's reducer, which has two forms."""
-
-    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
-        """Return 1 or 4: with how many positional arguments the function can be called."""
-        for count in (4, 1):
-            if _accepts(function, count):
-                return count
-        wanted = (
-            f"one {self.inputs} (miles.objective.hooks), or total_lengths, response_lengths, loss_masks, "
-            "calculate_per_token_loss"
-        )
-        raise self.wrong_signature(function, path, wanted, "one of these signatures")
-
-    def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if the function has neither form."""
-        self.num_arguments(function, path)
-
-
-class WholeLossHook(Hook):
-    """The hook of a whole loss, which has two forms: ours, and the form of related launchers, which has an adapter."""
-
-    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
-        """Return 1 or 4: with how many positional arguments the function can be called."""
-        for count in (1, 4):
-            if _accepts(function, count):
-                return count
-        wanted = f"one {self.inputs} (miles.objective.hooks), or args, batch, logits, sum_of_sample_mean"
-        raise self.wrong_signature(function, path, wanted, "one of these signatures")
-
-    def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if the function has neither form."""
-        self.num_arguments(function, path)
-
-
-class DataPostprocessHook(Hook):
-    """The hook of an iteration's training data (batch/convert.py), which has three forms."""
-
-    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
-        """Return 3, 2 or 1: with how many positional arguments the function is called."""
-        for count in (3, 2, 1):
-            if _accepts(function, count):
-                return count
-        wanted = "args, rollout_id, rollout_data, or args, rollout_data, or args"
-        raise self.wrong_signature(function, path, wanted, "one of these signatures")
-
-    def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if the function has none of the forms."""
-        self.num_arguments(function, path)
-
-    def fault(self, path: str, what: str) -> ValueError:
-        """Make the error about a fault of the function."""
-        return ValueError(f"{self.flag} {path}: {what}")
 
 
 def _accepts(function: Callable[..., Any], count: int) -> bool:
@@ -191,12 +144,29 @@ def _accepts(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-ADVANTAGES = AdvantageHook("custom_advantage_function_path", "AdvantageSamples")
-POLICY_LOSS = Hook("custom_policy_loss_function_path", "PolicyLossInputs")
-WHOLE_LOSS = WholeLossHook("custom_loss_function_path", "LossInputs")
-IMPORTANCE = Hook("custom_tis_function_path", "ImportanceInputs")
-REDUCER = ReducerHook("custom_pg_loss_reducer_function_path", "ReducerInputs")
-DATA_POSTPROCESS = DataPostprocessHook("rollout_data_postprocess_path", "rollout_data")
+def _one(inputs: str) -> tuple[int, str]:
+    return 1, f"one {inputs} (miles.objective.hooks)"
+
+
+ADVANTAGES = AdvantageHook(
+    "custom_advantage_function_path",
+    (
+        (1, "one parameter, named samples (AdvantageSamples: one number per sample)"),
+        (1, "named trajectories (a list of AdvantageTrajectory: one per token)"),
+    ),
+)
+POLICY_LOSS = Hook("custom_policy_loss_function_path", (_one("PolicyLossInputs"),))
+# The second form is of related launchers, and has an adapter.
+WHOLE_LOSS = Hook("custom_loss_function_path", (_one("LossInputs"), (4, "args, batch, logits, sum_of_sample_mean")))
+IMPORTANCE = Hook("custom_tis_function_path", (_one("ImportanceInputs"),))
+REDUCER = Hook(
+    "custom_pg_loss_reducer_function_path",
+    ((4, "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"), _one("ReducerInputs")),
+)
+# Of an iteration's training data (batch/convert.py).
+DATA_POSTPROCESS = Hook(
+    "rollout_data_postprocess_path", ((3, "args, rollout_id, rollout_data"), (2, "args, rollout_data"), (1, "args"))
+)
 HOOKS: tuple[Hook, ...] = (REDUCER, ADVANTAGES, POLICY_LOSS, WHOLE_LOSS, IMPORTANCE, DATA_POSTPROCESS)
 
 
@@ -345,9 +315,20 @@ class ImportanceInputs:
 
 @dataclass(frozen=True)
 class ReducerInputs:
-    """The input of a reducer, of one micro-batch: ``S`` samples, ``R`` response tokens in all, and the step's counts.
+    """The input of a function that makes a reducer: a micro-batch of ``S`` samples, ``R`` response tokens in all.
+
+    It is called once per micro-batch, and returns the reducer of the flat [R] per-token losses. The reducer's results
+    are summed over micro-batches and ranks unchanged, so they must be normalized by the step's counts::
+
+        def dr_grpo(inputs: ReducerInputs) -> Reducer:
+            weights = inputs.loss_mask / (inputs.num_trajectories * 1024)
+            return lambda losses: torch.dot(losses, weights)
 
     Samples are whole, also if context parallelism has cut them: slices are gathered beforehand.
+
+    A function may also have the older form ``(total_lengths, response_lengths, loss_masks,
+    calculate_per_token_loss)``. Its reducer, too, gets the flat [R] vector, and returns the **sum** over the samples
+    (such as the sum of sample means; per token, the sum of token losses). It is divided here, by N, or by T per token.
     """
 
     total_lengths: tuple[int, ...]  # S entries, prompt + response
@@ -367,41 +348,6 @@ class ReducerInputs:
         return self.num_trajectories
 
 
-class PgLossReducerFactory(Protocol):
-    """The form to write: called once per micro-batch, returns the reducer of its flat [R] per-token losses.
-
-    The reducer's results are summed over micro-batches and ranks unchanged, so they must be normalized by the step's
-    counts::
-
-        def dr_grpo(inputs: ReducerInputs) -> Reducer:
-            weights = inputs.loss_mask / (inputs.num_trajectories * 1024)
-            return lambda losses: torch.dot(losses, weights)
-    """
-
-    def __call__(self, inputs: ReducerInputs, /) -> Reducer:
-        """Make the reducer of a micro-batch."""
-        ...
-
-
-class PositionalPgLossReducerFactory(Protocol):
-    """The older form: ``(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)``.
-
-    Its reducer, too, gets the flat [R] vector, and returns the **sum** over the samples (such as the sum of sample
-    means; per token, the sum of token losses). It is divided here, by N, or by T per token.
-    """
-
-    def __call__(
-        self,
-        total_lengths: list[int],
-        response_lengths: list[int],
-        loss_masks: list[torch.Tensor],
-        calculate_per_token_loss: bool,
-        /,
-    ) -> Reducer:
-        """Make the reducer of a micro-batch."""
-        ...
-
-
 # Call the user's functions (hooks.py) instead of a built-in part of the objective, and check what they return.
 #
 # Functions see whole samples. Detached ones are called on gathered columns, and their result is sliced. Losses are
@@ -416,15 +362,9 @@ class CustomAdvantages(Estimator[Any]):
     def __init__(self, path: str, estimator: Estimator[Any]) -> None:
         self.path = path
         self.estimator = estimator
-        self.name = estimator.name
-        self.reads = estimator.reads
-        self.instead = estimator.instead
-        self.default_policy_loss = estimator.default_policy_loss
-        self.by_token = estimator.by_token
-        self.reward_at_last_token = estimator.reward_at_last_token
-        self.greedy_baseline = estimator.greedy_baseline
-        self.reads_reward_parts = estimator.reads_reward_parts
-        self.reads_score_norms = estimator.reads_score_norms
+        self.name, self.reads = estimator.name, estimator.reads
+        for attribute in Estimator.__annotations__:
+            setattr(self, attribute, getattr(estimator, attribute))
 
     def needs(self, flags: LossArguments) -> Needs:
         """Return the needs of the chosen estimator."""

@@ -8,15 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from miles.base.threads import gather_or_cancel
-from miles.config.evaluation import EvaluationArguments, eval_entries
+from miles.config.evaluation import eval_entries
 from miles.config.inputs import load_held_out_prompts
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
-from miles.tasks.data.settings import DataArguments
 from miles.tasks.rewards.registry import passes_of
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import Prompt, PromptGroup, Sample
 
@@ -77,24 +76,18 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
     return {f"eval/{eval_set.name}/{name}": metric for name, metric in metrics.items()}, samples
 
 
-def load_eval_sets(
-    evaluation: EvaluationArguments,
-    data: DataArguments,
-    rollout: RolloutArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    reward: RewardArguments | None = None,
-) -> list[EvalSet]:
+def load_eval_sets(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> list[EvalSet]:
     """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
 
-    Rows that ``reward`` cannot score are refused.
+    Rows that the reward cannot score are refused.
 
     Raises:
         InputError: As ``eval_entries`` and ``load_prompts`` do.
     """
-    entries = eval_entries(evaluation)
+    data, rollout, reward = settings.data, settings.rollout, settings.reward
     return [
-        _eval_set(entry, load_held_out_prompts(entry, data, rollout, reward, tokenizer), rollout) for entry in entries
+        _eval_set(entry, load_held_out_prompts(entry, data, rollout, reward, tokenizer), rollout)
+        for entry in eval_entries(settings.evaluation)
     ]
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from miles.base.profiling import ProcessTrace, span, waiting
+from miles.base.profiling import span, waiting
 from miles.base.threads import gather_or_cancel
 from miles.base.user_code import ordinary_errors
 from miles.config.rollout import RolloutArguments
@@ -20,6 +20,9 @@ from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.tasks.rewards.base import RewardFunction
 from miles.tasks.rewards.scoring import score
 from miles.types.sample import Prompt, PromptGroup, Sample, SampleStatus
+
+if TYPE_CHECKING:
+    from miles.rollout.workers.pool import WorkerPool
 
 # The text of an answer, as rewards see it.
 
@@ -79,38 +82,6 @@ STATUS: dict[FinishReason, SampleStatus] = {
 }
 
 
-class GroupWorkers(Protocol):
-    """Other processes that produce groups (``--num-rollout-workers``)."""
-
-    async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
-        """Do the same as ``produce_group``. Of ``tools``, the processes have their own."""
-        ...
-
-    async def hold(self) -> None:
-        """Begin no interruptible request, and return when every process knows it."""
-        ...
-
-    def release(self) -> None:
-        """Continue."""
-        ...
-
-    async def start_profile(self) -> None:
-        """Have every process record its work."""
-        ...
-
-    async def stop_profile(self) -> list[ProcessTrace]:
-        """Return the recordings of the processes."""
-        ...
-
-    def loads(self) -> dict[str, int]:
-        """Return how many groups each process has, for the report of a hang."""
-        ...
-
-    async def close(self) -> None:
-        """End the processes. No call may follow."""
-        ...
-
-
 class GroupGenerator(Protocol):
     """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function."""
 
@@ -138,7 +109,7 @@ class GroupTools:
     reward_error_value: float | None = None
     drops_reward_errors: bool = False
     teacher: ServedTeacher | None = None
-    workers: GroupWorkers | None = None
+    workers: WorkerPool | None = None
     interrupts: bool = False
 
 

@@ -29,7 +29,8 @@ from miles.engine.base import EngineHost
 from miles.models.tokenizer_files import save_tokenizer
 from miles.rollout.collect import BurstCollector, ConversationCollector, GroupCollector, ScoredGroups
 from miles.rollout.debug_data import SavedGroups, save_rollout
-from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
+from miles.rollout.evaluate import load_eval_sets
+from miles.rollout.groups import GroupSpec, GroupTools, produce_group
 from miles.rollout.hooks import (
     BufferFilter,
     Evaluation,
@@ -42,11 +43,10 @@ from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.producer import GroupProducer, start_producer
-from miles.rollout.stream_collector import Interruptible, StreamCollector
-from miles.rollout.supply import build_supply, iterations_of, load_held_out
+from miles.rollout.stream_collector import StreamCollector
+from miles.rollout.supply import build_supply, iterations_of
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker
 from miles.tasks.data.stream import TrainingStream
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
@@ -207,23 +207,12 @@ async def build_pipeline(
     """
     rollout = settings.rollout
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    eval_sets, supply = load_held_out(settings, tokenizer), build_supply(settings, tokenizer)
+    eval_sets, supply = load_eval_sets(settings, tokenizer), build_supply(settings, tokenizer)
     hooks, num_iterations = IterationHooks(settings, supply.stream), iterations_of(rollout, supply.num_prompts)
     producer = await start_producer(settings, host, tokenizer, worker_starter)
     try:
         evaluation = None if producer.tools is None else evaluation_of(settings, eval_sets, producer.tools)
-        collector = build_collector(
-            supply.stream,
-            producer.training_tools,
-            rollout,
-            settings.reward,
-            settings.data.rollout_seed,
-            num_iterations,
-            local_vocab_size(settings.model),
-            settings.reads_conversations,
-            settings.loss.reads_greedy_baseline,
-            flags_view(settings),
-        )
+        collector = build_collector(settings, supply.stream, producer.training_tools, num_iterations)
     except BaseException:
         await producer.close()
         raise
@@ -241,74 +230,54 @@ async def build_pipeline(
 
 
 def build_collector(
-    stream: TrainingStream | None,
-    tools: GroupTools | None,
-    rollout: RolloutArguments,
-    reward: RewardArguments,
-    seed: int,
-    num_iterations: int,
-    vocab_size: int | None = None,
-    reads_conversations: bool = False,
-    greedy_baseline: bool = False,
-    args: Any = None,
+    settings: Settings, stream: TrainingStream | None, tools: GroupTools | None, num_iterations: int
 ) -> GroupCollector:
     """Return the collector that the flags choose: saved groups, the user's function, bursts, or a stream of groups.
 
     Conversations to train on have a collector of their own.
 
     Args:
+        settings: All sections of the run.
         stream: The prompts; may be None for saved groups.
         tools: The tools that produce groups; may be None for saved groups.
-        rollout: The flags that decide.
-        reward: The flags of rewards.
-        seed: The seed of the run's responses.
         num_iterations: How many iterations the run has.
-        vocab_size: The end of the token ids of saved groups, if it is known.
-        reads_conversations: Whether ``stream`` draws conversations to train on.
-        greedy_baseline: Whether each group has a greedy response too, whose reward the estimator reads.
-        args: All flags by their names, for functions of the user's.
 
     Raises:
         ValueError: A function or a filter cannot be imported.
     """
+    rollout, reward = settings.rollout, settings.reward
     if rollout.load_debug_rollout_data is not None:
+        vocab_size = local_vocab_size(settings.model)
         return SavedGroups(rollout.load_debug_rollout_data, reward.log_passrate, stream, vocab_size)
-    if reads_conversations:
+    if settings.reads_conversations:
         assert stream is not None and rollout.rollout_batch_size is not None
         return ConversationCollector(stream, rollout.rollout_batch_size)
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
-    spec = _group_spec(stream, rollout, seed, greedy_baseline)
+    spec = GroupSpec.for_training(rollout, settings.data.rollout_seed, settings.loss.reads_greedy_baseline)
+    if rollout.max_prompt_pass_rate is not None:  # validate() refuses it with a source of the user's
+        spec = replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))
+    produce = partial(produce_group, tools=tools, spec=spec)
     path = rollout.rollout_function_path
     if path is not None:
-        make_group = partial(produce_group, tools=tools, spec=spec)
-        inputs = RolloutTools(stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
+        inputs = RolloutTools(stream, produce, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
         return FunctionCollector(path, inputs)
     if rule.leftover is LeftoverGroups.AWAIT:
-        return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
-    engine = tools.engine
-    interruptible = InterruptibleEngine(engine) if rule.leftover is LeftoverGroups.INTERRUPT else None
-    tools = replace(tools, engine=interruptible or engine, interrupts=interruptible is not None)
+        return BurstCollector(stream, produce, rollout, reward, rule)
+    interruptible: InterruptibleEngine | InterruptibleWorkers | None = None
+    if rule.leftover is LeftoverGroups.INTERRUPT:
+        engine = InterruptibleEngine(tools.engine)
+        produce = partial(produce_group, tools=replace(tools, engine=engine, interrupts=True), spec=spec)
+        interruptible = engine if tools.workers is None else InterruptibleWorkers(engine, tools.workers)
+    path = rollout.buffer_filter_path
     return StreamCollector(
         stream,
-        partial(produce_group, tools=tools, spec=spec),
+        produce,
         rollout,
         reward,
         rule,
         num_iterations=num_iterations,
-        engine=engine,
-        interruptible=None if interruptible is None else _interrupter(interruptible, tools.workers),
-        buffer_filter=None if rollout.buffer_filter_path is None else BufferFilter(rollout.buffer_filter_path, args),
+        engine=tools.engine,
+        interruptible=interruptible,
+        buffer_filter=None if path is None else BufferFilter(path, flags_view(settings)),
     )
-
-
-def _interrupter(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
-    """Return the object that interrupts the generation of this process, and of its workers if it has some."""
-    return engine if workers is None else InterruptibleWorkers(engine, workers)
-
-
-def _group_spec(stream: TrainingStream, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:
-    spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
-    if rollout.max_prompt_pass_rate is None:  # validate() refuses it with a source of the user's
-        return spec
-    return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

@@ -25,7 +25,7 @@ from miles.engine.base import (
     start_engine,
 )
 from miles.rollout.chosen_generator import get_group_generator, session_generator
-from miles.rollout.groups import GroupTools, GroupWorkers
+from miles.rollout.groups import GroupTools
 from miles.rollout.workers.pool import StartWorker, WorkerPool
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.metrics import Metric
@@ -120,7 +120,7 @@ class GroupProducer:
     agents: SessionGenerator | None = None
 
     @property
-    def workers(self) -> GroupWorkers | None:
+    def workers(self) -> WorkerPool | None:
         """The processes that produce groups; None if this one does."""
         return None if self.tools is None else self.tools.workers
 

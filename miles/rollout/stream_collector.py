@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from miles.base.user_code import as_exception
 from miles.config.rollout import RolloutArguments
@@ -11,23 +11,13 @@ from miles.rollout.collect import GroupCollector, ProduceGroup, ScoredGroups, Ta
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks import BufferFilter
+from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
+from miles.rollout.workers.pool import InterruptibleWorkers
 from miles.tasks.data.stream import NoPromptsLeft, TrainingStream
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample
-
-
-class Interruptible(Protocol):
-    """Generation that can be stopped and continued (``InterruptibleEngine``)."""
-
-    async def interrupt(self) -> None:
-        """Stop; return when nothing is in flight."""
-        ...
-
-    def continue_generation(self) -> None:
-        """Continue what was interrupted."""
-        ...
 
 
 class StreamCollector(GroupCollector):
@@ -55,7 +45,7 @@ class StreamCollector(GroupCollector):
         *,
         num_iterations: int,
         engine: Engine,
-        interruptible: Interruptible | None = None,
+        interruptible: InterruptibleEngine | InterruptibleWorkers | None = None,
         buffer_filter: BufferFilter | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"

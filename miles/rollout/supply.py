@@ -8,7 +8,6 @@ from miles.config.flags_view import flags_view
 from miles.config.inputs import load_training_prompts
 from miles.config.rollout import RolloutArguments
 from miles.config.settings import Settings
-from miles.rollout.evaluate import EvalSet, load_eval_sets
 from miles.tasks.data.custom_source import CustomStream
 from miles.tasks.data.prompts import RowReader
 from miles.tasks.data.stream import CurriculumStream, Mixture, NamedSet, PromptStream, TrainingStream, load_curriculum
@@ -34,14 +33,8 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         ValueError: A row is malformed, or the source or the curriculum cannot be imported.
     """
     data, rollout = settings.data, settings.rollout
-    context, reward = rollout.rollout_max_context_len, settings.reward
     if data.data_source_path is not None:
-        reader = RowReader(
-            data,
-            tokenizer,
-            reward=reward,
-            max_context_len=context,
-        )
+        reader = RowReader(data, tokenizer, reward=settings.reward, max_context_len=rollout.rollout_max_context_len)
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
     if data.prompt_mix is not None or data.curriculum_path is not None:
         sources = data.mixed_sources
@@ -55,17 +48,6 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         return Supply()
     prompts = load_training_prompts("", data.prompt_data, settings, tokenizer)
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts))
-
-
-def load_held_out(settings: Settings, tokenizer: Any) -> list[EvalSet]:
-    """Load the held-out sets; see ``load_eval_sets``."""
-    return load_eval_sets(
-        settings.evaluation,
-        settings.data,
-        settings.rollout,
-        tokenizer,
-        reward=settings.reward,
-    )
 
 
 def _with_curriculum(mixture: Mixture, path: str | None, rollout: RolloutArguments) -> Mixture | CurriculumStream:

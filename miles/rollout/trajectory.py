@@ -11,21 +11,9 @@ from typing import Any, Protocol
 from miles.base.text import one_line
 from miles.base.threads import gather_or_cancel
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
-from miles.rollout.groups import STATUS, Detokenizer, GroupSpec, answer_text, fit_context, response_seed
+from miles.rollout.groups import STATUS, GroupSpec, answer_text, fit_context, response_seed
 from miles.types.replay import TokenSets, continued, extended
 from miles.types.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
-
-
-class Tokenizer(Detokenizer, Protocol):
-    """The part of a transformers tokenizer that multi-turn generation needs."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of ``text``."""
-        ...
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the id of every token."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class Trajectory:
     """
 
     sample: Sample  # ``sample.prompt`` is the task; its columns grow with the turns
-    tokenizer: Any  # a transformers tokenizer (``Tokenizer``)
+    tokenizer: Any  # a transformers tokenizer
     engine: Engine
     sampling: SamplingParams
     seed_of_turn: Callable[[int], int]
@@ -136,7 +124,7 @@ class Trajectory:
 
 
 @lru_cache(maxsize=8)  # a vocabulary is read once, not in every turn
-def token_ids_with(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+def token_ids_with(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Return the ids of all tokens that contain ``text``, for example a character: ``stop_token_ids`` that stop at it.
 
     The token may also hold what follows the text: ``)`` stops at a token ``).`` too.

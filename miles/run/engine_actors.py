@@ -109,29 +109,39 @@ class ActorServer:
 
     async def meeting_address(self) -> str:
         """Return an address of the actor's node; ``ServerPart.meeting_address``."""
-        return await self._answer("meeting_address")
+        address: str = await self._answer("it started", "meeting_address")
+        return address
 
     async def start(self, meeting: str | None = None) -> str:
         """Start the server, and its actor if there is none; ``ServerPart.start``."""
-        url = await self._answer("start", meeting)
+        url: str = await self._answer("it started", "start", meeting)
         self._serves = True
         return url
 
-    async def _answer(self, method: str, *arguments: Any) -> str:
-        """Call a method of the actor, which starts if there is none, and return its result."""
+    async def update_copy(self, source: CopySource) -> WeightFolder:
+        """Have the actor update the copy of its host; ``Server.update_copy``."""
+        assert self._actor is not None, "a server in use has an actor"
+        folder: WeightFolder = await self._answer("its host read new weights", "update_copy", source)
+        return folder
+
+    async def _answer(self, doing: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor, which starts if there is none, and return its result.
+
+        Raises:
+            ServerFailed: The actor died, or took longer than a start may take, while ``doing``.
+        """
         if self._actor is None:
             self._actor = ray.remote(EngineActor).options(**self._options).remote(self._build, self._host, self._gpus)
         try:
             async with asyncio.timeout(self._start_seconds):
-                text: str = await getattr(self._actor, method).remote(*arguments)
+                return await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None  # the server's own error, without the actor around it
         except DEATHS as death:
-            raise ServerFailed(f"{self.name} was killed while it started") from death
+            raise ServerFailed(f"{self.name} was killed while {doing}") from death
         except TimeoutError:
-            message = f"{self.name} has not started within {self._start_seconds:g} s: its host hangs"
+            message = f"{self.name} has not answered within {self._start_seconds:g} s while {doing}: its host hangs"
             raise ServerFailed(message) from None
-        return text
 
     async def ending(self) -> str:
         """Return what has ended the server; ``Server.ending``. It dies with its actor."""
@@ -164,21 +174,6 @@ class ActorServer:
                 log.info("%s: its actor is replaced: %s", self.name, lost)
         ray.kill(self._actor)
         self._actor = None
-
-    async def update_copy(self, source: CopySource) -> WeightFolder:
-        """Have the actor update the copy of its host; ``Server.update_copy``."""
-        assert self._actor is not None, "a server in use has an actor"
-        try:
-            async with asyncio.timeout(self._start_seconds):  # as loading a model may take
-                folder: WeightFolder = await self._actor.update_copy.remote(source)
-        except RayTaskError as error:
-            raise error.cause from None
-        except DEATHS as death:
-            raise ServerFailed(f"{self.name} was killed while its host read new weights") from death
-        except TimeoutError:
-            message = f"{self.name}: its host has not read the new weights within {self._start_seconds:g} s"
-            raise ServerFailed(message) from None
-        return folder
 
 
 class RayHost:

@@ -351,11 +351,8 @@ def notifying(notifier: Notifier, stop: StopRequests) -> Iterator[None]:
     """Send the end of the block, or its failure, to ``--notify-url``."""
     try:
         yield
-    except KeyboardInterrupt:
-        notifier.send("end", f"stopped by {signal.Signals(stop.number).name}")
-        raise
-    except Exception as error:
-        if stop.has_stopped and is_death(error):
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, KeyboardInterrupt) or (stop.has_stopped and is_death(error)):
             notifier.send("end", f"stopped by {signal.Signals(stop.number).name}")
         else:
             notifier.send("failure", in_one_line(error))

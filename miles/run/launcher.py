@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from miles.base.locks import FolderLocks, RemoteLock
     from miles.config.checkpoint import CheckpointArguments
     from miles.config.cluster import Offload
-    from miles.config.notes import Note
     from miles.config.validate import Validated
     from miles.observe.sinks import Event, Notifier, Sink
     from miles.observe.tracker import Tracker
@@ -467,7 +466,8 @@ def _print_notes(notes: Sequence[str], validated: Validated) -> None:
     for note in notes:
         print(f"note: {note}")
     if validated.accepted:
-        print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
+        lines = [f"  {line}" for line in grouped(validated.accepted)]
+        print("\n".join(["note: flags of the command that were accepted:", *lines]))
 
 
 def _note_if_finished(settings: Settings, start: CheckpointArguments) -> str | None:
@@ -523,10 +523,6 @@ def _context(
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
     again = continuation if can_be_replaced else None
     return RunContext(stop, files, notifier, restarts, section, validated.set_fields, again)
-
-
-def _indented(accepted: Sequence[Note]) -> list[str]:
-    return [f"  {line}" for line in grouped(accepted)]
 
 
 def run(settings: Settings, context: RunContext) -> None:

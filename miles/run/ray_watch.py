@@ -303,20 +303,18 @@ class RayWatch:
         """Report that this machine has left Ray's cluster, if it has."""
         loss = None if self._node is None else self._node.loss()
         with self._looking:
-            if loss is not None and not self._ended.is_set():
-                self._ended.set()
-                self._on_loss(loss)
+            self._report(loss)
 
     def look(self) -> None:
         """Report a loss now, if there is one that was not reported."""
         with self._looking:
-            if self._ended.is_set():
-                return
-            for part in self._parts:
-                if (loss := part.loss()) is not None:
-                    self._ended.set()
-                    self._on_loss(loss)
-                    return
+            if not self._ended.is_set():
+                self._report(next(filter(None, (part.loss() for part in self._parts)), None))
+
+    def _report(self, loss: str | None) -> None:
+        if loss is not None and not self._ended.is_set():
+            self._ended.set()
+            self._on_loss(loss)
 
     def end_with_ray(self) -> None:
         """Report at once what does not answer, until Ray's shutdown in this process ends Ray's own processes.
@@ -353,8 +351,6 @@ class RayWatch:
         while not self._ended.wait(LOOK_SECONDS):
             self.look()
 
-
-# Heartbeats of the worker processes, and waiting for their results until one of them dies or hangs.
 
 # Say how a worker process died: by a signal that it could still log, or by one that leaves no trace.
 #
@@ -411,6 +407,8 @@ def _end(log: Path) -> bytes:
         return file.read(END_BYTES)
 
 
+# Heartbeats of the worker processes, and waiting for their results until one of them dies or hangs.
+#
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
 # returns in time whatever else the worker does, and Ray fails it at once if the process dies.
 HEARTBEAT_SECONDS = 10.0

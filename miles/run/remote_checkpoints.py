@@ -79,19 +79,17 @@ class RemoteCheckpoints:
         root, only = split_checkpoint(url)
         return cls(RemoteFolder(root, checkpoint.file_system_options), checkpoint.local(root), only)
 
-    def remove_unfinished(self) -> list[str]:
-        """Remove checkpoints whose upload or removal was interrupted, and return their names.
+    def remove_unfinished(self) -> None:
+        """Remove checkpoints whose upload or removal was interrupted.
 
         Only the run that holds the lock of the remote folder may call it.
 
         Raises:
             RemoteError: The storage does not answer.
         """
-        by_name = self._files_by_checkpoint()
-        names = [name for name, files in by_name.items() if INCOMPLETE in files and MANIFEST not in files]
-        for name in names:
-            self._remove_files(name, by_name[name])
-        return names
+        for name, files in self._files_by_checkpoint().items():
+            if INCOMPLETE in files and MANIFEST not in files:
+                self._remove_files(name, files)
 
     def index(self) -> list[str]:
         """Make the local copy list the contents of the remote folder, and return notes for the user.
@@ -360,8 +358,7 @@ def _fault(folder: Path, files: Mapping[str, int]) -> str | None:
 # before something newer is complete there.
 #
 # An upload that fails, after the tries of ``RemoteFolder``, does not stop the run. Its files stay on this machine. It
-# is
-# tried again every ``AGAIN_SECONDS``, after the next save, and when the run ends; if that fails too, the run fails.
+# is tried again every ``AGAIN_SECONDS``, after the next save, and when the run ends; if that fails too, the run fails.
 
 
 AGAIN_SECONDS = 300.0

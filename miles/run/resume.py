@@ -294,8 +294,7 @@ def _run_name(run: RunIdentity | None) -> str:
 
 # Find the checkpoint that a run starts from: the one that ``--load`` names, or the newest complete one in its folder.
 #
-# Every checkpoint is checked before anything starts (training/checkpoint_files.py). A damaged one is passed over with
-# a
+# Every checkpoint is checked before anything starts (training/checkpoint_files.py). A damaged one is passed over with a
 # note, unless ``--no-load-fallback`` forbids it or ``--load`` names that checkpoint itself. If all are damaged the run
 # stops: starting from the beginning in silence would lose what was trained.
 

@@ -24,11 +24,10 @@ from miles.config.settings import Settings
 from miles.config.spelling import group_words
 from miles.engine.base import Engine, LocalHost, start_engine
 from miles.rollout.chosen_generator import group_generator
-from miles.rollout.evaluate import EvalSet, evaluate
+from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.groups import GroupSpec, GroupTools, response_seed, sampling_params
+from miles.rollout.intervals import Estimate, mean_over_prompts
 from miles.rollout.metrics import pass_at_k, powers_of_two
-from miles.rollout.ordering import Estimate, mean_over_prompts
-from miles.rollout.supply import load_held_out
 from miles.tasks.data.images import ImageReader
 from miles.tasks.data.row import Notes, Row
 from miles.tasks.data.tokenizer import PromptRenderer
@@ -139,7 +138,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     evaluation = fill_evaluation(evaluation, settings.rollout, settings.data)
     reward = settings.reward
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    loaded = load_held_out(replace(settings, evaluation=evaluation), tokenizer)
+    loaded = load_eval_sets(replace(settings, evaluation=evaluation), tokenizer)
     if samples_per_prompt is not None:  # also if --eval-config states another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)

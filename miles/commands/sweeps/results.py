@@ -18,7 +18,7 @@ from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_name
 from miles.observe.page import single_file
 from miles.observe.report.comparison import differing_settings
 from miles.observe.run_files import METRICS, RunHeader
-from miles.rollout.ordering import CONFIDENCE, bootstrap
+from miles.rollout.intervals import CONFIDENCE, bootstrap
 
 # The statistics of a comparison: one figure per run, and means over seeds with intervals.
 #

@@ -270,7 +270,7 @@ def check_four_argument_loss(path: str, args: Any, loss: LossArguments) -> None:
         if value is not None:
             raise InputError(
                 f"{flag} {value}: would be ignored by {WHOLE_LOSS.flag} {path}, whose sum_of_sample_mean is the mean "
-                f"of samples, or of tokens under token_mean; drop it, or write the loss with one {WHOLE_LOSS.inputs}, "
+                "of samples, or of tokens under token_mean; drop it, or write the loss with one LossInputs, "
                 "whose reduce follows it"
             )
     try_four_arguments(path, args, loss)

@@ -63,11 +63,6 @@ class KVCache:
         self._width = 0
         self._longest = 0
 
-    @property
-    def num_layers(self) -> int:
-        """The number of layers whose attention has written."""
-        return sum(layer >= 0 for layer in self._layers)
-
     def expect(self, longest: int) -> None:
         """Expect a sequence that will have at most ``longest`` tokens, until the next ``clear``."""
         self._longest = max(self._longest, longest)
@@ -76,8 +71,7 @@ class KVCache:
         """Make room for ``rows`` sequences of ``width`` tokens, and keep the stored tokens."""
         if rows <= self._rows and width <= self._width:
             return
-        if rows > self._rows:
-            self._rows = rows
+        self._rows = max(rows, self._rows)
         if width > self._width:
             doubled = min(2 * self._width, self._longest)
             self._width = -(-max(width, doubled) // ROW_STEP) * ROW_STEP

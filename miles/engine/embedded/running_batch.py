@@ -153,10 +153,9 @@ class RunningBatch:
         self._draw(0, logits, self._sampling, version)
 
     @torch.inference_mode()
-    def retire(self) -> list[Sequence]:
-        """Remove and return the finished sequences; the last rows move into the gaps."""
-        retired = [s for s in self.sequences if s.finish_reason is not None]
-        if retired:
+    def retire(self) -> None:
+        """Remove the finished sequences; the last rows move into the gaps."""
+        if any(s.finish_reason is not None for s in self.sequences):
             self._sampling = None
         self._rows = [[s for s in row if s.finish_reason is None] for row in self._rows]
         row = 0
@@ -171,7 +170,6 @@ class RunningBatch:
                 self._rows[row] = last
         if not self._rows:
             self._runner.cache.clear()
-        return retired
 
     def _prefill(self, prompts: Many[ReadPrompt], by_prompt: dict[ReadPrompt, list[Sequence]], version: int) -> None:
         first_row = len(self._rows)

@@ -1,4 +1,4 @@
-"""Check the health of SGLang servers and of their router, and replace those that fail."""
+"""Check the health of an engine's servers and of their router, and replace those that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of SGLang servers and of their router, without which neither answers.
+"""The keys of an engine's servers and of their router, without which neither answers.
 
 A server has two: one for generation and one for control calls, weight updates above all. Every run makes its own,
 unless the user gives them. They reach the processes through a pipe (processes.py), so that no process list shows them.

@@ -1,4 +1,4 @@
-"""Run an SGLang server that notes its shared memory in its temporary folder (leftovers.py).
+"""Run a server that notes its shared memory in its temporary folder (leftovers.py).
 
 The command is ``python -m miles.engine.servers.server_process MODULE ARGUMENTS…``. The server notes it itself, because
 its parent process can be stopped or killed while it starts.

@@ -137,7 +137,7 @@ class VllmProgram:
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would not run DIE_WITH_PARENT
             KEY: self.keys.server,
             ADMIN_KEY: self.keys.admin,
-            **({} if os.path.isdir(self.model_path) is False else {"HF_HUB_OFFLINE": "1"}),
+            **({"HF_HUB_OFFLINE": "1"} if os.path.isdir(self.model_path) else {}),
         }
 
     def is_ready(self, url: str) -> bool:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -46,8 +46,7 @@ class TensorChange:
 
     Attributes:
         form: How ``places`` states which elements they are. ``gaps``: the distance of each from the one before it, and
-        of
-            the first from the start. ``bitmap``: one bit per element. ``whole``: all elements; ``places`` is empty.
+            of the first from the start. ``bitmap``: one bit per element. ``whole``: all elements; ``places`` is empty.
         places: [changed] unsigned integers, or [ceil(elements / 8)] bytes.
         values: [changed] their new bits, as unsigned integers of the element's size.
     """
@@ -706,17 +705,6 @@ def _wrong(tensors: dict[str, np.ndarray], records: Records) -> list[str]:
 log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class OffersDelta(Protocol):
-    """An optional capability of the weights of an update: offer a delta to those who can follow it."""
-
-    offer: DeltaOffer
-
-    def refuse(self, who: str, why: DeltaRefused) -> None:
-        """Note that ``who`` needs all weights."""
-        ...
-
-
 def whole_update(num_bytes: int, load_seconds: float) -> dict[str, Metric]:
     """Return the metrics of an update that has sent all weights, in any mode."""
     return {"weight_sync/bytes": Metric(num_bytes), "weight_sync/load_seconds": Metric(load_seconds)}
@@ -764,13 +752,13 @@ class CopiedWeights:
 
     def __iter__(self) -> Iterator[WeightChunk]:
         if not self._follows():
-            result = self._weights.offer.result if isinstance(self._weights, OffersDelta) else None
+            result = self._weights.offer.result if isinstance(self._weights, OfferedWeights) else None
             self._copy.adopt(self._weights, self._sent, result)
         yield from self._copy.chunks()
 
     def _follows(self) -> bool:
         """Return whether the copy has followed an offer."""
-        if not isinstance(self._weights, OffersDelta):
+        if not isinstance(self._weights, OfferedWeights):
             return False
         try:
             self._copy.follow(self._weights.offer)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from miles.base.disk_faults import naming_disk
 from miles.base.threads import in_thread
-from miles.engine.weight_sync.deltas import MAKE_ROOM, CopySource, DeltaRefused, OffersDelta, WeightFolder
+from miles.engine.weight_sync.deltas import MAKE_ROOM, CopySource, DeltaRefused, OfferedWeights, WeightFolder
 from miles.engine.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.types.weights import WeightChunk
 
@@ -63,12 +63,10 @@ class DiskTransport:
 #           │                           (shared folder)        │ cannot follow: DeltaRefused
 #           └────── all weights <──── OfferedWeights ──────────┘
 #
-# The trainer compares its weights with those that it sent last. Each host that has engines keeps a copy of all
-# weights,
+# The trainer compares its weights with those that it sent last. Each host that has engines keeps a copy of all weights,
 # applies the delta to it, compares the checksums of all tensors, and its engines load the copy. On any doubt (another
 # base, a file that is missing, cut or altered, a checksum that differs, a host without a copy) all weights are sent,
-# and
-# become the host's copy if their checksums are right too.
+# and become the host's copy if their checksums are right too.
 
 
 class DiskDeltaTransport:
@@ -84,7 +82,7 @@ class DiskDeltaTransport:
         """Send the delta if there is one, then all weights to the receivers that lack them."""
         updated: set[str] = set()  # by URL
         result = None
-        if isinstance(chunks, OffersDelta):
+        if isinstance(chunks, OfferedWeights):
             updated, result = await self._offer(delivery, chunks, version), chunks.offer.result
         if all(receiver.url in updated for receiver in delivery.alive):
             return
@@ -98,7 +96,7 @@ class DiskDeltaTransport:
         await delivery.each(adopt)
         shutil.rmtree(folder.path)
 
-    async def _offer(self, delivery: Delivery, weights: OffersDelta, version: int) -> set[str]:
+    async def _offer(self, delivery: Delivery, weights: OfferedWeights, version: int) -> set[str]:
         """Offer the delta to all receivers; return the URLs of those that have followed it."""
         source = CopySource(weights.offer.result, None, weights.offer, self._copies, str(self._root))
         followed: set[str] = set()

@@ -39,17 +39,6 @@ TRANSPORTS: dict[str, Callable[[SendingSide], Transport]] = {
 }
 
 
-def build_transport(mode: str, sender: SendingSide) -> Transport:
-    """Build the transport that ``--update-weight-transfer-mode`` names.
-
-    Raises:
-        ValueError: If no transport has this name.
-    """
-    if mode not in TRANSPORTS:
-        raise ValueError(f"--update-weight-transfer-mode {mode}: unknown; choose from {', '.join(TRANSPORTS)}")
-    return TRANSPORTS[mode](sender)
-
-
 class WeightSender:
     """Send weights to any number of engines, and report which of them failed."""
 
@@ -63,7 +52,7 @@ class WeightSender:
         """
         device = torch.device("cpu") if broadcast_from is None else broadcast_from
         side = SendingSide(folder, device, sglang.update_weight_copy_dir)
-        self._transport = build_transport(sglang.update_weight_transfer_mode, side)
+        self._transport = TRANSPORTS[sglang.update_weight_transfer_mode](side)
         self._check_files = DiskTransport(side.folder) if sglang.check_weight_update_equal else None
 
     async def send(

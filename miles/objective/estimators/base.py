@@ -85,6 +85,7 @@ class Estimator(ObjectivePart[E]):
 
     Attributes:
         default_policy_loss: The policy loss of a run without ``--policy-loss``.
+        compares_groups: Whether a group of one has an advantage of 0, as rewards are compared within a group.
         by_token: Whether it implements phase 2. If not, every token has its sample's number of phase 1.
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
         greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
@@ -95,6 +96,7 @@ class Estimator(ObjectivePart[E]):
     flag: ClassVar[str] = "advantage_estimator"
     instead: Mapping[str, str] = {"kl_coef": "use --use-kl-loss --kl-loss-coef"}
     default_policy_loss: str = "ppo"
+    compares_groups: bool = False
     by_token: bool = False
     reward_at_last_token: bool = False
     greedy_baseline: bool = False
@@ -107,7 +109,7 @@ class Estimator(ObjectivePart[E]):
 
     def smallest_group(self, flags: E) -> int:
         """Return the trajectories per prompt below which every advantage is 0."""
-        return 1
+        return 2 if self.compares_groups else 1
 
     def needs(self, flags: E) -> Needs:
         """Ask for both policies if a KL is part of each token's reward."""

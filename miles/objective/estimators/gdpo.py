@@ -27,10 +27,7 @@ class Gdpo(Estimator[AdvantageFlags]):
     summary = "several rewards (--rm-type a:1,b:0.2), each normalized within its prompt group on its own"
     reads = ("normalize_advantages",)
     reads_reward_parts = True
-
-    def smallest_group(self, flags: AdvantageFlags) -> int:
-        """Return 2: a group of one has no spread."""
-        return 2
+    compares_groups = True  # a group of one has no spread
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return the formula of A."""

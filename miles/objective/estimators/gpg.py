@@ -40,10 +40,7 @@ class Gpg(Estimator[GpgFlags]):
     reads = ("normalize_advantages", "gpg_scale")
     own_flags = GpgFlags
     default_policy_loss = "gpg"
-
-    def smallest_group(self, flags: GpgFlags) -> int:
-        """Return 2: a group of one is its own mean."""
-        return 2
+    compares_groups = True  # a group of one is its own mean
 
     def formula(self, flags: GpgFlags) -> list[Term]:
         """Return the formula of A."""

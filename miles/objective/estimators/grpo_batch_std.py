@@ -21,10 +21,7 @@ class GrpoBatchStd(Estimator[AdvantageFlags]):
     name = "grpo_batch_std"
     summary = "the reward less its group's mean, over the standard deviation of the iteration"
     reads = ("normalize_advantages",)
-
-    def smallest_group(self, flags: AdvantageFlags) -> int:
-        """Return 2: a group of one is its own mean."""
-        return 2
+    compares_groups = True  # a group of one is its own mean
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return the formula of A."""

@@ -18,10 +18,7 @@ class Opo(Estimator[AdvantageFlags]):
     name = "opo"
     summary = "the reward less its group's mean, weighted by length"
     reads = ("normalize_advantages",)
-
-    def smallest_group(self, flags: AdvantageFlags) -> int:
-        """Return 2: a group of one is its own baseline."""
-        return 2
+    compares_groups = True  # a group of one is its own baseline
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return the formula of A."""

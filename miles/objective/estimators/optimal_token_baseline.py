@@ -56,10 +56,7 @@ class OptimalTokenBaseline(Estimator[OptimalTokenBaselineFlags]):
     by_token = True
     reward_at_last_token = True
     reads_score_norms = True
-
-    def smallest_group(self, flags: OptimalTokenBaselineFlags) -> int:
-        """Return 2: a group of one is its own baseline."""
-        return 2
+    compares_groups = True  # a group of one is its own baseline
 
     def needs(self, flags: OptimalTokenBaselineFlags) -> Needs:
         """Ask for the policy's log-probs and the sum of its squared probabilities."""

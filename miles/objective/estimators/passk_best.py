@@ -38,10 +38,7 @@ class PassKBest(Estimator[PassKBestFlags]):
     summary = "pass@k: the lead of the group's best reward over the second best (2503.19595)"
     reads = ("normalize_advantages", "passk_best_std")
     own_flags = PassKBestFlags
-
-    def smallest_group(self, flags: PassKBestFlags) -> int:
-        """Return 2: a group of one has no others."""
-        return 2
+    compares_groups = True  # a group of one has no others
 
     def formula(self, flags: PassKBestFlags) -> list[Term]:
         """Return the formula of A."""

@@ -20,10 +20,7 @@ class ReinforcePlusPlusBaseline(Estimator[AdvantageFlags]):
     reads = ("normalize_advantages", "kl_coef")
     instead = {"disable_rewards_normalization": "use --advantage-estimator reinforce_plus_plus"}
     by_token = True
-
-    def smallest_group(self, flags: AdvantageFlags) -> int:
-        """Return 2: a group of one is its own mean."""
-        return 2
+    compares_groups = True  # a group of one is its own mean
 
     def check(self, flags: AdvantageFlags, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""

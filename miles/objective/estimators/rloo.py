@@ -13,10 +13,7 @@ class Rloo(Estimator[AdvantageFlags]):
     name = "rloo"
     summary = "the reward minus the mean of the others in its group (leave-one-out)"
     reads = ("normalize_advantages",)
-
-    def smallest_group(self, flags: AdvantageFlags) -> int:
-        """Return 2: a group of one has no others."""
-        return 2
+    compares_groups = True  # a group of one has no others
 
     def formula(self, flags: AdvantageFlags) -> list[Term]:
         """Return the formula of A."""

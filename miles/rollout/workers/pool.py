@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from miles.base.profiling import ProcessTrace
 from miles.engine.base import SenderConfig, SharesServers
-from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
+from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.workers.messages import (
     Answered,
@@ -265,7 +265,7 @@ class _Orders:
 
 
 class WorkerPool:
-    """Produces groups in worker processes; ``miles.rollout.groups.GroupWorkers``.
+    """Produces groups in worker processes (``--num-rollout-workers``).
 
     It is also the engine's ``RemoteSenders``: the requests of all workers.
 
@@ -336,7 +336,7 @@ class WorkerPool:
     # Groups
 
     async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
-        """Produce a group in a worker; ``GroupWorkers.produce``."""
+        """Do the same as ``produce_group``, in a worker. Of ``tools``, the workers have their own."""
         if self._orders.failure is not None:
             raise self._orders.failure
         kind = GeneratorParts(
@@ -466,12 +466,9 @@ class WorkerPool:
 
 
 class InterruptibleWorkers:
-    """Interrupts and continues the requests of workers and of the rollout process.
+    """Interrupts and continues the requests of workers and of the rollout process."""
 
-    ``miles.rollout.stream_collector.Interruptible``.
-    """
-
-    def __init__(self, engine: InterruptibleEngine, workers: GroupWorkers) -> None:
+    def __init__(self, engine: InterruptibleEngine, workers: WorkerPool) -> None:
         self._engine = engine
         self._workers = workers
 

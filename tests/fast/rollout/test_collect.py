@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from miles.base.user_code import UserCodeError
 from miles.config.rollout import RolloutArguments, fill_over_sampling
+from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout import filters
 from miles.rollout.collect import BurstCollector
 from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, FilterDecision
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group
 from miles.rollout.pipeline import build_collector
+from miles.tasks.data.settings import DataArguments
 from miles.tasks.data.stream import NoPromptsLeft, PromptStream
 from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt, PromptGroup, Sample
@@ -33,7 +35,8 @@ def built(engine, stream, tokenizer, reward_function, options, reward, seed=42):
     drops = reward.on_error == "drop"
     tools = GroupTools(engine, tokenizer, generate_group, reward_function, reward.reward_error_value, drops)
     flags = fill_over_sampling(RolloutArguments(**options))
-    group_collector = build_collector(stream, tools, flags, reward, seed, num_iterations=100)
+    settings = Settings(rollout=flags, reward=reward, data=DataArguments(rollout_seed=seed))
+    group_collector = build_collector(settings, stream, tools, num_iterations=100)
     assert isinstance(group_collector, BurstCollector)
     return group_collector
 

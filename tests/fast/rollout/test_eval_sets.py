@@ -5,6 +5,7 @@ import pytest
 
 from miles.config.evaluation import EvaluationArguments, fill_evaluation
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout.evaluate import load_eval_sets
 from miles.tasks.data.settings import DataArguments
@@ -31,7 +32,8 @@ def held_out(tmp_path):
 def load(evaluation, **rollout):
     flags = RolloutArguments(**({"rollout_max_response_len": 20, "rollout_temperature": 0.7} | rollout))
     data = DataArguments(input_key="question", label_key="answer")
-    return load_eval_sets(fill_evaluation(evaluation, flags, data), data, flags, CharacterTokenizer())
+    settings = Settings(evaluation=fill_evaluation(evaluation, flags, data), data=data, rollout=flags)
+    return load_eval_sets(settings, CharacterTokenizer())
 
 
 def load_config(tmp_path, config, suffix="yaml"):

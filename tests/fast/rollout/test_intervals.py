@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tolerance import places
 
-from miles.rollout.ordering import bootstrap, mean_over_prompts, wilson
+from miles.rollout.intervals import bootstrap, mean_over_prompts, wilson
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.rollout import hooks
 from miles.rollout.collect import Rollout
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.metrics import Metric
 
 PATH = "miles.rollout.hooks:mine"
@@ -27,8 +27,8 @@ def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
             rollout_batch_size=2, n_samples_per_prompt=3, rollout_max_response_len=8, rollout_function_path=PATH
         )
         tools = GroupTools(scripted_engine(), tokenizer, generate_group, ones)
-        collector = build_collector(counting_stream(9), tools, rollout, RewardArguments(), seed=1, num_iterations=5)
-        return await collector.collect(4)
+        settings = Settings(rollout=rollout)
+        return await build_collector(settings, counting_stream(9), tools, num_iterations=5).collect(4)
 
     return run
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from miles.base.user_code import UserCodeError
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.engine.base import Generation
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.metrics import staleness_metrics
 from miles.rollout.pipeline import build_collector
 from miles.rollout.stream_collector import StreamCollector
 from miles.tasks.data.stream import NoPromptsLeft, PromptStream
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt
 
 BATCH, SAMPLES = 3, 2
@@ -75,7 +75,7 @@ def make(engine, tokenizer, stream, reward=by_group, total=100, **options):
         rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES, rollout_max_response_len=8, **options
     )
     tools = GroupTools(engine, tokenizer, generate_group, reward)
-    collector = build_collector(stream, tools, rollout, RewardArguments(), seed=1, num_iterations=total)
+    collector = build_collector(Settings(rollout=rollout), stream, tools, num_iterations=total)
     assert isinstance(collector, StreamCollector)
     return collector
 

@@ -14,7 +14,7 @@ from miles.base.tokenizer import load_tokenizer
 from miles.commands import eval as eval_command
 from miles.commands.eval import BENCHMARKS, benchmark_settings
 from miles.commands.saved_runs.generation import settings_for
-from miles.rollout.supply import load_held_out
+from miles.rollout.evaluate import load_eval_sets
 from miles.tasks.rewards.registry import get_reward_function
 from miles.types.sample import Sample
 
@@ -44,7 +44,7 @@ def test_each_is_asked_and_scored_as_its_table_says(run, words, tiny_model, tmp_
     here = settings_for(run.settings, Path(tiny_model), tmp_path, None)
     assert {*SETS} == {*BENCHMARKS}
     for each in benchmark_settings(here, words, tmp_path, 8):
-        (suite,) = load_held_out(each, load_tokenizer(str(tiny_model)))
+        (suite,) = load_eval_sets(each, load_tokenizer(str(tiny_model)))
         expected = (16, 0.6, 8) if suite.name == "aime24" else (1, 0.0, 8)
         assert (suite.samples_per_prompt, suite.sampling.temperature, suite.sampling.max_new_tokens) == expected
         assert all("put your final answer within \\boxed{}" in p.text for p in suite.prompts if "math" in suite.name)

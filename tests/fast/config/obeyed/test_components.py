@@ -94,7 +94,7 @@ def dual_clip(settings: Settings) -> Any:
 
 
 def eval_sets(settings: Settings) -> Any:
-    sets = load_eval_sets(settings.evaluation, settings.data, settings.rollout, byte_tokenizer())
+    sets = load_eval_sets(settings, byte_tokenizer())
     return [(one.name, [(p.text, p.label) for p in one.prompts], one.samples_per_prompt, one.sampling) for one in sets]
 
 

@@ -2,16 +2,15 @@
 
 import asyncio
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from miles.config.rollout import RolloutArguments
+from miles.config.settings import Settings
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.hooks import MOST_DROPPED
 from miles.rollout.pipeline import build_collector
 from miles.tasks.data.stream import PromptStream
-from miles.tasks.rewards.settings import RewardArguments
 from miles.types.sample import Prompt
 
 BATCH = 2
@@ -24,7 +23,7 @@ def first(args, rollout_id, buffer, num_samples):
     return picked
 
 def newest(args, rollout_id, buffer, num_samples):
-    shown.append((args.name, rollout_id, [samples[0].group_index for samples in buffer], num_samples))
+    shown.append((args.rollout_batch_size, rollout_id, [samples[0].group_index for samples in buffer], num_samples))
     return buffer[-num_samples:]
 
 def odd(args, rollout_id, buffer, num_samples):
@@ -91,8 +90,7 @@ def collect(functions, scripted_engine, tokenizer):
         async def scenario():
             stream = PromptStream([Prompt(str(i), (1 + i,), source=f"set:{i}") for i in range(50)], False, 1)
             tools = GroupTools(Engine(), tokenizer, generate_group, zeros)
-            args = SimpleNamespace(name="flags")
-            collector = build_collector(stream, tools, rollout, RewardArguments(), seed=1, num_iterations=99, args=args)
+            collector = build_collector(Settings(rollout=rollout), stream, tools, num_iterations=99)
             results = []
             for iteration in range(iterations):
                 collector.weights_changed(iteration)
@@ -110,8 +108,8 @@ def collect(functions, scripted_engine, tokenizer):
 def test_the_function_changes_which_groups_an_iteration_takes(collect):
     assert collect(None)[0] == collect("first")[0] == [[0, 1], [2, 3], [4, 5]]
     assert collect("newest")[0] != collect("first")[0]
-    name, iteration, buffer, wanted = sys.modules["pickers"].shown[0]
-    assert (name, iteration, wanted) == ("flags", 0, BATCH) and buffer == sorted(buffer)
+    flag, iteration, buffer, wanted = sys.modules["pickers"].shown[0]
+    assert (flag, iteration, wanted) == (BATCH, 0, BATCH) and buffer == sorted(buffer)
 
 
 def test_groups_that_it_takes_out_are_dropped_and_counted(collect):
