@@ -98,11 +98,8 @@ def convert(
     used = supports == "required" or (
         supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
     )
-    batches = [_train_batch([row for trajectory in step for row in trajectory], loss, used) for step in steps]
-    if not with_experts:
-        return batches
-    made = zip(batches, steps, strict=True)
-    return [replace(batch, experts=_experts([row for t in step for row in t])) for batch, step in made]
+    flat = ([row for trajectory in step for row in trajectory] for step in steps)
+    return [_train_batch(rows, loss, used, with_experts) for rows in flat]
 
 
 def _trajectories(
@@ -220,7 +217,7 @@ def _group_sizes(groups: Sequence[PromptGroup]) -> str:
     return f"here they have {min(sizes)} to {max(sizes)} trajectories; one step for all of them is always possible"
 
 
-def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool) -> TrainBatch:
+def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool, with_experts: bool) -> TrainBatch:
     samples = [row.sample for row in rows]
     masks = [sample.trained_mask for sample in samples]  # advantages are made: removed samples have counted for them
     group_indices = [s.group_index for s in samples]
@@ -244,6 +241,7 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool)
         trajectory_ids=trajectory_ids,
         position_in_step=list(range(len(rows))),
         supports=_supports(samples) if with_supports else None,
+        experts=_experts(samples) if with_experts else None,
         images=_images(samples) if any(s.prompt.images is not None for s in samples) else None,
         **vars(denominators),
     )
@@ -283,11 +281,11 @@ def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
     return supports
 
 
-def _experts(rows: Sequence[_Row]) -> list[np.ndarray]:
+def _experts(samples: Sequence[Sample]) -> list[np.ndarray]:
     """Return the engine's experts of every sample, up to the token before its last loss token at least."""
     experts = []
-    shape = next((row.sample.experts.shape[1:] for row in rows if row.sample.experts is not None), (0, 0))
-    for sample in (row.sample for row in rows):
+    shape = next((sample.experts.shape[1:] for sample in samples if sample.experts is not None), (0, 0))
+    for sample in samples:
         mask = sample.trained_mask
         needed = len(sample.tokens) - 1 - (mask[::-1].index(1) if 1 in mask else len(mask))
         chosen = np.zeros((0, *shape), np.uint8) if sample.experts is None else sample.experts

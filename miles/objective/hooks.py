@@ -152,7 +152,7 @@ ADVANTAGES = AdvantageHook(
     "custom_advantage_function_path",
     (
         (1, "one parameter, named samples (AdvantageSamples: one number per sample)"),
-        (1, "named trajectories (a list of AdvantageTrajectory: one per token)"),
+        (1, "trajectories (a list of AdvantageTrajectory: one per token)"),
     ),
 )
 POLICY_LOSS = Hook("custom_policy_loss_function_path", (_one("PolicyLossInputs"),))

@@ -37,7 +37,7 @@ def rollout_metrics(
         "reward": Metric.mean(reward for group in groups for reward in group.rewards),
         **reward_part_metrics(samples),
         **prompt_set_metrics(groups),
-        "reward_std": Metric.mean(_reward_std(group) for group in groups),
+        "reward_std": Metric.mean(stdev(group.rewards) if has_reward_spread(group) else 0.0 for group in groups),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
         "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in scored),
@@ -102,10 +102,6 @@ def prompt_set_metrics(all_groups: Sequence[PromptGroup]) -> dict[str, Metric]:
         lengths = (len(sample.response_ids) for group in groups for sample in group.samples)
         metrics[f"response_length/{name}"] = Metric.mean(lengths)
     return metrics
-
-
-def _reward_std(group: PromptGroup) -> float:
-    return stdev(group.rewards) if has_reward_spread(group) else 0.0
 
 
 def staleness_metrics(groups: Sequence[PromptGroup], trained_version: int) -> dict[str, Metric]:

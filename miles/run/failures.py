@@ -26,7 +26,7 @@ from miles.config.checkpoint import NOT_OF_ITS_OWN, CheckpointArguments
 from miles.engine.base import EngineFailed
 from miles.observe.sinks import Notifier
 from miles.run import stop_requests
-from miles.run.ray_watch import DEATHS, ActorLost, Workers, how_it_died
+from miles.run.ray_watch import DEATHS, ActorLost, Workers, end_of, how_it_died
 from miles.run.remote_checkpoints import pending_in
 from miles.run.run_guard import members
 from miles.run.stop_requests import StopRequests
@@ -164,9 +164,7 @@ def _by_py_spy(process: _Process, until: float) -> str:
 
 def _last_lines(path: Path) -> Iterator[str]:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            yield from file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        yield from end_of(path, LOG_BYTES).decode(errors="replace").splitlines()[-LOG_LINES:]
     except OSError as error:
         yield f"cannot be read ({error.strerror})"
 
@@ -267,7 +265,7 @@ def copy_ray_logs(run_folder: Path, target: Path, secrets: Collection[str]) -> N
     logs = [path for path in run_folder.glob("session_2*/logs/*") if path.is_file() and not path.is_symlink()]
     for path in sorted(logs, key=lambda path: (_rank(path.name), path.name)):
         with suppress(OSError):  # it cannot be read, or was removed meanwhile
-            text = _end(path, min(FILE_BYTES, left))
+            text = end_of(path, min(FILE_BYTES, left))
             if not text:
                 continue
             left -= len(text)
@@ -281,15 +279,6 @@ def copy_ray_logs(run_folder: Path, target: Path, secrets: Collection[str]) -> N
 
 def _rank(name: str) -> int:
     return next((number for number, start in enumerate(_ORDER) if name.startswith(start)), len(_ORDER))
-
-
-def _end(path: Path, limit: int) -> bytes:
-    """Return the last whole lines of a file, at most ``limit`` bytes."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - limit))
-        text = file.read(limit)
-    return text if size <= limit else text.partition(b"\n")[2]
 
 
 _LONGEST_SENTENCE = 5000  # one about flags may list many names

@@ -9,6 +9,7 @@ their raylets (``Nodes``), and whoever waits for a worker finds there that its n
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -389,7 +390,7 @@ def how_it_died(death: BaseException, pid: int | None = None) -> str:
         return _NO_TRACE
     for log in _logs_of(process):
         with suppress(OSError):  # removed meanwhile
-            if match := _SIGNAL.search(_end(log)):
+            if match := _SIGNAL.search(end_of(log, END_BYTES)):
                 name = match[1].decode()
                 return _WHAT_IT_MEANS.get(name, f"{name}: a fault of native code, whose stack is above")
     return _NO_TRACE
@@ -401,10 +402,13 @@ def _logs_of(pid: int) -> Iterator[Path]:
         yield from Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
 
 
-def _end(log: Path) -> bytes:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - END_BYTES))
-        return file.read(END_BYTES)
+def end_of(path: Path, limit: int) -> bytes:
+    """Return the last whole lines of a file, at most ``limit`` bytes."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - limit))
+        text = file.read(limit)
+    return text if size <= limit else text.partition(b"\n")[2]
 
 
 # Heartbeats of the worker processes, and waiting for their results until one of them dies or hangs.

@@ -37,11 +37,7 @@ def encode(content: Any) -> bytes:
         with suppress(TypeError):  # a number of more than 64 bits, for instance
             encoded: bytes = orjson.dumps(content)
             return encoded
-    return json.dumps(content, default=_as_list).encode()
-
-
-def _as_list(content: Any) -> Any:
-    return list(content)  # other sequences than lists and tuples
+    return json.dumps(content, default=list).encode()  # other sequences than lists and tuples
 
 
 def decode(content: bytes) -> Any:

@@ -124,7 +124,10 @@ class Requests:
                     return await self._try(request, seed, aborts)
                 except EngineUnavailable as failure:
                     if attempt == REQUEST_TRIES:
-                        raise EngineFailed(self._gave_up(failure)) from failure
+                        raise EngineFailed(
+                            f"a request failed {REQUEST_TRIES} times, at last with: {failure}; "
+                            f"{see_log(self._servers.restarts)}"
+                        ) from failure
                     await self._after_failure()
                     await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
         raise AssertionError("unreachable")
@@ -190,9 +193,6 @@ class Requests:
         if len(generation.token_ids) == sampling.max_new_tokens:
             return replace(generation, finish_reason="length")
         return generation
-
-    def _gave_up(self, failure: EngineUnavailable) -> str:
-        return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {see_log(self._servers.restarts)}"
 
     @property
     def in_flight(self) -> int:
