@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +42,7 @@ from miles.run.train_actor import TrainActor
 from miles.tasks.data.prompts import load_prompts
 from miles.tasks.rewards import registry as rewards_registry
 from miles.tasks.rewards.registry import get_reward_function
+from miles.tasks.rewards.settings import RewardArguments
 from miles.training.fsdp import backend as fsdp_backend
 from miles.training.fsdp.adapter import adapted_layers, add_adapter
 from miles.training.fsdp.backend import FsdpModelBuilder
@@ -94,7 +95,7 @@ def dual_clip(settings: Settings) -> Any:
 
 
 def eval_sets(settings: Settings) -> Any:
-    sets = load_eval_sets(settings, byte_tokenizer())
+    sets = load_eval_sets(replace(settings, reward=RewardArguments()), byte_tokenizer())
     return [(one.name, [(p.text, p.label) for p in one.prompts], one.samples_per_prompt, one.sampling) for one in sets]
 
 
