@@ -119,7 +119,8 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             if builds_while_engines_start(settings, placement.device):
                 assert settings.rollout.num_rollout is not None
                 trainer.start_building(settings.rollout.num_rollout * settings.steps_per_iteration)
-        rollout = stack.enter_context(RolloutDriver(settings, placement, workers))
+        rollout = RolloutDriver(settings, placement, workers)
+        stack.callback(rollout.stop)
         loading.show("the trainer's models")
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import ray
@@ -257,14 +256,6 @@ class RolloutDriver:
             with suppress(ray.exceptions.RayError):
                 ray.get(self.worker.close.remote(), timeout=CLOSE_SECONDS)
         self._workers.end(self.worker)
-
-    def __enter__(self) -> RolloutDriver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 class RolloutActor(ProfiledActor):

@@ -25,7 +25,7 @@ from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
-    from miles.run.best_checkpoint import BestCheckpoint
+    pass
 
 T = TypeVar("T")
 
@@ -145,27 +145,10 @@ class OneProcessTrainer:
         """Write the Hugging Face export into ``folder``."""
         self._rank.export_hf(folder)
 
-    def offload(self) -> None:
-        """Raise: on CPU, engines and trainer do not take turns."""
-        raise AssertionError("check_one_process() allows no GPUs")
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("check_one_process() allows no GPUs, no --save and no URLs")
 
-    onload = offload
-
-    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None:
-        """Raise: no checkpoints are written."""
-        raise AssertionError("check_one_process() allows no --save")
-
-    def settle_save(self) -> None:
-        """Raise: no checkpoints are written."""
-        raise AssertionError("check_one_process() allows no --save")
-
-    def upload_export(self, folder: Path, url: str) -> None:
-        """Raise: nothing is uploaded."""
-        raise AssertionError("check_one_process() allows no URLs")
-
-    def settle_uploads(self) -> None:
-        """Raise: nothing is uploaded."""
-        raise AssertionError("check_one_process() allows no URLs")
+    offload = onload = save = settle_save = upload_export = settle_uploads = _refuse
 
 
 @contextmanager
