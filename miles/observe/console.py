@@ -1,4 +1,4 @@
-"""Seconds per phase of a step."""
+"""The run in the terminal: seconds per phase, a line per step, progress, and all of it as JSON lines."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def step_line(
     ]
     sets = _held_out(values)
     if len(sets) == 1:
-        [(only, now)] = sets
+        [(only, now)] = sets.items()
         change = "" if first is None or only not in first else f" ({now - first[only]:+.2f})"
         parts.insert("rollout/reward" in values, (2, "held-out", _spelled(now, ".2f") + change))
     fixed = len(f"step {number}") + sum(2 + len(f"{label} {value}".strip()) for label, value in timing)
@@ -433,7 +433,7 @@ def held_out_lines(values: Mapping[str, float]) -> list[str]:
     if len(sets) < 2:
         return []
     lines = ["held-out"]
-    for name, value in sets:
+    for name, value in sets.items():
         part = f"{name} {value:.2f}"
         if len(lines[-1]) + 2 + len(part) > WIDTH and lines[-1] != "held-out":
             lines.append(" " * len("held-out"))
@@ -441,8 +441,8 @@ def held_out_lines(values: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def _held_out(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [(name, values[metric]) for name, metric in held_out_metrics(values).items()]
+def _held_out(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: values[metric] for name, metric in held_out_metrics(values).items()}
 
 
 def _spelled(value: float, spec: str) -> str:
@@ -519,7 +519,7 @@ class ConsoleSink:
         if step <= self._total:
             self._print(f"continues at step {step} of {self._total}")
         for row in rows:
-            self._first = dict(_held_out(row)) | self._first
+            self._first = _held_out(row) | self._first
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Print the first answer after the first iteration and after each tenth of the run.
@@ -540,7 +540,7 @@ class ConsoleSink:
         """Print the line of the step; a step that trained moves the bar."""
         left = self._left.log(step, values)
         self._print(step_line(step, values, self._total, left, self._first))
-        self._first = dict(_held_out(values)) | self._first
+        self._first = _held_out(values) | self._first
         for line in held_out_lines(values):
             self._print(line)
         has_equal_rewards = values.get("rollout/zero_std_groups") == 1 and values.get("train/grad_norm") == 0

@@ -1,4 +1,7 @@
-"""metrics.jsonl as columns: read as far as it has grown, and served in ranges."""
+"""What the metrics of a run show: its curves, charts, figures and health, and whether it learns.
+
+metrics.jsonl is read as columns, as far as it has grown.
+"""
 
 from __future__ import annotations
 
@@ -203,11 +206,6 @@ def evaluation_names(names: Iterable[str]) -> list[str]:
     return [*held_out_metrics(names).values()]
 
 
-def set_name(metric: str) -> str:
-    """Return the evaluation set of a metric of ``evaluation_names``."""
-    return metric.removeprefix("eval/").rpartition("/")[0]
-
-
 def _chart(question: str, title: str, unit: str, series: Mapping[str, str]) -> Chart:
     first = next(iter(series))
     return {
@@ -228,7 +226,7 @@ def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
         names: The metrics of a run, or of several.
         main: Metrics whose charts are the large ones at the top, in this order.
     """
-    sets = {name: set_name(name) for name in evaluation_names(names)}
+    sets = {name: evaluation_set for evaluation_set, name in held_out_metrics(names).items()}
     charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
     rows = ((question, *row) for question, rows in _CHARTS.items() for row in rows)
     charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in rows if n in names]
@@ -276,21 +274,17 @@ def number(value: float) -> str:
 def tiles(metrics: MetricsFile) -> list[dict[str, str]]:
     """Return the figures that summarize a run: label, value, remark."""
     tiles = []
-    sets = [(name, f"held-out {set_name(name)}") for name in evaluation_names(metrics.names)]
-    for name, label in [("rollout/reward", "reward"), *sets]:
+    sets = {f"held-out {evaluation_set}": name for evaluation_set, name in held_out_metrics(metrics.names).items()}
+    for label, name in {"reward": "rollout/reward", **sets}.items():
         values = [v for v in metrics.column(name) if math.isfinite(v)]
         if values:
             remark = f"from {number(values[0])}, best {number(max(values))}"
-            tiles.append(_tile(label, number(values[-1]), remark))
+            tiles.append({"label": label, "value": number(values[-1]), "remark": remark})
     seconds = [v for v in metrics.column("time/step") if math.isfinite(v)]
     if seconds:
-        total = sum(seconds)
-        tiles.append(_tile("wall time", _duration(total), f"{number(total / len(seconds))} s per iteration"))
+        remark = f"{number(fmean(seconds))} s per iteration"
+        tiles.append({"label": "wall time", "value": _duration(sum(seconds)), "remark": remark})
     return tiles
-
-
-def _tile(label: str, value: str, remark: str) -> dict[str, str]:
-    return {"label": label, "value": value, "remark": remark}
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The page: one set of files, either served or put together into a single file that needs no network."""
+"""The page of a run: its files, served or put together into report.html, and the data that it asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One JSON object per line: the form of a run's numbers and sampled answers on disk."""
+"""The files of a run in its output folder: its metrics and sampled answers, its facts, and how it ended."""
 
 from __future__ import annotations
 
@@ -513,7 +513,7 @@ _OF_RUN = (METRICS, SAMPLES, CONFIG, ENDED_EARLY, END, FILE_NAME)  # no command 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One stored answer. ``status`` is a ``SampleStatus`` or its value.
+    """One stored answer. ``status`` is the value of a ``SampleStatus``.
 
     Everything after it may be missing (None): files of earlier versions have no more, and tokens are left out where
     they would not fit. The lists have one entry per response token. ``mask`` and ``weight_versions`` are run-length
@@ -564,7 +564,7 @@ class SampleRecord:
     def row(self, step: int) -> dict[str, Any]:
         """Return the row of samples.jsonl; ``step`` is the last optimizer step of the iteration."""
         present = {name: value for name, value in vars(self).items() if value is not None or name in _ALWAYS}
-        return {"rollout_id": step, **present, "status": str_value(self.status)}
+        return {"rollout_id": step, **present}
 
 
 _ALWAYS = ("prompt", "response", "reward", "label")  # in every row, null or not
@@ -706,8 +706,3 @@ def why_not_written(path: Path) -> str | None:
     if path.name in _OF_RUN and (path.parent / FILE_NAME).exists():
         return "is a file of a run, which would be lost; give another file"
     return None
-
-
-def str_value(status: str) -> str:
-    """Return the plain string of a status given as a string or as a member of a string enumeration."""
-    return str.__str__(status)

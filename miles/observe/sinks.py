@@ -1,4 +1,4 @@
-"""Sinks of metrics outside the output folder: TensorBoard, MLflow, Trackio, SwanLab, Prometheus, W&B."""
+"""Sinks of metrics: TensorBoard, MLflow, Trackio, SwanLab, Prometheus, W&B; and notifications of a run's end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from miles.base.processes import kill_all
 from miles.base.secrets import hide_in_text
 from miles.base.text import InputError, one_line
 from miles.config.tracking import TrackingArguments
-from miles.observe.run_files import METRICS, RunHeader, SampleRecord, str_value
+from miles.observe.run_files import METRICS, RunHeader, SampleRecord
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
 MLFLOW_VALUE = 500  # characters of a parameter
@@ -201,7 +201,7 @@ def _table_row(step: int, sample: SampleRecord) -> list[Any]:
     )
     parts = None if sample.reward_parts is None else json.dumps(sample.reward_parts)
     tokens = None if sample.tokens is None else len(sample.tokens)
-    about = [label, sample.reward, parts, sample.advantage, str_value(sample.status), tokens]
+    about = [label, sample.reward, parts, sample.advantage, sample.status, tokens]
     return [step, sample.group, sample.prompt, sample.response, *about]
 
 

@@ -1,1 +1,1 @@
-"""The live view of a run: read its folder as it grows, judge its health, show its samples, compare runs."""
+"""The page of a run while it goes on: its server and its sink; the ledger of tokens; several runs compared."""

@@ -8,10 +8,9 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
-from miles.observe.page import setting_text, single_file
+from miles.observe.page import MOST_POINTS, setting_text, single_file
 from miles.observe.run_files import METRICS, RunHeader
 
-MOST_POINTS = 1500
 _MEASURED = ("time/", "perf/", "weight_sync/", "memory/", "engine/")  # depend on the machine: they never agree
 _OWN_PATHS = {("tracking", "output_dir")}
 _FINAL = ("rollout/reward", "rollout/response_length", "train/entropy_loss", "train/grad_norm", "time/step")

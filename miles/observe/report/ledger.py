@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles.objective.aggregation import MODES, AggregationFlags
-
-NO_WEIGHTS = -1  # in ``weight_versions``: the token came from a tool or an environment
+from miles.types.sample import NO_WEIGHTS
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -73,7 +72,9 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
         columns["ratio"] = _where(mask, row.get("ratios") or [1.0] * count)
         columns["log_probs"] = _where(mask, row["log_probs"])
         if row.get("rollout_log_probs"):
-            columns["gap"] = _where(mask, _gaps(row))
+            pairs = zip(row["log_probs"], row["rollout_log_probs"], strict=True)
+            gaps = [None if trainer is None or engine is None else trainer - engine for trainer, engine in pairs]
+            columns["gap"] = _where(mask, gaps)
     return columns
 
 
@@ -82,11 +83,6 @@ def _advantages(row: Mapping[str, Any], count: int) -> list[float] | None:
     if row.get("advantages"):
         return [value or 0.0 for value in row["advantages"]]
     return None if row.get("advantage") is None else [float(row["advantage"])] * count
-
-
-def _gaps(row: Mapping[str, Any]) -> list[float | None]:
-    pairs = zip(row["log_probs"], row["rollout_log_probs"], strict=True)
-    return [None if trainer is None or engine is None else trainer - engine for trainer, engine in pairs]
 
 
 def _where(mask: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
@@ -109,11 +105,12 @@ def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mappi
     reducer = loss.get("custom_pg_loss_reducer_function_path")
     mode = str(loss.get("loss_aggregation", AggregationFlags.loss_aggregation))
     words = f"--custom-pg-loss-reducer-function-path {reducer}" if reducer else MODES[mode].words  # type: ignore[index]
+    of_denominator = "the default one; the reducer decides" if reducer else MODES[mode].denominator  # type: ignore[index]
     lines = [
         _line("response tokens", f"{len(mask)}", "as generated, tools and environment included"),
         _line("loss tokens", f"{trained}", f"mask 1; {len(mask) - trained} tokens have mask 0 and weight 0"),
         _line("mode", "custom" if reducer else mode, words),
-        _line("denominator", f"{row['denominator']:g}", _denominator_words(mode, bool(reducer))),
+        _line("denominator", f"{row['denominator']:g}", of_denominator),
         _line("N", f"{row['trajectories']:g}", "trajectories of the optimizer step"),
         _line("weight of a loss token", f"{weight:.6g}", f"1 / ({row['trajectories']:g} · {row['denominator']:g})"),
         _correction_line(row, settings, weight * trained),
@@ -157,12 +154,6 @@ def _range(values: Sequence[float | None]) -> str:
 
 def _line(name: str, value: str, why: str) -> dict[str, str]:
     return {"name": name, "value": value, "why": why}
-
-
-def _denominator_words(mode: str, custom: bool) -> str:
-    if custom:
-        return "the default one; the reducer decides"
-    return MODES[mode].denominator  # type: ignore[index]
 
 
 def _correction_line(row: Mapping[str, Any], settings: Settings, share_before: float) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Metrics that carry their own reduction, the sinks they are written to, and the run report."""
+"""The curves of several runs as a picture, and the versions, data and machine that a run started with."""
