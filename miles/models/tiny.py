@@ -1,7 +1,8 @@
-"""Shrink a model's ``config.json`` to a few layers of small width that still have the features of the family.
+"""Tiny random models: of any family, by shrinking a model's ``config.json``, and small ones for examples.
 
-Unchanged are the kinds of layers, grouped-query and latent attention, experts, shared experts, routing by groups,
-norms, biases, ties, the vocabulary and the maximum length. Imports no torch.
+A shrunk configuration has few layers of small width, and still the features of the family. Unchanged are the kinds of
+layers, grouped-query and latent attention, experts, shared experts, routing by groups, norms, biases, ties, the
+vocabulary and the maximum length. Shrinking imports no torch.
 """
 
 from __future__ import annotations

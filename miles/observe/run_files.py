@@ -168,8 +168,7 @@ def drop_from(path: Path, key: str, limit: int) -> int | None:
 # samples.jsonl without reading it: any iteration by bisection, neighbours, and search in portions.
 #
 # The rows are in the order of their iterations, so that an iteration is found with a few reads at any size of the
-# file.
-# Each row names its iteration by ``rollout_id``, the last optimizer step of the iteration.
+# file. Each row names its iteration by ``rollout_id``, the last optimizer step of the iteration.
 
 
 _STEP = re.compile(rb'\{"rollout_id": (\d+),')

@@ -167,8 +167,7 @@ def in_one_line(error: BaseException) -> str:
 #     {"format": 1, "files": {"__0_0.distcp": {"bytes": 1234, "sha256": "…"}, "critic/state.json": …}}
 #
 # This finds accidents: a file that was cut, lost or overwritten. Whoever can write to the folder can also write
-# another
-# manifest (docs/checkpoints.md states what protects a reader from that).
+# another manifest (docs/checkpoints.md states what protects a reader from that).
 
 
 MANIFEST = "manifest.json"
@@ -240,21 +239,6 @@ def check_lists(folder: Path, within: str) -> dict[str, FileRecord]:
     if not records:
         raise DamagedFile(f"{MANIFEST} lists no files in {within}")
     return records
-
-
-def check_sizes(folder: Path) -> int:
-    """Compare the size of every file of the checkpoint ``folder`` with its manifest, without reading the files.
-
-    Returns:
-        The bytes of all files together.
-
-    Raises:
-        DamagedFile: If the manifest cannot be read, or a file is missing or of another size.
-    """
-    records = read_manifest(folder)
-    for name, record in records.items():
-        _check_size(folder, name, record.bytes)
-    return sum(record.bytes for record in records.values())
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
@@ -664,7 +648,8 @@ def is_complete(folder: Path) -> bool:
     if is_only_remote(folder):
         return remote_fault(folder) is None
     try:
-        check_sizes(folder)
+        for name, record in read_manifest(folder).items():
+            _check_size(folder, name, record.bytes)
     except DamagedFile:
         return False
     return True

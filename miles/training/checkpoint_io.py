@@ -1,4 +1,4 @@
-"""Write through torch.distributed.checkpoint: to the disk at once, or into memory; its errors as one sentence.
+"""Read and write through torch.distributed.checkpoint: without running code of a file; to the disk, or into memory.
 
 With ``--async-save`` the ranks agree on the contents of the files and copy them into memory (``StagedFiles``), which
 needs collective operations and the device. A thread writes them to the disk, which needs neither. So training continues
@@ -31,8 +31,7 @@ from miles.training.checkpoint_files import DamagedFile, in_one_line, random_sta
 #
 # A pickle may name any function and its arguments, and unpickling calls it. PyTorch's distributed checkpoints, which
 # both backends write, pickle their index ``.metadata`` and objects that are not tensors. Here only the types of such
-# an
-# index are allowed; everything else in a checkpoint is loaded with ``weights_only=True``.
+# an index are allowed; everything else in a checkpoint is loaded with ``weights_only=True``.
 
 
 INDEX = ".metadata"

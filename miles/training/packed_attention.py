@@ -54,12 +54,17 @@ def cached_attention(
         scaling: The factor of the scores.
         visible: Which keys a query sees, bool [rows or 1, 1, Q, K]; None: causal, with the last query at the last key.
     """
-    if visible is None:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])[None, None]
-    hidden = ~visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     apply: Callable[..., torch.Tensor] = _CachedAttention.apply
-    return apply(q, k, v, hidden, scaling, learns)
+    return apply(q, k, v, _hidden(q, k, visible), scaling, learns)
+
+
+def _hidden(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """Return the keys that are not ``visible`` as a mask of the products of all heads that share a key head."""
+    if visible is None:
+        queries, keys = q.shape[2], k.shape[2]
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
+    return ~visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
 
 
 class _CachedAttention(torch.autograd.Function):
@@ -408,16 +413,11 @@ def _short_attention(
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
     half precision the same is done a few rows at once (``cached_attention``).
     """
-    rows, heads, length, width = q.shape
-    groups = k.shape[1]
     if q.dtype.itemsize < 4:
         return cached_attention(q, k, v, scaling, visible)
-    scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
-    if visible is None:
-        keys = k.shape[2]
-        visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)[None, None]
-    hidden = ~visible.repeat(1, 1, heads // groups, 1)
-    scores = (scores.float() * scaling).masked_fill(hidden, -torch.inf)
+    rows, heads, length, width = q.shape
+    scores = q.reshape(rows, k.shape[1], heads // k.shape[1] * length, width) @ k.transpose(-1, -2)
+    scores = (scores.float() * scaling).masked_fill(_hidden(q, k, visible), -torch.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
 
 

@@ -190,15 +190,12 @@ class TokenSelector:
 
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
         """Return all samples of the step in their order, with ``columns``, one array [response] per own sample."""
-        return gather_step(list(self._own(shard, columns)), self.group)
-
-    def _own(self, shard: TrainShard, columns: Sequence[Sequence[np.ndarray]]) -> Iterator[_Sample]:
-        """Yield the samples that this rank sends."""
-        batch = shard.batch
+        batch, own = shard.batch, []
         for i in shard.samples_sent_by(dist.get_rank(self.group)):
             mask = batch.loss_masks[i] != 0
             arrays = [column[i][mask].astype(np.float64) for column in columns]
-            yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], arrays)
+            own.append(_Sample(batch.position_in_step[i], batch.trajectory_ids[i], arrays))
+        return gather_step(own, self.group)
 
 
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:

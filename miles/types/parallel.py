@@ -1,23 +1,4 @@
-"""The arithmetic of the trainer's ranks: who shares weights, who shares tokens, and which shard of a step goes where.
-
-Ranks are numbered as Megatron-Core numbers them: tensor parallel fastest, then the ranks that hold different tokens,
-then pipeline stages. With 8 ranks, ``--tensor-model-parallel-size 2`` and ``--pipeline-model-parallel-size 2``::
-
-                 token rank 0    token rank 1
-    stage 0          0  1            2  3
-    stage 1          4  5            6  7
-
-A column shares tokens: its ranks receive the same shard of every step. Within a row, the ranks at the same place of
-their column ([0, 2], [1, 3], [4, 6], [5, 7]) hold the same weights and different tokens: a token group. Consecutive
-ranks of a token group share the sequences of a micro-batch under context parallelism.
-
-Megatron does not know about context parallelism. Its data-parallel ranks are all ranks of a token group, including
-those that share a sequence. A "data-parallel size" would therefore be ambiguous, and there is none here:
-``token_ranks`` is Megatron's, ``replicas`` is the number of groups that work on different samples.
-
-Experts divide the ranks of a stage in another way: expert tensor parallel fastest, then expert parallel, then copies.
-FSDP has neither tensor nor pipeline parallel: all of its ranks are token ranks.
-"""
+"""Context parallelism: which positions of a sequence each rank holds, and how many ranks share a micro-batch."""
 
 from __future__ import annotations
 
@@ -32,10 +13,9 @@ from miles.types.dims import possible_sizes
 # Zig-zag context parallelism: the positions of a shared sequence that each rank of a group holds.
 #
 # A sequence is padded to a multiple of ``2 * size`` and cut into ``2 * size`` chunks. Rank r holds chunk r and its
-# mirror
-# image, chunk ``2 * size - 1 - r``. A late chunk attends to many keys and an early one to few, so every rank has the
-# same
-# work. Llama 3 (arXiv 2407.21783 §3.3.2) and Megatron-Core's ``get_batch_on_this_cp_rank`` use the same layout.
+# mirror image, chunk ``2 * size - 1 - r``. A late chunk attends to many keys and an early one to few, so every rank
+# has the same work. Llama 3 (arXiv 2407.21783 §3.3.2) and Megatron-Core's ``get_batch_on_this_cp_rank`` use the same
+# layout.
 
 
 def padded_length(length: int, size: int) -> int:
@@ -63,9 +43,7 @@ def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
     if size == 1:
         return np.arange(length, dtype=np.int64)
     chunk = padded_length(length, size) // (2 * size)
-    return np.concatenate(
-        [np.arange(c * chunk, (c + 1) * chunk, dtype=np.int64) for c in zigzag_chunks(size, rank)],
-    )
+    return np.concatenate([np.arange(c * chunk, (c + 1) * chunk, dtype=np.int64) for c in zigzag_chunks(size, rank)])
 
 
 def gathered_index(lengths: Sequence[int], size: int) -> np.ndarray:
@@ -90,10 +68,8 @@ def gathered_index(lengths: Sequence[int], size: int) -> np.ndarray:
 # Dynamic context parallelism: every micro-batch is divided among as few ranks as its longest sequence needs.
 #
 # Under a static size, short sequences are cut as finely as the longest one of the run needs, and exchange keys and
-# values
-# for nothing. Here every micro-batch has its own size, a power of two. The ranks form groups of that size, and each
-# group
-# has its own sequences. Every token is still on exactly one rank, so the loss does not depend on the sizes.
+# values for nothing. Here every micro-batch has its own size, a power of two. The ranks form groups of that size, and
+# each group has its own sequences. Every token is still on exactly one rank, so the loss does not depend on the sizes.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The support of truncated sampling: the set of tokens that each token of a response was drawn from.
+"""What an engine chose and the trainer repeats: the support of truncated sampling, and the experts of each token.
 
-A set is stored as sorted ids, 4 bytes each, or as one bit per token of the vocabulary if that is smaller. So a token
-costs at most V / 8 bytes, and a set of 20 tokens 80. The whole vocabulary costs nothing.
+The support is the set of tokens that a token of a response was drawn from. A set is stored as sorted ids, 4 bytes each,
+or as one bit per token of the vocabulary if that is smaller. So a token costs at most V / 8 bytes, and a set of 20
+tokens 80. The whole vocabulary costs nothing.
 """
 
 from __future__ import annotations
@@ -187,9 +188,8 @@ def extended(
 #
 # An array of ``[positions, layers, k]`` holds, for the positions of a sample from its first token on, the k experts of
 # each decoder layer; a layer without experts has zeros. The last token of a sample is generated and not read, so it
-# has
-# none. That is one byte per token, layer and choice up to 256 experts, and two beyond: 48 layers of 8 choices take 384
-# bytes per token.
+# has none. That is one byte per token, layer and choice up to 256 experts, and two beyond: 48 layers of 8 choices take
+# 384 bytes per token.
 
 
 UNKNOWN = -1  # in a micro-batch: the router chooses on its own

@@ -62,7 +62,7 @@ def load_conversations(
     tokens than a limit is dropped, and their number is logged.
 
     Args:
-        source: One of ``arguments.data.SOURCES``.
+        source: One of ``SOURCES`` (settings.py).
         data: Names of the columns, and the roles.
         tokenizer: The model's tokenizer, with a chat template; or its folder or name, as for ``load_prompts``.
         max_response_len: The most tokens from the first trained one on.

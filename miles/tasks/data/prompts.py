@@ -56,7 +56,7 @@ def load_prompts(
     is logged; so are prompts that leave no room for a response in ``max_context_len`` tokens.
 
     Args:
-        source: One of ``arguments.data.SOURCES``.
+        source: One of ``SOURCES`` (settings.py).
         data: Names of the columns, chat template and length limit.
         tokenizer: The model's tokenizer; or its folder or name, to load it if a row has to be read. With None, rows are
             checked without template and length.

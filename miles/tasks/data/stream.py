@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from miles.base.text import InputError
 from miles.base.user_code import load_function
@@ -273,8 +273,7 @@ def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> Se
 # Sets take turns by smooth weighted round-robin: with weights w that add up to 1, every draw adds w_i to the credit of
 # each set, takes the set of the largest credit, and subtracts 1 from that credit. So nothing is random, and with fixed
 # weights and S sets, no set is ever a whole prompt ahead of its share or S - 1 prompts behind it. Within a set,
-# prompts
-# are drawn as without a mixture: pass after pass, with ``--rollout-shuffle`` each in its own order.
+# prompts are drawn as without a mixture: pass after pass, with ``--rollout-shuffle`` each in its own order.
 #
 # A curriculum can change the weights, or name the next prompts, before every iteration.
 
@@ -573,9 +572,8 @@ class CurriculumStream(TrainingStream):
                 return name, position
         sets = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         self._refuse(f"returned {place!r:.80} as a prompt", f"return (set, position) from 0 on; {sets}")
-        raise AssertionError("unreachable")
 
-    def _refuse(self, fault: str, what_to_do: str) -> None:
+    def _refuse(self, fault: str, what_to_do: str) -> NoReturn:
         raise InputError(f"{CURRICULUM_FLAG} {self.path}: {fault}; {what_to_do}")
 
     def record(self, iteration: int, groups: Iterable[PromptGroup]) -> None:

@@ -39,23 +39,18 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._names = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=lambda name: (-len(name), name))
+        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        names = {name for name, token in added.items() if token.special} | {*tokenizer.all_special_tokens}
+        self._names = sorted(names - {""}, key=lambda name: (-len(name), name))
         ids: Any = tokenizer.convert_tokens_to_ids(self._names) if self._names else ()
         self._ids: dict[str, int] = dict(zip(self._names, ids, strict=True))
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
-        flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        self._with_stripped = re.compile(
-            "|".join(_with_stripped(name, flags.get(name)) for name in self._names) or "(?!)"
-        )
+        patterns = (_with_stripped(name, added.get(name)) for name in self._names)
+        self._with_stripped = re.compile("|".join(patterns) or "(?!)")
 
     def are_in(self, value: Any) -> bool:
         """Return whether a text in ``value`` has the text of a special token."""
         return any(self._pattern.search(text) for text in _texts(value))
-
-    def are_hidden(self, text: str, hidden: dict[str, str]) -> bool:
-        """Return whether ``hide`` has replaced a special token that is in ``text``."""
-        return not hidden.keys().isdisjoint(text)
 
     def end(self, text: str) -> bool:
         """Return whether ``text`` ends with a special token."""
@@ -301,7 +296,7 @@ class PromptRenderer:
         return RenderedPrompt(reveal(text, hidden), tuple(token_ids), tools, images)
 
     def _processor_ids(self, row: Row, text: str, hidden: dict[str, str]) -> list[int]:
-        if self._special.are_hidden(text, hidden):
+        if not hidden.keys().isdisjoint(text):
             return list(self._special.token_ids(row, text, hidden))
         bos = self._tokenizer.bos_token  # a processor adds special tokens unless the template begins with one
         writes_start = bos is not None and text.startswith(bos)

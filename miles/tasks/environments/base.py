@@ -230,18 +230,22 @@ class ToolEnvironment(Environment):
             inspect.signature(function).bind(**values)
         except (strict_json.StrictJsonError, TypeError) as error:
             return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
-        try:
-            if inspect.iscoroutinefunction(function):
-                result = await function(**values)
-            else:
-                result = await run_blocking(function, **values)
-        except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
-            return error_text(error)
-        return content_of(result)
+        return await content_of_call(function, **values)
 
 
-def content_of(result: Any) -> str | list[dict[str, Any]]:
-    """Return the result of a tool as the content of a message: text and parts unchanged, anything else as JSON."""
+async def content_of_call(function: Callable[..., Any], /, *args: Any, **named: Any) -> str | list[dict[str, Any]]:
+    """Call a tool, and return its result or error as the content of a message.
+
+    Text and parts are unchanged, anything else is JSON. A function that is not ``async`` runs in a thread.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await function(*args, **named)
+        else:
+            result = await run_blocking(function, *args, **named)
+    except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
+        raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+        return f"error: {one_line(name_and_words(raised), 400)}"
     if isinstance(result, str) or (isinstance(result, list) and result and all(map(_is_part, result))):
         return result
     return json.dumps(result, ensure_ascii=False, default=str)
@@ -249,12 +253,6 @@ def content_of(result: Any) -> str | list[dict[str, Any]]:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") in ("text", "image", "image_url")
-
-
-def error_text(error: BaseException) -> str:
-    """Return the error of a tool as the content of a message."""
-    raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
-    return f"error: {one_line(name_and_words(raised), 400)}"
 
 
 def opening(prompt: Prompt) -> list[Message]:

@@ -5,7 +5,7 @@ a call does not return in time (Python cannot stop a thread), and when it uses t
 
 The way of a call: ``scoring.score`` awaits ``RewardProcess``, which has ``_Worker.call`` send the samples. The process
 (``reward_worker``) reads them, calls the function in a thread and writes its rewards. ``_Worker._read_replies`` reads
-those, and gives them to the call that waits. Both processes write and read with ``messages``.
+those, and gives them to the call that waits. Both processes write and read with ``pipe_messages``.
 """
 
 from __future__ import annotations

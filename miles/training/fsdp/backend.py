@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from miles.config.components import engine_spec
@@ -24,14 +23,7 @@ from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.checkpoint import as_on_disk
-from miles.training.fsdp.models import (
-    Policy,
-    ShardedModule,
-    load_model,
-    load_policy,
-    load_value_model,
-    shard_model,
-)
+from miles.training.fsdp.models import Policy, ShardedModule, ValueModel, load_model, local_part, shard_model
 from miles.training.fsdp.packing_check import check_layout, check_untested_model
 from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel, ShardedOptimizer
 from miles.training.scoring import check_can_follow, check_same_positions, follow, names_of_state
@@ -76,7 +68,7 @@ class FsdpModelBuilder:
 
     def critic(self) -> FsdpTrainedModel[ValueScorer]:
         """Return the policy's decoder with one number per token."""
-        model = load_value_model(self.base, torch.float32, self._read)
+        model = ValueModel(cast(PreTrainedModel, self._read(self.base, torch.float32).base_model))
         self._shard(model)
         model.train()
         optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, self.total_steps, rate_flag="--critic-lr")
@@ -117,9 +109,7 @@ class FsdpModelBuilder:
 
     def _load_policy(self, flag: str, path: str, dtype: torch.dtype, lora: LoraArguments | None = None) -> Policy:
         temperature, chunk_size = self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size
-        policy = load_policy(
-            path, temperature, chunk_size, dtype, self._read, fp32_head=self.settings.training.fp32_lm_head
-        )
+        policy = Policy(self._read(path, dtype), temperature, chunk_size, self.settings.training.fp32_lm_head)
         self._check(policy, flag, path)
         if policy.tower is not None and self.settings.training.freeze_vision_tower:
             policy.tower.freeze()
@@ -215,10 +205,10 @@ class FsdpBackend:
     def refresh_reference(self) -> None:
         """Let the reference follow the policy."""
         assert self.reference is not None, "validate() demands a reference"
-        reference = {name: _local(weight) for name, weight in _state(self.reference.module).items()}
+        reference = {name: local_part(weight) for name, weight in _state(self.reference.module).items()}
         policy = {
             # Weights that are updated are fp32, and gathered in compute dtype; buffers stay unchanged.
-            name: _local(weight).to(self.compute_dtype) if isinstance(weight, nn.Parameter) else weight
+            name: local_part(weight).to(self.compute_dtype) if isinstance(weight, nn.Parameter) else weight
             for name, weight in _state(self.policy.module).items()
         }
         follow(reference, policy, self.settings.model.ref_mixup_alpha)
@@ -226,7 +216,8 @@ class FsdpBackend:
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the critic, if there is one, a reference that follows the policy, and the policy."""
         if self.critic is not None:
-            checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer, staged)
+            within = checkpoint_files.critic_folder(folder)
+            checkpoint.save_model(within, self.critic.module, self.critic.optimizer, {}, staged)
         if self.reference is not None and self.settings.model.ref_update_interval is not None:
             checkpoint.save_reference(folder, self.reference.module.language_model, staged)
         self._save_adapter(folder)
@@ -236,15 +227,16 @@ class FsdpBackend:
         """Read what ``save`` wrote, on any number of ranks."""
         language_model, lora = self.policy.module.language_model, self.settings.lora
         check_adapter(folder, lora, names_on_disk(language_model), "--load")
-        state = checkpoint.load(folder, self.policy.module.language_model, self.policy.optimizer, optimizer, rng)
+        state = checkpoint.load(folder, language_model, self.policy.optimizer, optimizer, rng)
         if self.critic is not None:
-            checkpoint.load_critic(folder, self.critic.module, self.critic.optimizer, optimizer)
+            within = checkpoint_files.saved_critic(folder)
+            checkpoint.load_model(within, self.critic.module, self.critic.optimizer, optimizer)
         if not reference:
             return state
-        within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
-        if within is not None:
+        saved = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
+        if saved is not None:
             assert self.reference is not None, "validate() demands a reference"
-            checkpoint.load_reference(within, self.reference.module.language_model)
+            checkpoint.load_reference(saved, self.reference.module.language_model)
         return state
 
     def export_hf(self, folder: Path) -> None:
@@ -261,10 +253,6 @@ class FsdpBackend:
 
 def _state(policy: ShardedModule[PolicyScorer]) -> dict[str, torch.Tensor]:
     return dict(names_of_state(policy.language_model))
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:

@@ -25,10 +25,8 @@ from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.checkpoint_files import (
-    critic_folder,
     read_run_state,
     reference_folder,
-    saved_critic,
     use_umask,
     write_run_state,
 )
@@ -48,10 +46,8 @@ from miles.training.fsdp.runner import ShardedOptimizer
 # Give weights the names and shapes that they have in checkpoints of the model's publishers.
 #
 # transformers changes some while it loads a model: it holds the experts of a layer as one tensor, for instance.
-# Servers
-# load the names on disk. SGLang 0.5.23 passes over others in silence (``models/qwen3_moe.py``, ``glm4_moe.py``) or
-# ends
-# (``qwen3_next.py``), and knows the names of transformers for some families only.
+# Servers load the names on disk. SGLang 0.5.23 passes over others in silence (``models/qwen3_moe.py``,
+# ``glm4_moe.py``) or ends (``qwen3_next.py``), and knows the names of transformers for some families only.
 
 
 def as_on_disk(
@@ -83,7 +79,7 @@ def save(
 
     Tensors go into ``staged`` if it is given.
     """
-    _save_tensors(folder, model, optimizer, state, staged)
+    save_model(folder, model, optimizer, state, staged)
     write_random_state(folder)
     dist.barrier()
 
@@ -92,26 +88,17 @@ def load(
     folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
 ) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
-    state = _load_tensors(folder, model, optimizer, with_optimizer)
+    state = load_model(folder, model, optimizer, with_optimizer)
     if rng:
         restore_random_state(folder)
     launcher: dict[str, Any] = state["launcher"]
     return launcher
 
 
-def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, staged: StagedFiles | None = None) -> None:
-    """Add the critic to the checkpoint that is being written into ``folder``."""
-    _save_tensors(critic_folder(folder), model, optimizer, {}, staged)
-
-
-def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
-    """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
-    _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
-
-
-def _save_tensors(
+def save_model(
     folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any], staged: StagedFiles | None
 ) -> None:
+    """Write a model, its optimizer and ``state`` into ``folder``, or its tensors into ``staged``."""
     tensors = {"model": _trained_state(model), "optimizer": _optimizer_state(model, optimizer)}
     with save_errors(folder):
         dcp.save(tensors, storage_writer=StagingWriter(folder, staged))
@@ -126,7 +113,8 @@ def _load_into(tensors: dict[str, Any], folder: Path, flag: str) -> None:
         dcp.load(tensors, checkpoint_id=folder)
 
 
-def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
+def load_model(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
+    """Read what ``save_model`` wrote, and return all of ``state.json``."""
     state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:

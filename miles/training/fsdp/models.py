@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import nn
@@ -183,12 +183,10 @@ class LossCanary(nn.Module):
         """Return the scalar."""
         return self.weight.sum()
 
-    def take_mass(self) -> torch.Tensor | None:
-        """Return this rank's part of the reduced gradient, fp32 scalar, and clear it."""
-        gradient, self.weight.grad = self.weight.grad, None
-        if gradient is None:
-            return None
-        return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).float().sum()
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedModule(nn.Module, Generic[Scorer]):
@@ -305,7 +303,9 @@ class Policy(ShardedModule[PolicyScorer]):
 
     def take_loss_mass(self) -> torch.Tensor | None:
         """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
-        return self.canary.take_mass()
+        weight = self.canary.weight
+        gradient, weight.grad = weight.grad, None
+        return None if gradient is None else local_part(gradient).float().sum()
 
     def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
         """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
@@ -367,7 +367,7 @@ def _compute_without_noise(model: nn.Module) -> None:
     The loss compares log-probs of this pass with those that the engine, the reference and the policy itself gave
     without noise, and a token that several samples share is computed once. transformers' layers copy the rates from
     the configuration when they are built; it stays unchanged, for the export. Types whose layers read it later are
-    found by backend.py.
+    found by packing_check.py.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -377,25 +377,9 @@ def _compute_without_noise(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-ModelReader: TypeAlias = Callable[[str, torch.dtype], PreTrainedModel]
-"""Returns the model at a path, in a dtype."""
-
-
-def load_policy(
-    path: str,
-    temperature: float,
-    chunk_size: int,
-    dtype: torch.dtype,
-    read: ModelReader = load_model,
-    fp32_head: bool = False,
-) -> Policy:
+def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:
     """Load the model at ``path`` in ``dtype``."""
-    return Policy(read(path, dtype), temperature, chunk_size, fp32_head)
-
-
-def load_value_model(path: str, dtype: torch.dtype, read: ModelReader = load_model) -> ValueModel:
-    """Build the critic on the decoder at ``path``, in ``dtype``; its head is new."""
-    return ValueModel(cast(PreTrainedModel, read(path, dtype).base_model))
+    return Policy(load_model(path, dtype), temperature, chunk_size)
 
 
 class NothingToReduce(ReduceScatter):

@@ -16,18 +16,10 @@ from transformers import PreTrainedModel
 from miles.batch.collate import collate
 from miles.batch.convert import convert
 from miles.config.parallel import ParallelArguments
-from miles.models.packing import (
-    is_compared_by_test,
-    model_type,
-    must_be_padded,
-    why_not_shared,
-    why_not_trained,
-)
+from miles.models.packing import is_compared_by_test, model_type, must_be_padded, why_not_shared, why_not_trained
 from miles.models.reading import read_config
 from miles.objective.settings import LossArguments
-from miles.training.fsdp.models import (
-    Policy,
-)
+from miles.training.fsdp.models import Policy
 from miles.training.packed_attention import NAME
 from miles.types.groups import ALONE
 from miles.types.sample import Prompt, PromptGroup, Sample

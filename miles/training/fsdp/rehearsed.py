@@ -22,10 +22,6 @@ from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
 from miles.types.train_batch import TrainShard
 
 
-def _note_nothing() -> None:
-    return None
-
-
 class _BuilderWithoutWeights(FsdpModelBuilder):
     """Builds models whose tensors are fake, and leaves out layers that are like others."""
 
@@ -73,7 +69,7 @@ class RehearsedFsdp(FsdpBackend):
 
     reads_on_host = True
     reducing: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: every micro-batch reduces
-    starting: Callable[[], None] = staticmethod(_note_nothing)
+    starting: Callable[[], None] = staticmethod(lambda: None)
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Exchange the sums; their values are not known."""

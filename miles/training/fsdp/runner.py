@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from miles.base.profiling import span
 from miles.batch.collate import collate
@@ -19,7 +18,7 @@ from miles.config.optimizer import OptimizerArguments
 from miles.models.routers import Routers
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.fsdp.adapter import without_adapter
-from miles.training.fsdp.models import ShardedModule
+from miles.training.fsdp.models import ShardedModule, local_part
 from miles.training.optimizer import ScheduledOptimizer
 from miles.types.groups import ContextGroups
 from miles.types.train_batch import MicroBatch, MicroBatchPlan, TrainShard
@@ -58,7 +57,7 @@ class ShardedOptimizer(ScheduledOptimizer):
                     state[name] = value.to(device)
 
     def _gradient_norm(self) -> float:
-        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
         square = torch.stack([g.float().square().sum() for g in gradients]).sum()
         dist.all_reduce(square)
         return math.sqrt(square.item()) if torch.isfinite(square) else float(square.item())
@@ -66,7 +65,7 @@ class ShardedOptimizer(ScheduledOptimizer):
     def _clip_and_update(self, norm: float) -> None:
         clip = self.settings.clip_grad
         if clip > 0 and norm > clip:
-            torch._foreach_mul_([_local(p.grad) for p in self._parameters if p.grad is not None], clip / norm)
+            torch._foreach_mul_([local_part(p.grad) for p in self._parameters if p.grad is not None], clip / norm)
         self.adam.step()
 
     def _clear(self) -> None:
@@ -76,10 +75,6 @@ class ShardedOptimizer(ScheduledOptimizer):
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix. In gpt_oss the biases of a layer's experts are the rows of one tensor."""
     return parameter.ndim >= 2 and not name.endswith("bias")
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 class FsdpModel(Generic[Scorer]):
@@ -167,11 +162,7 @@ class FsdpTrainedModel(FsdpModel[Scorer]):
     """``TrainedModel`` for one rank."""
 
     def __init__(
-        self,
-        module: ShardedModule[Scorer],
-        optimizer: ShardedOptimizer,
-        groups: ContextGroups,
-        device: torch.device,
+        self, module: ShardedModule[Scorer], optimizer: ShardedOptimizer, groups: ContextGroups, device: torch.device
     ) -> None:
         super().__init__(module, groups, device)
         self.optimizer = optimizer

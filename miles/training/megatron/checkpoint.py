@@ -1,9 +1,4 @@
-"""Adam's state by model parameter, for all of Megatron's optimizers.
-
-Megatron keeps it in four forms: for fp32 models alongside the parameter, for bf16 models alongside an fp32 copy, with
-``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks, and with ``--optimizer-cpu-offload`` in such
-pieces in host memory. Here all of them look the same, so that a checkpoint written under one can be read under another.
-"""
+"""Checkpoints of Megatron's models and optimizers, which can be read under any layout of ranks."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -55,6 +50,14 @@ from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.runner import MegatronOptimizer
 from miles.training.megatron.versions import objects_to_write
+
+# Adam's state by model parameter, for all of Megatron's optimizers.
+#
+# Megatron keeps it in four forms: for fp32 models alongside the parameter, for bf16 models alongside an fp32 copy, with
+# ``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks, and with ``--optimizer-cpu-offload`` in
+# such pieces in host memory. Here all of them look the same, so that a checkpoint written under one can be read under
+# another.
+
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 

@@ -35,17 +35,13 @@ from miles.types.train_batch import MicroBatch, TrainShard
 # They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
 # gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;
 # ``MegatronLossScaling.auxiliary_loss_factor`` does, for either contract with Megatron. With it, each loss obeys the
-# rule
-# of docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are sums.
+# rule of docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are sums.
 #
 # Megatron 0.16.1 divides by counts of a rank and a micro-batch instead, which is right only for equal micro-batches
-# under
-# the averaging contract. With ``calculate_per_token_loss`` it scales router losses by the tokens that a rank routed
-# and
-# divides by the loss tokens (transformer/moe/router.py, ``attach_and_log_load_balancing_loss`` and ``apply_z_loss``),
-# so
-# they are (routed / loss tokens) times too strong, and TP * CP times too weak if ranks share a sequence. Megatron's
-# router losses are therefore off, and the model has these.
+# under the averaging contract. With ``calculate_per_token_loss`` it scales router losses by the tokens that a rank
+# routed and divides by the loss tokens (transformer/moe/router.py, ``attach_and_log_load_balancing_loss`` and
+# ``apply_z_loss``), so they are (routed / loss tokens) times too strong, and TP * CP times too weak if ranks share a
+# sequence. Megatron's router losses are therefore off, and the model has these.
 
 
 def attach(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -265,10 +261,8 @@ class RoutedLayer(TransformerLayer):
 # Give the routers of a pass the experts that were chosen before, through Megatron's hook ``router_replay``.
 #
 # ``topk_routing_with_score_function`` (megatron-core 0.16.1 ``transformer/moe/moe_utils.py``) asks ``router_replay``
-# for
-# the experts and computes their weights from the router's logits. Megatron's own ``RouterReplay`` keeps its choices in
-# a
-# global list. In a pipeline, passes over several micro-batches alternate, so here each micro-batch carries its
+# for the experts and computes their weights from the router's logits. Megatron's own ``RouterReplay`` keeps its choices
+# in a global list. In a pipeline, passes over several micro-batches alternate, so here each micro-batch carries its
 # choices.
 
 

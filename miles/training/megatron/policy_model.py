@@ -1,8 +1,4 @@
-"""Log-probs and entropy when each tensor-parallel rank holds the logits of a part of the vocabulary.
-
-As in objective/token_log_probs.py, positions are processed in chunks and the gradient is written by hand. The ranks
-exchange four numbers per position (maximum, sum of exponentials, the target's logit, weighted sum), never logits.
-"""
+"""Megatron's model as the trainer sees it: tokens in; log-probs and entropy, or values, out."""
 
 from __future__ import annotations
 
@@ -35,6 +31,11 @@ from miles.training.megatron.process_groups import Ranks
 from miles.types.head import head_logits
 from miles.types.support import Support
 from miles.types.train_batch import MicroBatch, SharedLogits
+
+# Log-probs and entropy when each tensor-parallel rank holds the logits of a part of the vocabulary.
+#
+# As in objective/token_log_probs.py, positions are processed in chunks and the gradient is written by hand. The ranks
+# exchange four numbers per position (maximum, sum of exponentials, the target's logit, weighted sum), never logits.
 
 
 def vocab_parallel_log_probs(
@@ -176,7 +177,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, fp32: bool
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
-# Megatron's ``GPTModel`` as the trainer sees it: tokens in, log-probs and entropy out.
+# The policy: a ``GPTModel`` whose head is applied to response positions only.
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

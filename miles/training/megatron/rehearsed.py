@@ -31,7 +31,7 @@ from miles.training.megatron.layers import PackedRotaryEmbedding
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.moe import BalancedRouter
 from miles.training.megatron.policy_model import PolicyModel
-from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
+from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel, gradients, model_state
 from miles.types.train_batch import TrainShard
 
 
@@ -44,10 +44,6 @@ class _NoWeights(HuggingFaceWeights):
     def generation_config(self) -> str | None:
         """Return None."""
         return None
-
-
-def _note_nothing() -> None:
-    return None
 
 
 class _BuilderWithoutWeights(MegatronModelBuilder):
@@ -73,7 +69,7 @@ class RehearsedMegatron(MegatronBackend):
     activation_shape: list[int]  # that stages send each other
     reads_on_host = False
     reducing: Callable[[], AbstractContextManager[None]] = nullcontext
-    starting: Callable[[], None] = staticmethod(_note_nothing)
+    starting: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
         super().__init__(settings, device, total_steps, _BuilderWithoutWeights)
@@ -99,15 +95,15 @@ class RehearsedMegatron(MegatronBackend):
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
-        for chunk in (chunk for model in self._models() for chunk in model.stage.chunks):
-            yield from (*chunk.parameters(), *chunk.buffers())
+        for model in self._models():
+            yield from model_state(model.stage.chunks)
         if self.following is not None:
             yield from self.following.exact.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the fp32 buffers where gradients are accumulated."""
-        for wrapper in (wrapper for model in self._trained() for wrapper in model.distributed):
-            yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
+        for model in self._trained():
+            yield from gradients(model.distributed)
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield master weights and moments."""

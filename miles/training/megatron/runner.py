@@ -91,8 +91,7 @@ class MegatronOptimizer(ScheduledOptimizer):
 # A rank's state, which waits in host memory while engines use its GPU (``--offload-train``).
 #
 # Megatron's parameters, gradients and fp32 copies are views of a few large buffers, and several objects have views of
-# the
-# same buffer. So storages are emptied and filled again: every view stays unchanged, on CPU as on a GPU.
+# the same buffer. So storages are emptied and filled again: every view stays unchanged, on CPU as on a GPU.
 
 
 class HostCopies:

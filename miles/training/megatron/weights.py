@@ -1,4 +1,9 @@
-"""Hugging Face checkpoints on disk: read tensor by tensor, and written file by file."""
+"""Move weights between Hugging Face checkpoints and Megatron's parameters on this rank.
+
+``build_converter`` returns the converter that ``--megatron-to-hf-mode`` names: miles' own (raw, in this file), or one
+by Megatron-Bridge (bridge.py). Both directions process parameter by parameter: no rank ever holds more of the model
+than its own part and one whole tensor.
+"""
 
 import re
 import zlib
@@ -19,13 +24,6 @@ from miles.training.megatron.model.adapter import LinearLayer, linear_layers
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-
-# Moves weights between Hugging Face checkpoints and Megatron's parameters on this rank.
-#
-# ``build_converter`` returns the one that ``--megatron-to-hf-mode`` names: miles' own (raw, in this file), or one by
-# Megatron-Bridge (bridge.py). Both directions process parameter by parameter: no rank ever holds more of the model
-# than
-# its own part and one whole tensor.
 
 
 class WeightConverter(Protocol):

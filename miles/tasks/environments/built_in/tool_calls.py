@@ -1,14 +1,13 @@
 """``--environment tool_calls:call=module.function[,specs=module.NAME]``: tools that one function of yours runs."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
-from miles.base.user_code import load_function, load_object, ordinary_errors, run_blocking
-from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, ToolEnvironment, content_of, error_text
+from miles.base.user_code import load_function, load_object, ordinary_errors
+from miles.tasks.environments.base import EnvironmentKind, EnvironmentMaker, ToolEnvironment, content_of_call
 from miles.types.sample import Prompt
 
 _FLAG = "--environment tool_calls"
@@ -76,12 +75,7 @@ class ToolCallsTrajectory(ToolEnvironment):
             values = strict_json.loads(arguments)
         except strict_json.StrictJsonError as error:
             return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
-        try:
-            if inspect.iscoroutinefunction(self._run):
-                return content_of(await self._run(name, values))
-            return content_of(await run_blocking(self._run, name, values))
-        except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
-            return error_text(error)
+        return await content_of_call(self._run, name, values)
 
     async def reward(self) -> float:
         """Return 0, which nothing reads: another reward scores the answer."""

@@ -38,7 +38,7 @@ def transformer_config(
     experts: dict[str, Any] = {}
     if "num_moe_experts" in shape:
         experts = {
-            "moe_router_load_balancing_type": "none",  # moe/router.py computes the losses
+            "moe_router_load_balancing_type": "none",  # moe.py computes the losses
             "expert_model_parallel_size": sizes.expert_model_parallel_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
             "moe_router_bias_update_rate": 0.0,  # biases of experts stay as in the checkpoint
@@ -105,7 +105,7 @@ def ddp_config(sizes: MegatronArguments, overrides: Overrides) -> DistributedDat
 def optimizer_config(
     arguments: OptimizerArguments, sizes: MegatronArguments, dtype: torch.dtype, device: torch.device
 ) -> OptimizerConfig:
-    """Return the configuration of AdamW with fp32 master weights. optimizer.py sets the rate before every step.
+    """Return the configuration of AdamW with fp32 master weights. The rate follows training/optimizer.py.
 
     On CPU ``--optimizer-cpu-offload`` changes nothing: the state is in host memory.
     """

@@ -172,8 +172,9 @@ def trained_model(settings: Settings) -> Any:
     builder = object.__new__(FsdpModelBuilder)
     builder.settings, builder.compute_dtype, builder.mesh = settings, torch.float32, MagicMock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_backend, "load_policy", mock)
+        patch.setattr(fsdp_backend, "Policy", mock)
         patch.setattr(fsdp_backend, "shard_model", MagicMock())
+        patch.setattr(FsdpModelBuilder, "_read", MagicMock())
         patch.setattr(FsdpModelBuilder, "_check", MagicMock())
         builder._load_policy("--hf-checkpoint", "m", torch.float32, settings.lora)
     adapter = {name: weight.tolist() for name, weight in model.named_parameters() if "lora" in name}

@@ -8,9 +8,9 @@ from miles.base.text import InputError
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.metrics import rollout_metrics
 from miles.tasks.rewards.built_in import REWARDS
-from miles.tasks.rewards.registry import get_reward_function
+from miles.tasks.rewards.registry import WeightedReward, get_reward_function
 from miles.tasks.rewards.scoring import RewardError, score
-from miles.tasks.rewards.settings import RewardArguments, WeightedReward, reward_weights
+from miles.tasks.rewards.settings import RewardArguments, reward_weights
 from miles.types.metrics import values
 from miles.types.sample import PromptGroup
 
