@@ -26,6 +26,15 @@ WAIT = timedelta(seconds=120)  # of one rank for the others
 Check = Callable[[Any], "str | None"]  # called with the description of its rank; raises, or returns a fault
 
 
+def error_of(kind: type[Exception], function: Callable[..., Any], *arguments: Any) -> str:
+    """Return the message of the error that a call raises; empty if none: ``pytest.raises`` would end the rank."""
+    try:
+        function(*arguments)
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def run_on_ranks(
     folder: Path,
     name: str,

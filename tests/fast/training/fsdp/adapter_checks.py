@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, FIXED, TEMPERATURE, Case
+from forked_ranks import error_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from stage import (
@@ -229,20 +230,12 @@ def adapter_of_other_flags_is_refused(stage: Stage) -> None:
         (none, folder, "holds an adapter, not all weights"),
         (LORA, whole, "holds all weights, and --lora-rank 3 trains an adapter"),
     ):
-        message = ""
-        try:
-            _backend(stage, lora, loss=LossArguments()).load(path)
-        except ValueError as error:
-            message = str(error)
+        message = error_of(ValueError, _backend(stage, lora, loss=LossArguments()).load, path)
         assert message.startswith("--load: ") and words in message, message
 
 
 def layers_that_are_not_there_are_refused(stage: Stage) -> None:
-    message = ""
-    try:
-        _backend(stage, replace(LORA, target_modules=("q_proj", "qkv")))
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, _backend, stage, replace(LORA, target_modules=("q_proj", "qkv")))
     assert message.startswith("--target-modules qkv: a llama has no linear layer of this name; give some of down_proj")
 
 

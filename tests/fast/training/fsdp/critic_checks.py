@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import FIXED
+from forked_ranks import error_of
 from stage import PLAIN, Stage, all_full, make_backend, make_batch, shard_of, weights
 
 from miles.training.fsdp.backend import FsdpBackend
@@ -70,11 +71,7 @@ def checkpoint_without_a_critic_is_refused(stage: Stage) -> None:
     folder = stage.folder / "no_critic"
     folder.mkdir(exist_ok=True)
     make_backend(stage).save(folder, {})
-    message = ""
-    try:
-        make_backend(stage, loss=PPO).load(folder)
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, make_backend(stage, loss=PPO).load, folder)
     assert "has no critic" in message and "--hf-checkpoint" in message
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases import FIXED, TEMPERATURE
 from followed_reference import assert_needs_the_interval
+from forked_ranks import error_of
 from stage import CPU, Stage, all_full, full, make_backend, make_batch, off_policy, shard_of, train
 from tolerance import log_prob_error, rounding_error
 from transformers import AutoModelForCausalLM
@@ -74,12 +75,8 @@ def another_shape_cannot_follow(stage: Stage) -> None:
     """A tied model has no separate head, which an untied one has."""
     settings = _backend(stage).settings
     for policy, reference in (("tied", "untied"), ("untied", "tied")):
-        message = ""
         model = replace(settings.model, hf_checkpoint=stage.model(policy), ref_load=stage.model(reference))
-        try:
-            FsdpBackend(replace(settings, model=model), CPU, 10)
-        except ValueError as error:
-            message = str(error)
+        message = error_of(ValueError, FsdpBackend, replace(settings, model=model), CPU, 10)
         assert message.startswith(f"--ref-load {stage.model(reference)}: its lm_head.weight"), message
 
 

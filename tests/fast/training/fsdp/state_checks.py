@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import BUDGET, FIXED, TEMPERATURE
+from forked_ranks import error_of
 from safetensors.torch import load_file
 from stage import (
     CPU,
@@ -115,11 +116,7 @@ def non_finite_gradient_leaves_the_weights(stage: Stage) -> None:
         if stage.rank == 0:
             gradient = next(p.grad for p in backend.policy.module.parameters() if p.grad is not None)
             gradient.to_local().view(-1)[0] = poison  # type: ignore[union-attr]
-        message = ""
-        try:
-            backend.policy.optimizer.step()
-        except FloatingPointError as error:
-            message = str(error)
+        message = error_of(FloatingPointError, backend.policy.optimizer.step)
         assert "--lr" in message and "step 0" in message
         after = weights(backend)
         assert all(torch.equal(before[n], after[n]) for n in before)
@@ -337,11 +334,7 @@ def checkpoint_of_another_backend_is_refused(stage: Stage) -> None:
     folder.mkdir()
     state = json.loads((stage.folder / "checkpoint" / "state.json").read_text()) | {"backend": "megatron"}
     (folder / "state.json").write_text(json.dumps(state))
-    message = ""
-    try:
-        make_backend(stage).load(folder)
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, make_backend(stage).load, folder)
     assert message.startswith("--load: ") and "--train-backend megatron" in message
 
 
@@ -430,12 +423,8 @@ def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:
         False: "log-probs of a jamba depend on the samples that are packed before: on 17 tokens they differ by",
     }
     for is_known, rule in rules.items():
-        message = ""
-        try:
-            with patch.object(packing_check, "must_be_padded", lambda config, is_known=is_known: is_known):
-                make_backend(stage, "untested")
-        except ValueError as error:
-            message = str(error)
+        with patch.object(packing_check, "must_be_padded", lambda config, is_known=is_known: is_known):
+            message = error_of(ValueError, make_backend, stage, "untested")
         assert message.startswith(f"--hf-checkpoint {stage.model('untested')}: {rule}"), message
         assert message.endswith("add --qkv-format bshd"), message
 

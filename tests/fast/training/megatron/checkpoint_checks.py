@@ -23,6 +23,7 @@ from auxiliary_checks import MTP
 from auxiliary_oracle import with_heads
 from batches import batch_of
 from cases import FIXED
+from forked_ranks import error_of
 from layouts import (
     CPU,
     LAYOUTS,
@@ -302,11 +303,7 @@ def checkpoint_of_another_backend_is_refused(process: RankProcess) -> None:
         other.mkdir()
         state = json.loads((folder / "state.json").read_text()) | {"backend": "fsdp"}
         (other / "state.json").write_text(json.dumps(state))
-        message = ""
-        try:
-            _backend(process, change.model).load(other)
-        except ValueError as error:
-            message = str(error)
+        message = error_of(ValueError, _backend(process, change.model).load, other)
         assert "--train-backend fsdp" in message and "--save-hf" in message
         return
 
@@ -324,11 +321,7 @@ def checkpoint_of_another_model_is_refused(process: RankProcess) -> None:
             folder.mkdir()
         dist.barrier()
         _backend(process, saved).save(folder, LAUNCHER)
-        message = ""
-        try:
-            _backend(process, read).load(folder)
-        except ValueError as error:
-            message = str(error)
+        message = error_of(ValueError, _backend(process, read).load, folder)
         assert message.startswith(f"--load: the checkpoint {folder} ") and words in message, message
 
 

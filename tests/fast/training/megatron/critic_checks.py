@@ -15,6 +15,7 @@ from cases import ANYWHERE, BATCHES, VALUE_HEAD, Case, loss_of
 from compare import differences, gradient_differences
 from conformance_checks import Contracts, RecordedOptimizer, Result, compare_norm_alone, reported
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
+from forked_ranks import error_of
 from layouts import RankProcess, gradients, make_backend, plain_model, shard_of, weights
 
 from miles.objective.canary import LossMassError
@@ -147,11 +148,7 @@ def critic_comes_back(process: RankProcess) -> None:
     bare = process.folder / f"no critic of {process.name}"
     bare.mkdir(exist_ok=True)
     without.save(bare, {})
-    message = ""
-    try:
-        resumed.load(bare)
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, resumed.load, bare)
     assert "has no critic" in message
 
 

@@ -19,6 +19,7 @@ import torch
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, Case, loss_of, without_loss_tokens
 from compare import samples_of, wanted
+from forked_ranks import error_of
 from layouts import CPU, SIGMOID, TEMPERATURE, RankProcess, make_backend, models_of, plain_model, shard_of, weights
 from megatron.core.transformer.moe import moe_utils
 from oracle import token_scores
@@ -190,11 +191,7 @@ def non_finite_gradient_leaves_the_weights(process: RankProcess) -> None:
         )  # as after a micro-batch, before the sum over ranks
     policy = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks).policy
     policy.model.forward_backward(shard_of(backend, batch_of(CASE)), policy.loss_function)
-    message = ""
-    try:
-        policy.optimizer.step()
-    except FloatingPointError as error:
-        message = str(error)
+    message = error_of(FloatingPointError, policy.optimizer.step)
     assert "--lr" in message and "step 0" in message
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -265,11 +262,7 @@ def other_tensors_than_the_config_says_are_refused(process: RankProcess) -> None
         shutil.rmtree(process.folder / changed, ignore_errors=True)
         shutil.copytree(process.folder / model, process.folder / changed)
         save_file(tensors, process.folder / changed / "model.safetensors", {"format": "pt"})
-        message = ""
-        try:
-            make_backend(process, changed, PLAIN)
-        except ValueError as error:
-            message = str(error)
+        message = error_of(ValueError, make_backend, process, changed, PLAIN)
         assert message.startswith(f"--hf-checkpoint {process.model(changed)}: ") and name in message, message
 
 

@@ -16,6 +16,7 @@ from batches import batch_of
 from cases import ANYWHERE, BATCHES, FULL, Case, loss_of
 from compare import gradient_distance, norm_of, off_policy, samples_of, wanted
 from conformance_checks import CONTRACTS
+from forked_ranks import error_of
 from layouts import CPU, TEMPERATURE, RankProcess, make_backend, plain_model, shard_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -237,20 +238,12 @@ def reads_the_adapter(process: RankProcess) -> None:
             (IN_ATTENTION, "--target-modules "),
             (LoraArguments(), "holds an adapter, not all weights"),
         ):
-            message = ""
-            try:
-                _backend(process, wanted["model"], lora).load(folder)
-            except ValueError as error:
-                message = str(error)
+            message = error_of(ValueError, _backend(process, wanted["model"], lora).load, folder)
             assert message.startswith("--load: ") and words in message, message
 
 
 def latent_attention_is_refused(process: RankProcess) -> None:
-    message = ""
-    try:
-        _backend(process, "deepseek_v3")
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, _backend, process, "deepseek_v3")
     assert message == (
         "--lora-rank 3: the latent attention of a deepseek_v3 gets no adapter with --train-backend megatron; "
         "use --train-backend fsdp"
@@ -258,11 +251,7 @@ def latent_attention_is_refused(process: RankProcess) -> None:
 
 
 def layers_that_are_not_there_are_refused(process: RankProcess) -> None:
-    message = ""
-    try:
-        _backend(process, "untied", replace(LORA, target_modules=("q_proj", "qkv")))
-    except ValueError as error:
-        message = str(error)
+    message = error_of(ValueError, _backend, process, "untied", replace(LORA, target_modules=("q_proj", "qkv")))
     assert message.startswith("--target-modules qkv: the model has no linear layer of this name; give some of down_")
 
 
