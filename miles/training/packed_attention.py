@@ -72,13 +72,7 @@ class _CachedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        hidden: torch.Tensor,
-        scaling: float,
-        learns: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scaling: float, learns: bool
     ) -> torch.Tensor:
         rows, heads, length, width = q.shape
         q = q.reshape(rows, k.shape[1], heads // k.shape[1] * length, width)

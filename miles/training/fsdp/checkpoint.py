@@ -24,12 +24,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from miles.config.settings import Settings
 from miles.models.base import HEADS_IN_CONFIG
 from miles.training.adapter_folder import adapter_folder, check_adapter
-from miles.training.checkpoint_files import (
-    read_run_state,
-    reference_folder,
-    use_umask,
-    write_run_state,
-)
+from miles.training.checkpoint_files import read_run_state, reference_folder, use_umask, write_run_state
 from miles.training.checkpoint_io import (
     StagedFiles,
     StagingWriter,

@@ -100,11 +100,7 @@ def choose_keys_within_samples(model: PreTrainedModel) -> None:
 
 
 def _in_rows(
-    forward: Callable[..., tuple[Any, ...]],
-    topk: int,
-    *,
-    packed: PackedLayout | None = None,
-    **kwargs: Any,
+    forward: Callable[..., tuple[Any, ...]], topk: int, *, packed: PackedLayout | None = None, **kwargs: Any
 ) -> tuple[Any, ...]:
     """Compute a layer on hidden states [1, T, hidden] of packed samples, or [rows, S, hidden] of padded ones.
 

@@ -146,11 +146,7 @@ class LatentAttention(MegatronModule):
     """The attention of one layer, on this rank's heads."""
 
     def __init__(
-        self,
-        config: MLATransformerConfig,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        **_: Any,
+        self, config: MLATransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any
     ) -> None:
         super().__init__(config=config)
         self.tp = pg_collection.tp
@@ -169,11 +165,7 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = self._columns(config.kv_lora_rank, everywhere * (plain + value))
         self.rotary_factor, score_factor = yarn_factors(config)
         self.core_attention = PackedCoreAttention(
-            config,
-            layer_number,
-            AttnMaskType.causal,
-            "self",
-            softmax_scale=score_factor / math.sqrt(plain + rotated),
+            config, layer_number, AttnMaskType.causal, "self", softmax_scale=score_factor / math.sqrt(plain + rotated)
         )
         self.linear_proj = RowParallelLinear(
             everywhere * value,

@@ -142,11 +142,7 @@ class RoutedTokens:
 
     @classmethod
     def of(
-        cls,
-        micro: MicroBatch,
-        step: AuxiliaryStep,
-        shape: tuple[int, int],
-        sequence_parallel: dist.ProcessGroup | None,
+        cls, micro: MicroBatch, step: AuxiliaryStep, shape: tuple[int, int], sequence_parallel: dist.ProcessGroup | None
     ) -> RoutedTokens:
         """Locate the tokens of ``micro`` among those that this rank's routers receive.
 
@@ -313,11 +309,7 @@ class MicroBatchExperts:
 
     @classmethod
     def of(
-        cls,
-        experts: torch.Tensor,
-        shape: tuple[int, int],
-        padding: int,
-        sequence_parallel: dist.ProcessGroup | None,
+        cls, experts: torch.Tensor, shape: tuple[int, int], padding: int, sequence_parallel: dist.ProcessGroup | None
     ) -> MicroBatchExperts:
         """Arrange ``experts``, [T, layers, k] in the order of ``MicroBatch``, for routers that receive [S, B].
 

@@ -11,15 +11,7 @@ import pytest
 import torch
 
 from miles.models import families as model_families
-from miles.models.base import (
-    GateUp,
-    QueryKeyValue,
-    Replicated,
-    Split,
-    SwappedColumns,
-    TensorLayout,
-    Vocabulary,
-)
+from miles.models.base import GateUp, QueryKeyValue, Replicated, Split, SwappedColumns, TensorLayout, Vocabulary
 from miles.models.registry import BRIDGED, CONVERTED, check_bridged, converted_family, families, megatron_shape
 
 CONFIG = dict(
@@ -35,12 +27,7 @@ CONFIG = dict(
     moe_intermediate_size=16,
 )
 SIGMOID = dict(
-    n_routed_experts=4,
-    n_shared_experts=2,
-    n_group=2,
-    topk_group=1,
-    first_k_dense_replace=1,
-    routed_scaling_factor=2.5,
+    n_routed_experts=4, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5
 )
 YARN = dict(type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
 LATENT = SIGMOID | dict(

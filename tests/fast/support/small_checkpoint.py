@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from miles.training.checkpoint_files import publish, staging, write_run_state
 from miles.training.checkpoint_io import write_random_state
+from miles.training.one_process import one_rank
 
 PROMPTS = {"num_prompts": 8, "shuffle": True, "seed": 42, "epoch": 0, "position": 3, "next_group_index": 3}
 LAUNCHER = {"rollouts_done": 2, "prompts": PROMPTS, "run": {"id": "abc", "started": "2026-01-01 10:00:00"}}
@@ -21,15 +19,6 @@ LAUNCHER = {"rollouts_done": 2, "prompts": PROMPTS, "run": {"id": "abc", "starte
 def tensors() -> dict[str, Any]:
     numbers = torch.arange(6, dtype=torch.float32).view(2, 3)
     return {"model": {"w": numbers}, "optimizer": {"w": {"lr": 0.5, "betas": (0.9, 0.999), "exp_avg": numbers + 1}}}
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def save_checkpoint(root: Path, iterations: int, **launcher: Any) -> Path:

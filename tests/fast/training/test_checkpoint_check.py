@@ -253,7 +253,7 @@ def test_a_rank_names_the_file_and_its_fault_where_a_manifest_was_written_after_
     check_checkpoint(saved)  # as the launcher does, which does not read what torch has written
     words = rf"^--load: the checkpoint {saved} is damaged: {fault}; give another one$"
     with one_rank(), pytest.raises(ValueError, match=words):
-        checkpoint._load_tensors(saved, torch.nn.Linear(1, 1), None, with_optimizer=False)
+        checkpoint.load_model(saved, torch.nn.Linear(1, 1), None, with_optimizer=False)
     assert not (saved / "it ran").exists()
 
 

@@ -48,14 +48,7 @@ class RemoteRm(Reward[RemoteRmFlags]):
     needs_label = False
     limit = "`--rm-url-timeout` per attempt"
     shared_limits = ("rm_url_concurrency",)
-    reads = (
-        "rm_url",
-        "rm_url_field",
-        "rm_url_batch_size",
-        "rm_url_concurrency",
-        "rm_url_retries",
-        "rm_url_timeout",
-    )
+    reads = ("rm_url", "rm_url_field", "rm_url_batch_size", "rm_url_concurrency", "rm_url_retries", "rm_url_timeout")
     own_flags = RemoteRmFlags
 
     def check(self, flags: RemoteRmFlags, errors: Errors) -> None:

@@ -142,11 +142,7 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
             "It only generates (--debug-rollout-only); nothing is trained. Its reward is 0.5 on average. "
             "75% of the groups have the same reward for all answers, which would teach nothing.",
         ),
-        (
-            {"rollout__reward": [1.0] * 30},
-            POLICY,
-            "Little is left to learn: reward has been 1 in every measurement.",
-        ),
+        ({"rollout__reward": [1.0] * 30}, POLICY, "Little is left to learn: reward has been 1 in every measurement."),
     ],
 )
 def test_what_cannot_be_judged_is_not(folder: Path, columns: dict, run: dict, sentence: str) -> None:

@@ -74,9 +74,7 @@ def test_an_address_that_fails_is_a_note_that_does_not_show_it(server, capsys, u
 
 def test_text_that_no_encoding_holds_is_sent_with_escapes(server):
     Notifier(server.url, "out/\udcff").send("failure", "KeyError: '\ud800'")
-    assert server.bodies == [
-        {"event": "failure", "run": r"out/\udcff", "text": r"out/\udcff: KeyError: '\ud800'"},
-    ]
+    assert server.bodies == [{"event": "failure", "run": r"out/\udcff", "text": r"out/\udcff: KeyError: '\ud800'"}]
 
 
 def test_no_failure_of_a_notification_replaces_that_of_the_run(monkeypatch, capsys):

@@ -80,10 +80,7 @@ def test_what_a_reward_reads_are_flags_of_its_own():
     ("reward", "fault"),
     [
         (RewardArguments(), "--rm-type or --custom-rm-path is required"),
-        (
-            RewardArguments(rm_type="exactmatch"),
-            "no such reward as 'exactmatch'; did you mean exact_match",
-        ),
+        (RewardArguments(rm_type="exactmatch"), "no such reward as 'exactmatch'; did you mean exact_match"),
         (RewardArguments(custom_rm_path="no_such_module:f"), "--custom-rm-path no_such_module:f: cannot import"),
     ],
 )

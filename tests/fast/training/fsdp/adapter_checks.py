@@ -14,19 +14,7 @@ from cases import ANYWHERE, FIXED, TEMPERATURE, Case
 from forked_ranks import error_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from stage import (
-    CPU,
-    UNEVEN,
-    Stage,
-    all_full,
-    full,
-    log_probs,
-    make_backend,
-    make_batch,
-    off_policy,
-    shard_of,
-    train,
-)
+from stage import CPU, UNEVEN, Stage, all_full, full, log_probs, make_backend, make_batch, off_policy, shard_of, train
 from state_checks import ADAM, accumulate
 from tolerance import RELATIVE_ERROR, log_prob_error
 from torch.distributed.checkpoint import FileSystemReader

@@ -84,8 +84,5 @@ def saved_critic_survives_another_number_of_ranks(stage: Stage) -> None:
 
 
 CHECKS = (critic_learns_alone,)
-ON_TWO_RANKS = (
-    critic_of_a_checkpoint_is_the_one_that_was_saved,
-    checkpoint_without_a_critic_is_refused,
-)
+ON_TWO_RANKS = (critic_of_a_checkpoint_is_the_one_that_was_saved, checkpoint_without_a_critic_is_refused)
 AFTER_TWO_RANKS = (saved_critic_survives_another_number_of_ranks,)

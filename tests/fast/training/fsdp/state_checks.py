@@ -153,10 +153,7 @@ def reference_keeps_its_first_weights(stage: Stage) -> None:
     shard = shard_of(stage, make_batch(loss), FIXED)
     start = log_probs(backend, shard)
     tolerance = log_prob_error(_plain(stage), shard.batch.tokens, TEMPERATURE)
-    kl = [
-        train(backend, [shard])[0]["train/kl_loss"].value,
-        train(backend, [shard])[0]["train/kl_loss"].value,
-    ]
+    kl = [train(backend, [shard])[0]["train/kl_loss"].value, train(backend, [shard])[0]["train/kl_loss"].value]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
     for column, wanted in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(column, wanted, rtol=0, atol=tolerance)

@@ -123,10 +123,7 @@ def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
         ),
         (
             "llama",
-            dict(
-                max_position_embeddings=11,
-                rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
-            ),
+            dict(max_position_embeddings=11, rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)),
         ),
     ],
 )

@@ -292,10 +292,7 @@ def make_backend(
 
 
 def shard_of(
-    backend: MegatronBackend,
-    batch: TrainBatch,
-    has_gradient: Sequence[bool] | None = None,
-    watch_mass: bool = True,
+    backend: MegatronBackend, batch: TrainBatch, has_gradient: Sequence[bool] | None = None, watch_mass: bool = True
 ) -> TrainShard:
     """Return this rank's shard, as the launcher distributes them."""
     settings, rank = backend.settings, torch.distributed.get_rank()

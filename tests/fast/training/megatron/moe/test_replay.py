@@ -46,12 +46,7 @@ def test_given_experts_replace_the_choice_alone(kind: str) -> None:
     own, _ = route(logits, K, **options)
     experts = torch.tensor([[(t + 1) % EXPERTS, (t + 4) % EXPERTS] for t in range(TOKENS)], dtype=torch.int16)
     experts[-1] = -1  # the last token chooses on its own
-    weights, chosen = route(
-        logits,
-        K,
-        router_replay=LayerExperts(experts, None),
-        **options,
-    )
+    weights, chosen = route(logits, K, router_replay=LayerExperts(experts, None), **options)
     index = experts[:-1].long()
     expected = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
     expected = expected[:-1].scatter(1, index, expected_weights(kind, logits[:-1], index))
@@ -72,21 +67,11 @@ def test_what_was_kept_is_chosen_again(kind: str) -> None:
     own, _ = route(logits, K, router_replay=first.of_layer(3), **options)
     plain, _ = route(logits, K, **options)
     assert list(by_layer) == [3] and torch.equal(own, plain)
-    again, _ = route(
-        logits,
-        K,
-        router_replay=MicroBatchExperts(choices=by_layer).of_layer(3),
-        **options,
-    )
+    again, _ = route(logits, K, router_replay=MicroBatchExperts(choices=by_layer).of_layer(3), **options)
     torch.testing.assert_close(again, plain)
     moved = -logits.detach()
     _, other = route(moved, K, **options)
-    _, replayed = route(
-        moved,
-        K,
-        router_replay=MicroBatchExperts(choices=by_layer).of_layer(3),
-        **options,
-    )
+    _, replayed = route(moved, K, router_replay=MicroBatchExperts(choices=by_layer).of_layer(3), **options)
     assert torch.equal(replayed, plain != 0) and not torch.equal(other, replayed)
 
 

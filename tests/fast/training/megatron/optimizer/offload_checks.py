@@ -95,11 +95,7 @@ def _are_offloaded(adam: HybridDeviceOptimizer, fraction: float) -> None:
     assert (not states) == (fraction == 1)
 
 
-WAYS: tuple[dict[str, Any], ...] = (
-    {"overlap_cpu_optimizer_d2h_h2d": True},
-    {},
-    {"optimizer_offload_fraction": 0.5},
-)
+WAYS: tuple[dict[str, Any], ...] = ({"overlap_cpu_optimizer_d2h_h2d": True}, {}, {"optimizer_offload_fraction": 0.5})
 IN_WAYS = ((False, WAYS[:2]), (True, WAYS))  # in fp32 and bf16: the last is refused in fp32
 IN_WAYS_BY_TURNS = ((False, WAYS[:1]), (True, WAYS[1:]))
 
