@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 import miles
 from miles.base.flags import FlagError
 from miles.base.text import InputError
-from miles.tasks.data.row import Notes, Row, state_of
-from miles.tasks.data.sources import Rows
+from miles.tasks.data.row import Notes, Row, Rows, state_of
 from miles.types.sample import Prompt
 
 if TYPE_CHECKING:

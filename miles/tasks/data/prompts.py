@@ -16,9 +16,9 @@ from miles.base.text import InputError
 from miles.base.tokenizer import load_tokenizer
 from miles.tasks.data import reasoning_gym_task, verifiers_task
 from miles.tasks.data.checked_rows import PromptSet, RowsVerdict, caught, check_rows, name_of, verdict_key
-from miles.tasks.data.row import Notes, Row
+from miles.tasks.data.row import Notes, Row, Rows
 from miles.tasks.data.settings import DataArguments, of_rows
-from miles.tasks.data.sources import Rows, open_rows
+from miles.tasks.data.sources import open_rows
 from miles.tasks.data.tokenizer import PromptRenderer, RenderedPrompt, most_tokens
 from miles.tasks.rewards.answer_text import plain_number
 from miles.tasks.rewards.settings import RewardArguments

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 
 from miles.base.text import InputError, name_and_words, one_line
-from miles.tasks.data.row import LONGEST_MESSAGE, Row
+from miles.tasks.data.row import LONGEST_MESSAGE, Row, Rows
 from miles.tasks.data.settings import REASONING_GYM as SCHEME
 from miles.tasks.data.settings import read_task
 
@@ -15,15 +15,12 @@ __all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "GymTask"]
 INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 
-class GymTask:
+class GymTask(Rows):
     """The entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
 
     The keys are the task's settings: ``size`` and ``seed`` (42 unless given: a fixed set, not a new one each run) for
     all, others by task; values are numbers, true, false or text. The task's scorer needs the metadata,
-    ``{"reasoning_gym": {"task", "options", "entry"}}``.
-
-    Attributes:
-        identity: Text that changes with the entries.
+    ``{"reasoning_gym": {"task", "options", "entry"}}``. Each entry is made from its index when it is asked for.
     """
 
     def __init__(self, source: str) -> None:
@@ -40,19 +37,24 @@ class GymTask:
         with _refusing(source, self._name):
             self._entries = reasoning_gym.create_dataset(self._name, **self._options)
             self._size = len(self._entries)
-        self.identity = f"{source} {version('reasoning-gym')}"
+        self.content = f"{source} {version('reasoning-gym')}"
 
     def __len__(self) -> int:
         """Return the number of entries."""
         return self._size
 
-    def row(self, index: int) -> Row:
-        """Return the entry at ``index``; raise ``InputError`` if the task cannot make it."""
-        with _refusing(self._source, self._name):
-            entry = self._entries[index]
-        origin = {"task": self._name, "options": self._options, "entry": entry}
-        columns = {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}}
-        return Row(f"{self._source}:{index + 1}", columns)
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        """Yield the entries from ``start`` to ``stop``, or why the task cannot make one."""
+        for index in range(start, stop):
+            try:
+                with _refusing(self._source, self._name):
+                    entry = self._entries[index]
+            except InputError as error:
+                yield error
+                continue
+            origin = {"task": self._name, "options": self._options, "entry": entry}
+            columns = {INPUT: entry["question"], LABEL: entry["answer"], METADATA: {"reasoning_gym": origin}}
+            yield Row(f"{self._source}:{index + 1}", columns)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""One row of a prompt source, and the errors about it."""
+"""The rows of a prompt source, and the errors about one."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from miles.base.text import InputError, one_line
 from miles.tasks.data.settings import columns_to_choose, find_column
 
 LONGEST_MESSAGE = 1000
+_BATCH = 1024  # rows that are read together
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,39 @@ class Row:
     def refuse(self, fault_and_what_to_do: str) -> NoReturn:
         """Raise the ``InputError`` of a malformed row, with its position."""
         raise InputError(one_line(f"{self.where}: {fault_and_what_to_do}", LONGEST_MESSAGE))
+
+
+class Rows(ABC):
+    """The rows of a source in order, read when they are asked for. Threads may share them.
+
+    Attributes:
+        content: A hash of the rows' content; empty if it is not known, so that no verdict about them is remembered.
+    """
+
+    content: str = ""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
+        """Yield the rows from ``start`` to ``stop``, each of them or why it cannot be read."""
+
+    def __getitem__(self, number: int) -> Row:
+        """Return row ``number``, counted from 0; raise ``InputError`` if it cannot be read."""
+        (row,) = self.read(number, number + 1)
+        if isinstance(row, InputError):
+            raise row
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield all rows; raise ``InputError`` at one that cannot be read."""
+        for start in range(0, len(self), _BATCH):
+            for row in self.read(start, min(start + _BATCH, len(self))):
+                if isinstance(row, InputError):
+                    raise row
+                yield row
 
 
 def state_of(file: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Rows of JSON lines, Parquet, Hugging Face datasets, reasoning_gym or verifiers, read when they are asked for.
 
-A source of another kind plugs in as a subclass of ``Rows``: its number of rows, a range of them, and a hash of what
-they hold. Nothing else knows where rows are stored, and none is kept in memory: a file of JSON lines is indexed by
+A source of another kind plugs in as a subclass of ``Rows`` (row.py): its number of rows, a range of them, and a hash of
+what they hold. Nothing else knows where rows are stored, and none is kept in memory: a file of JSON lines is indexed by
 offset, Parquet is copied into an Arrow file without a name, ``datasets`` maps its files, and a task of reasoning_gym
 is made again.
 """
@@ -14,7 +14,6 @@ import os
 import tempfile
 import threading
 import zlib
-from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from miles.base import strict_json
 from miles.base.text import InputError, one_line
 from miles.tasks.data.reasoning_gym_task import GymTask
-from miles.tasks.data.row import LONGEST_MESSAGE, Row
+from miles.tasks.data.row import LONGEST_MESSAGE, Row, Rows
 from miles.tasks.data.settings import HUGGING_FACE, REASONING_GYM, SOURCES
 from miles.tasks.data.verifiers_task import SCHEME as VERIFIERS
 from miles.tasks.data.verifiers_task import read_verifiers
@@ -33,40 +32,7 @@ from miles.tasks.data.verifiers_task import read_verifiers
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_BATCH = 1024  # rows that are read together
-
-
-class Rows(ABC):
-    """The rows of a source in order, read when they are asked for. Threads may share them.
-
-    Attributes:
-        content: A hash of the rows' content; empty if it is not known, so that no verdict about them is remembered.
-    """
-
-    content: str = ""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
-        """Yield the rows from ``start`` to ``stop``, each of them or why it cannot be read."""
-
-    def __getitem__(self, number: int) -> Row:
-        """Return row ``number``, counted from 0; raise ``InputError`` if it cannot be read."""
-        (row,) = self.read(number, number + 1)
-        if isinstance(row, InputError):
-            raise row
-        return row
-
-    def __iter__(self) -> Iterator[Row]:
-        """Yield all rows; raise ``InputError`` at one that cannot be read."""
-        for start in range(0, len(self), _BATCH):
-            for row in self.read(start, min(start + _BATCH, len(self))):
-                if isinstance(row, InputError):
-                    raise row
-                yield row
+_BATCH = 1024  # rows of Parquet that are read together
 
 
 class SourceAbsent(InputError):
@@ -81,7 +47,7 @@ def is_of_datasets(source: str) -> bool:
 def open_rows(source: str) -> Rows:
     """Return the rows of ``source``; raise ``InputError`` if it cannot be read at all."""
     if source.startswith(REASONING_GYM):
-        return _ReasoningGym(source)
+        return GymTask(source)
     if source.startswith(VERIFIERS):
         return _Verifiers(source)
     if is_of_datasets(source):
@@ -261,24 +227,6 @@ def _leave_encoded(feature: Any) -> None:
     for part in parts:
         if part is not None:
             _leave_encoded(part)
-
-
-class _ReasoningGym(Rows):
-    """The entries of a task, each made from its index."""
-
-    def __init__(self, source: str) -> None:
-        self._task = GymTask(source)
-        self.content = self._task.identity
-
-    def __len__(self) -> int:
-        return len(self._task)
-
-    def read(self, start: int, stop: int) -> Iterator[Row | InputError]:
-        for index in range(start, stop):
-            try:
-                yield self._task.row(index)
-            except InputError as error:
-                yield error
 
 
 class _Verifiers(Rows):

@@ -385,7 +385,7 @@ async def test_what_the_engine_raises_ends_the_run(chat_tokenizer):
 def gym_prompt():
     from miles.tasks.data.reasoning_gym_task import GymTask
 
-    row = GymTask("reasoning_gym:products:size=1,seed=3").row(0)
+    row = GymTask("reasoning_gym:products:size=1,seed=3")[0]
     columns = row.columns
     return Prompt(
         columns["question"], (1, 2), columns["answer"], columns["metadata"], row.where, input=columns["question"]
