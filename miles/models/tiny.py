@@ -213,13 +213,12 @@ END = "<end>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
-def write_like(source: str, folder: Path, seed: int = 1) -> None:
+def write_like(source: str, folder: Path) -> None:
     """Write a tiny random model of the family of ``source``, with its tokenizer and generation config.
 
     Args:
         source: A Hugging Face folder, which needs no weights, or a name on the hub.
         folder: Where to write; created if missing.
-        seed: Of the weights.
 
     Raises:
         OSError: There is no configuration or no tokenizer at ``source``.
@@ -228,7 +227,7 @@ def write_like(source: str, folder: Path, seed: int = 1) -> None:
     from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(source)
-    write_model(shrunk_config(config), folder, seed)
+    write_model(shrunk_config(config), folder)
     reader = AutoProcessor if config.get("model_type") in WITH_IMAGES else AutoTokenizer
     reader.from_pretrained(source).save_pretrained(folder)
     try:

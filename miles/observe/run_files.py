@@ -48,8 +48,10 @@ def thin(path: Path, most_bytes: int) -> None:
             break
         remaining = fewer
     new = path.with_name(f"{path.name}.new")
+    wanted = set(remaining)
     with naming_disk(path, new):
-        _copy(path, new, remaining)
+        with path.open("rb") as old, new.open("wb") as file:
+            file.writelines(line for number, line in enumerate(old) if number in wanted)
         new.replace(path)
 
 
@@ -74,16 +76,6 @@ def _halved(rows: Sequence[int], kinds: bytearray) -> list[int]:
             remaining.append(row)
         seen[kind] += 1
     return [*remaining, *rows[newest:]]
-
-
-def _copy(path: Path, new: Path, rows: Iterable[int]) -> None:
-    wanted = iter(rows)
-    following = next(wanted, None)
-    with path.open("rb") as old, new.open("wb") as file:
-        for number, line in enumerate(old):
-            if number == following:
-                file.write(line)
-                following = next(wanted, None)
 
 
 _ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becomes its JSON escape
@@ -260,7 +252,7 @@ class SampleFile:
         with self.path.open("rb") as file:
             end = _end(file)
             cursor = _line_after(file, cursor, end) if cursor else 0  # one of an older file may be inside a line
-            while cursor < end and len(hits) < most and (not hits or time.monotonic() < until):
+            while cursor < end and len(hits) < most:
                 for line, offset in _lines_with(file, needle, cursor, end):
                     cursor = offset + len(line) + 1
                     row = self._parsed(line, offset)

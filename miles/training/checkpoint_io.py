@@ -76,12 +76,9 @@ def read_index(folder: Path) -> Metadata:
     """
     data = read_bytes(folder, INDEX)
     try:
-        index = _IndexUnpickler(io.BytesIO(data)).load()
-        _check_index(index)
+        return _load(io.BytesIO(data))
     except Exception as error:  # pickle documents no list of what damaged data may raise
         raise DamagedFile(f"{INDEX} is not the index of a checkpoint ({in_one_line(error)})") from None
-    result: Metadata = index
-    return result
 
 
 def check_files_of_index(folder: Path, index: Metadata) -> None:
@@ -139,8 +136,8 @@ def restricted_loading() -> Iterator[None]:
             os.environ[_UNRESTRICTED] = unrestricted
 
 
-def _load(file: IO[bytes]) -> Any:
-    index = _IndexUnpickler(file).load()
+def _load(file: IO[bytes]) -> Metadata:
+    index: Metadata = _IndexUnpickler(file).load()
     _check_index(index)
     return index
 

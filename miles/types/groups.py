@@ -1,4 +1,4 @@
-"""Process groups of context parallelism, created before the first step, and the exchanges between their ranks."""
+"""Exchanges between ranks, and the process groups of context parallelism, created before the first step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,19 @@ from miles.types.dims import ParallelDims
 Positioned = TypeVar("Positioned", bound=tuple[Any, ...])  # the first entry is a position in the step
 
 
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank of ``group`` (None: all ranks) has, in the order of the ranks. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def gather_step(own: list[Positioned], group: dist.ProcessGroup | None) -> list[Positioned]:
     """Return what all ranks of ``group`` (None: all ranks) have for their samples, in the order of the step.
 
     Collective. Each sample is sent by one rank (``TrainShard.samples_sent_by``).
     """
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return sorted((sample for part in everyone for sample in part), key=lambda sample: sample[0])
+    return sorted((sample for part in gather_objects(own, group) for sample in part), key=lambda sample: sample[0])
 
 
 @dataclass(frozen=True)

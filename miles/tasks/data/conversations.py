@@ -92,20 +92,18 @@ def load_conversations(
     verdict.notes.log(source, verdict.rows)
     if verdict.dropped:
         _logger.warning(
-            "%s: %d of %d conversations: %s; the first is %s",
+            "%s: %d of %d conversations: dropped, because it is longer than %s; the first is %s",
             source,
             verdict.dropped,
             verdict.rows,
-            _TOO_LONG,
+            _LIMITS,
             verdict.first_long,
         )
 
     def unrendered(row: Row) -> Prompt:
         return Prompt("", (), input=row.find(data.input_key))
 
-    return PromptSet(
-        rows, verdict, reader.conversation, unrendered, _TOO_LONG.partition("because it is longer than ")[2]
-    )
+    return PromptSet(rows, verdict, reader.conversation, unrendered, _LIMITS)
 
 
 class _Reader:
@@ -137,11 +135,7 @@ class _Reader:
         return [caught(partial(_read, row, renderer, self._data, tokenizer, notes)) for row in rows]
 
 
-_TOO_LONG = (
-    "dropped, because it is longer than --rollout-max-context-len, --rollout-max-response-len or "
-    "--rollout-max-prompt-len"
-)
-
+_LIMITS = "--rollout-max-context-len, --rollout-max-response-len or --rollout-max-prompt-len"
 _NO_END = "the chat template writes no token that ends the turn of a trained message, so none is trained on"
 _NO_OBJECT = "the metadata, column --metadata-key, is no object, and is left out"
 

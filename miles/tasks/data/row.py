@@ -13,7 +13,6 @@ from miles.base.text import InputError, one_line
 from miles.tasks.data.settings import columns_to_choose, find_column
 
 LONGEST_MESSAGE = 1000
-_BATCH = 1024  # rows that are read together
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,6 @@ class Rows(ABC):
         if isinstance(row, InputError):
             raise row
         return row
-
-    def __iter__(self) -> Iterator[Row]:
-        """Yield all rows; raise ``InputError`` at one that cannot be read."""
-        for start in range(0, len(self), _BATCH):
-            for row in self.read(start, min(start + _BATCH, len(self))):
-                if isinstance(row, InputError):
-                    raise row
-                yield row
 
 
 def state_of(file: str) -> list[int]:

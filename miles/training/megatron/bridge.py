@@ -13,7 +13,6 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -29,6 +28,7 @@ from miles.training.megatron.model.adapter import LinearLayer
 from miles.training.megatron.moe import BalancedRouter
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
+from miles.types.groups import gather_objects
 
 PASSED_ON = (*LAYER_FIELDS, "activation_func")
 FROM_CONFIG = (
@@ -250,9 +250,8 @@ class BridgeConverter:
                     f"{weights.path}; check that the checkpoint is complete, or choose another model"
                 )
         read = {name for task in tasks for name in _names(task.mapping.hf_param)}
-        of_experts: list[set[str]] = [set() for _ in range(self.ranks.ep.size())]
-        dist.all_gather_object(of_experts, read, group=self.ranks.ep)
-        read = read.union(*of_experts, _names(bridge.mapping_registry().megatron_to_hf_lookup(HEAD).hf_param))
+        of_head = _names(bridge.mapping_registry().megatron_to_hf_lookup(HEAD).hf_param)
+        read = read.union(*gather_objects(read, self.ranks.ep), of_head)
         for name in weights.names:
             if name not in read and not name.endswith(NOT_LEARNED):
                 raise ValueError(

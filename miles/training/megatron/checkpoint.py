@@ -50,6 +50,7 @@ from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.runner import MegatronOptimizer
 from miles.training.megatron.versions import objects_to_write
+from miles.types.groups import gather_objects
 
 # Adam's state by model parameter, for all of Megatron's optimizers.
 #
@@ -80,7 +81,6 @@ class AdamState:
 
     def __init__(self, adam: Any) -> None:
         parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
-        self._optimizers = parts
         sharded = [part for part in parts if isinstance(part, DistributedOptimizer)]
         self._sharded = {p: part for part in sharded for p in _tracked(part)}
         self._held = {p: held for part in sharded for p, held in _held(part)}
@@ -437,9 +437,7 @@ def _read(
     try:
         # Checks all parts of every tensor, which a bucket may lack.
         parts, _ = save_preprocess(_empty(sharded, kinds, "meta"))
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (len(buckets), {part.key for part in nested_values(parts)}))
-        turns, names = zip(*of_ranks, strict=True)
+        turns, names = zip(*gather_objects((len(buckets), {part.key for part in nested_values(parts)})), strict=True)
         _check_holds_only(folder, policy, set().union(*names), flag)
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}

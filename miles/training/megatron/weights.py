@@ -24,6 +24,7 @@ from miles.training.megatron.model.adapter import LinearLayer, linear_layers
 from miles.training.megatron.moe import expert_biases
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
+from miles.types.groups import gather_objects
 
 
 class WeightConverter(Protocol):
@@ -185,9 +186,9 @@ class RawConverter:
             name: _Location(tuple(p.shape), pp_rank, ep_rank if self.names.binding(name).is_expert else -1)
             for name, p in local.items()
         }
-        of_stage = _gather_objects(mine, self.ranks.ep)
+        of_stage = gather_objects(mine, self.ranks.ep)
         merged: dict[str, _Location] = {}
-        for locations in _gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
+        for locations in gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
             merged |= dict(locations)
         return merged  # of an interleaved pipeline, by stage and then by layer
 
@@ -224,12 +225,6 @@ def _global_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the local name ``decoder.layers.0…`` with the layer's and expert's numbers in the whole model."""
     name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
     return re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), name)
-
-
-def _gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    objects: list[Any] = [None] * group.size()
-    dist.all_gather_object(objects, mine, group=group)
-    return objects
 
 
 def _send_to_all(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:

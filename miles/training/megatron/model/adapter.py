@@ -37,6 +37,7 @@ from torch import nn
 
 from miles.config.lora import LoraArguments
 from miles.models.base import QueryKeyValue, TensorLayout
+from miles.types.groups import gather_objects
 
 PARTS = ("lora_A", "lora_B")
 
@@ -272,8 +273,7 @@ class Adapter(nn.Module):
             else:
                 outputs = parameter.shape[0] * (size if layer.divides(part) else 1)
             mine[name] = inputs, outputs
-        stages: list[Any] = [None] * pipeline.size()
-        dist.all_gather_object(stages, (self.linear_names, mine), group=pipeline)
+        stages = gather_objects((self.linear_names, mine), pipeline)
         linear = [name for names, _ in stages for name in names]
         _check_names(self.lora, linear)
         self.places = {

@@ -85,18 +85,23 @@ def test_a_null_of_json_lines_stays(tmp_path, base_tokenizer):
     assert '"default": null' in prompt.text
 
 
+def rows_of(path):
+    rows = open_rows(str(path))
+    return list(rows.read(0, len(rows)))
+
+
 def test_a_byte_order_mark_is_not_data(tmp_path):
     lines = b'{"input": "a"}\n{"input": "b"}\n'
     for name, content in {"plain": lines, "marked": b"\xef\xbb\xbf" + lines}.items():
         (tmp_path / f"{name}.jsonl").write_bytes(content)
-    plain, marked = ([row.columns for row in open_rows(str(tmp_path / f"{n}.jsonl"))] for n in ("plain", "marked"))
+    plain, marked = ([row.columns for row in rows_of(tmp_path / f"{n}.jsonl")] for n in ("plain", "marked"))
     assert marked == plain == [{"input": "a"}, {"input": "b"}]
 
 
 def test_rows_are_counted_through_all_batches_of_a_file(tmp_path, tokenizer):
     count = 70_000  # more than pyarrow reads at once
     pq.write_table(pa.table({"input": ["x"] * (count - 1) + [""]}), tmp_path / "many.parquet", row_group_size=30_000)
-    rows = list(open_rows(str(tmp_path / "many.parquet")))
+    rows = rows_of(tmp_path / "many.parquet")
     assert [int(row.where.rpartition(":")[2]) for row in rows] == list(range(1, count + 1))
     with pytest.raises(InputError, match=rf"many\.parquet:{count}: the prompt is empty"):
         load_prompts(str(tmp_path / "many.parquet"), DataArguments(), tokenizer)
