@@ -86,28 +86,28 @@ def test_no_failure_of_a_notification_replaces_that_of_the_run(monkeypatch, caps
     assert capsys.readouterr().err.endswith("could not be sent (RuntimeError)\n")
 
 
-def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, monkeypatch):
-    tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
-    write_header(tmp_path)
-    files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
-    monkeypatch.setattr("miles.observe.report.sink.COSTS", 0)
+def watch_a_run_that_turns_bad(server, folder):
+    """Return the watch of a run of 60 steps."""
+    tracking = TrackingArguments(output_dir=str(folder), notify_url=server.url)
+    write_header(folder)
+    files, watch = RunFiles(folder), HealthWatch(tracking, Notifier(server.url, "a"))
     for step in range(1, 61):
         row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60}
         files.append_metrics(step, row)
         watch.log(step, row)
+    return watch
+
+
+def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("miles.observe.report.sink.COSTS", 0)
+    watch_a_run_that_turns_bad(server, tmp_path)
     (body,) = server.bodies
     assert body["event"] == "unhealthy" and "Engine-trainer gap: " in body["text"] and "(--use-tis)" in body["text"]
 
 
 def test_what_turns_bad_in_the_last_steps_is_sent_at_the_end(server, tmp_path, monkeypatch):
-    tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
-    write_header(tmp_path)
-    files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
     monkeypatch.setattr("miles.observe.report.sink.COSTS", math.inf)  # the rules are read once, in the first step
-    for step in range(1, 61):
-        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": step / 60}
-        files.append_metrics(step, row)
-        watch.log(step, row)
+    watch = watch_a_run_that_turns_bad(server, tmp_path)
     assert server.bodies == []
     watch.close()
     (body,) = server.bodies

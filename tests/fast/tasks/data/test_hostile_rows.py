@@ -77,14 +77,20 @@ def test_faults_of_messages(tmp_path, tokenizer, messages, fault):
         load_prompts(source, CHAT, tokenizer)
 
 
-def test_a_message_without_text_is_allowed_if_the_template_writes_its_calls(tmp_path, base_tokenizer):
-    base_tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
-    source = write_rows(tmp_path / "chat.jsonl", {"input": [CALLS]})
-    try:
-        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer)
-    finally:
-        base_tokenizer.chat_template = None
-    assert prompt.text == "add"
+@pytest.mark.parametrize(
+    ("message", "written", "text"),
+    [
+        (CALLS, "{{ m.tool_calls[0].function.name }}", "add"),
+        ({"role": "critic", "content": "no"}, "{% if m.role == 'critic' %}{{ m.content }}{% endif %}", "no"),
+    ],
+    ids=["calls without text", "a role that it names"],
+)
+def test_what_the_template_writes_is_allowed(tmp_path, base_tokenizer, monkeypatch, message, written, text):
+    template = f"{{% for m in messages %}}{written}{{% endfor %}}"
+    monkeypatch.setattr(base_tokenizer, "chat_template", template, raising=False)
+    source = write_rows(tmp_path / "chat.jsonl", {"input": [message]})
+    (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer)
+    assert prompt.text == text
 
 
 @pytest.mark.parametrize("label", ["", " \n ", True])
@@ -124,18 +130,6 @@ def test_a_row_that_a_reward_of_the_run_cannot_use_is_named_when_the_file_is_rea
         load_prompts(source, LABELLED, tokenizer, reward=RewardArguments(rm_type=rm_type))
     dropped = RewardArguments(rm_type=rm_type, reward_error="drop")
     assert load_prompts(source, LABELLED, tokenizer, reward=dropped)
-
-
-def test_a_role_that_the_template_names_is_known(tmp_path, base_tokenizer):
-    base_tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    source = write_rows(tmp_path / "chat.jsonl", {"input": [{"role": "critic", "content": "no"}]})
-    try:
-        (prompt,) = load_prompts(source, DataArguments(apply_chat_template=True), base_tokenizer)
-    finally:
-        base_tokenizer.chat_template = None
-    assert prompt.text == "no"
 
 
 def test_an_empty_message_that_calls_a_tool_is_allowed(tmp_path, tokenizer):
