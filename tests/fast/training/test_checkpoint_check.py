@@ -358,33 +358,18 @@ def check_any_content(folder, name, content):
         (folder / name).write_bytes(whole)
 
 
-def check_fuzzed(folder, name, examples):
-    whole = (folder / name).read_bytes()
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(("name", "with_manifest"), [(MANIFEST, True), (STATE, True), (STATE, False), (RANDOM, False)])
+def test_small_files_may_hold_anything(saved, name, with_manifest, examples):
+    if not with_manifest:
+        forget_manifest(saved)
+    whole = (saved / name).read_bytes()
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(st.one_of(SMALL, st.builds(changed, st.just(whole), st.integers(0, 10**6) | st.just(0), FLIPS)))
     def check(content):
-        check_any_content(folder, name, content)
+        check_any_content(saved, name, content)
 
     state = torch.get_rng_state()
     check()
     torch.set_rng_state(state)
-
-
-FUZZED = [(MANIFEST, True), (STATE, True), (STATE, False), (RANDOM, False)]
-
-
-@pytest.mark.parametrize(("name", "with_manifest"), FUZZED)
-def test_small_files_may_hold_anything(saved, name, with_manifest):
-    if not with_manifest:
-        forget_manifest(saved)
-    check_fuzzed(saved, name, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "with_manifest"), FUZZED)
-def test_small_files_may_hold_anything_at_length(saved, name, with_manifest):
-    if not with_manifest:
-        forget_manifest(saved)
-    check_fuzzed(saved, name, 1000)

@@ -277,73 +277,57 @@ ROW = st.fixed_dictionaries({"input": JSON | st.lists(MESSAGE, max_size=3)}, opt
 LINE = ROW.map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=20)
 
 
-def check_any_lines(tmp_path, tokenizer, lines, cut, data, optional):
-    content = "\n".join(lines).encode("utf-8", "surrogatepass")
-    path = tmp_path / "any.jsonl"
-    path.write_bytes(content[: len(content) - cut])
-    try:
-        loaded = load_prompts(str(path), data, tokenizer, reward=CUSTOM if optional else None)
-    except InputError as error:
-        for message in str(error).split("\n"):
-            assert "any.jsonl" in message and message.isprintable() and len(message) <= LONGEST_MESSAGE
-        return
-    for prompt in loaded:
-        assert prompt.token_ids and isinstance(prompt.metadata, dict)
-        assert prompt.label is None or isinstance(prompt.label, str | int | float)
-        assert not isinstance(prompt.label, float) or math.isfinite(prompt.label)
-        assert prompt.label is not None or data.label_key is None or optional
+def for_long(examples):
+    """Return the parameter of a slow test of many examples."""
+    return pytest.param(examples, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
-any_lines = given(
-    lines=st.lists(LINE, min_size=1, max_size=4),
-    cut=st.integers(0, 5),
-    data=st.sampled_from([DataArguments(), LABELLED, CHAT]),
-    optional=st.booleans(),
-)
+@pytest.mark.parametrize("examples", [150, for_long(5_000)])
+def test_any_lines(tmp_path, tokenizer, examples):
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        lines=st.lists(LINE, min_size=1, max_size=4),
+        cut=st.integers(0, 5),
+        data=st.sampled_from([DataArguments(), LABELLED, CHAT]),
+        optional=st.booleans(),
+    )
+    def check(lines, cut, data, optional):
+        content = "\n".join(lines).encode("utf-8", "surrogatepass")
+        path = tmp_path / "any.jsonl"
+        path.write_bytes(content[: len(content) - cut])
+        try:
+            loaded = load_prompts(str(path), data, tokenizer, reward=CUSTOM if optional else None)
+        except InputError as error:
+            for message in str(error).split("\n"):
+                assert "any.jsonl" in message and message.isprintable() and len(message) <= LONGEST_MESSAGE
+            return
+        for prompt in loaded:
+            assert prompt.token_ids and isinstance(prompt.metadata, dict)
+            assert prompt.label is None or isinstance(prompt.label, str | int | float)
+            assert not isinstance(prompt.label, float) or math.isfinite(prompt.label)
+            assert prompt.label is not None or data.label_key is None or optional
+
+    check()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@any_lines
-def test_any_lines(tmp_path, tokenizer, lines, cut, data, optional):
-    check_any_lines(tmp_path, tokenizer, lines, cut, data, optional)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=5_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@any_lines
-def test_any_lines_for_long(tmp_path, tokenizer, lines, cut, data, optional):
-    check_any_lines(tmp_path, tokenizer, lines, cut, data, optional)
-
-
-def check_any_bytes_of_parquet(tmp_path, tokenizer, changes):
+@pytest.mark.parametrize("examples", [30, for_long(1_500)])
+def test_any_bytes_of_parquet(tmp_path, tokenizer, examples):
     path = tmp_path / "any.parquet"
-    pq.write_table(pa.Table.from_pylist([{"input": "a" * n, "label": str(n)} for n in range(1, 60)]), path)
-    content = bytearray(path.read_bytes())
-    for place, value in changes:
-        content[place % len(content)] = value
-    path.write_bytes(content)
-    try:
-        load_prompts(str(path), LABELLED, tokenizer)
-    except InputError as error:
-        assert "any.parquet" in str(error) and str(error).replace("\n", "").isprintable()
 
+    @settings(max_examples=examples)
+    @given(st.lists(st.tuples(st.integers(4, 4000), st.integers(0, 255)), min_size=1, max_size=4))
+    def check(changes):
+        pq.write_table(pa.Table.from_pylist([{"input": "a" * n, "label": str(n)} for n in range(1, 60)]), path)
+        content = bytearray(path.read_bytes())
+        for place, value in changes:
+            content[place % len(content)] = value
+        path.write_bytes(content)
+        try:
+            load_prompts(str(path), LABELLED, tokenizer)
+        except InputError as error:
+            assert "any.parquet" in str(error) and str(error).replace("\n", "").isprintable()
 
-bytes_of_parquet = given(changes=st.lists(st.tuples(st.integers(4, 4000), st.integers(0, 255)), min_size=1, max_size=4))
-
-
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@bytes_of_parquet
-def test_any_bytes_of_parquet(tmp_path, tokenizer, changes):
-    check_any_bytes_of_parquet(tmp_path, tokenizer, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=1_500, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@bytes_of_parquet
-def test_any_bytes_of_parquet_for_long(tmp_path, tokenizer, changes):
-    check_any_bytes_of_parquet(tmp_path, tokenizer, changes)
+    check()
 
 
 @pytest.mark.parametrize("form", ["parquet", "hf"])
