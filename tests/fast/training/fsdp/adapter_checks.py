@@ -12,6 +12,7 @@ import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, FIXED, TEMPERATURE, Case
 from forked_ranks import error_of
+from oracle import token_scores
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from stage import CPU, UNEVEN, Stage, all_full, full, log_probs, make_backend, make_batch, off_policy, shard_of, train
@@ -114,9 +115,7 @@ def gradient_is_that_of_peft(stage: Stage) -> None:
     assert _adapter(backend).keys() == wanted_layers
     total: Any = 0.0
     for i, tokens in enumerate(batch.tokens):
-        ids, response = torch.as_tensor(tokens), batch.response_lengths[i]
-        log_p = (wrapped(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        current = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0]
+        current, _ = token_scores(wrapped, tokens, batch.response_lengths[i], TEMPERATURE)
         assert batch.old_log_probs is not None
         ratio = (current - torch.as_tensor(batch.old_log_probs[i]).double()).exp()
         advantage = float(batch.rewards[i])
@@ -149,12 +148,9 @@ def export_is_the_sum_and_peft_reads_the_adapter(stage: Stage) -> None:
     tolerance = log_prob_error(merged, shard.batch.tokens, TEMPERATURE)
     policy = log_probs(backend, shard)
     for i, tokens in enumerate(shard.batch.tokens):
-        ids, response = torch.as_tensor(tokens), shard.batch.response_lengths[i]
         for model in (merged, by_peft):
-            with torch.no_grad():
-                log_p = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-            result = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
-            assert abs(result - policy[i]).max() < tolerance
+            result, _ = token_scores(model, tokens, shard.batch.response_lengths[i], TEMPERATURE)
+            assert abs(result.detach().numpy() - policy[i]).max() < tolerance
     changed = {name for name, weight in _weights_on_disk(stage).items() if not torch.equal(weight, sent[name])}
     assert changed == {
         name for name in sent if any(f".{target}." in name for target in ("q_proj", "v_proj", "down_proj"))

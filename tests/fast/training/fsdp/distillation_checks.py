@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from cases import FIXED, TEMPERATURE
+from oracle import token_scores
 from stage import CPU, Stage, full, make_backend, make_batch, off_policy, shard_of
 from tolerance import RELATIVE_ERROR
 from transformers import AutoModelForCausalLM
@@ -21,11 +22,6 @@ COEF = 0.7
 
 def _float64(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-
-
-def _log_probs(model: Any, tokens: torch.Tensor, response: int) -> torch.Tensor:
-    log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-    return log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0]
 
 
 def gradient_of_distillation_is_that_of_the_formula(stage: Stage) -> None:
@@ -46,13 +42,13 @@ def gradient_of_distillation_is_that_of_the_formula(stage: Stage) -> None:
     distance = 0.0
     assert batch.old_log_probs is not None
     for i, tokens in enumerate(batch.tokens):
-        ids, response = torch.as_tensor(tokens), batch.response_lengths[i]
+        response = batch.response_lengths[i]
         mask = torch.as_tensor(batch.loss_masks[i]).double()
         old = torch.as_tensor(batch.old_log_probs[i]).double()
         with torch.no_grad():
-            d = old - _log_probs(teacher, ids, response)
+            d = old - token_scores(teacher, tokens, response, TEMPERATURE)[0]
         advantage = float(batch.rewards[i]) - COEF * d
-        ratio = (_log_probs(policy, ids, response) - old).exp()
+        ratio = (token_scores(policy, tokens, response, TEMPERATURE)[0] - old).exp()
         token_loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
         total = total + (token_loss * mask).sum() / float(batch.sample_denoms[i])
         distance += float((d * mask).sum())

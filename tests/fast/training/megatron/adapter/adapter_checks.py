@@ -18,6 +18,7 @@ from compare import gradient_distance, norm_of, off_policy, samples_of, wanted
 from conformance_checks import CONTRACTS
 from forked_ranks import error_of
 from layouts import CPU, TEMPERATURE, RankProcess, make_backend, plain_model, shard_of
+from oracle import token_scores
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from state_checks import ADAM, CASE, PLAIN, _train, log_probs
@@ -181,12 +182,9 @@ def export_is_the_sum_and_peft_reads_the_adapter(process: RankProcess) -> None:
         policy = log_probs(backend, shard)
         tolerance = log_prob_error(merged, shard.batch.tokens, TEMPERATURE)
         for i, tokens in enumerate(shard.batch.tokens):
-            ids, response = torch.as_tensor(tokens), shard.batch.response_lengths[i]
             for other in (merged, by_peft):
-                with torch.no_grad():
-                    log_p = (other(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-                result = log_p[:-1].gather(-1, ids[1:, None])[-response:, 0].numpy()
-                assert abs(result - policy[i]).max() < tolerance, (model, type(other))
+                result, _ = token_scores(other, tokens, shard.batch.response_lengths[i], TEMPERATURE)
+                assert abs(result.detach().numpy() - policy[i]).max() < tolerance, (model, type(other))
         changed = {name for name, weight in first.items() if name in sent and not torch.equal(weight, sent[name])}
         assert changed == {f"{name.rpartition('.')[0]}.weight" for name in _adapter(backend)}
 
