@@ -106,7 +106,10 @@ def _locked(label: str, path: Path) -> Iterator[dict[str, Any]]:
         try:
             owner = _record_in(path)
         except OSError as error:  # on a file system of two hosts, a launcher on the other one may hold it
-            raise _not_readable(label, path, error) from None
+            raise ValueError(
+                f"{label}: the lock {path.name} cannot be read ({error.strerror}), so another run may be writing to "
+                "this folder; try again, or give another folder"
+            ) from None
         if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
             raise _in_use(label, owner)
         record = _new_record()
@@ -197,13 +200,6 @@ def _not_writable(label: str, path: Path, error: OSError) -> ValueError:
     fault = disk_fault(path.parent, error) or error.strerror
     remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct that"
     return ValueError(f"{label}: cannot be written, because {fault}; {remedy}, or give another folder")
-
-
-def _not_readable(label: str, path: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"{label}: the lock {path.name} cannot be read ({error.strerror}), so another run may be writing to "
-        "this folder; try again, or give another folder"
-    )
 
 
 def _beat(path: Path, record: dict[str, Any], stop: threading.Event) -> None:

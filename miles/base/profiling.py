@@ -56,11 +56,6 @@ def end() -> None:
     _recording = None
 
 
-def is_recording() -> bool:
-    """Return whether this process is recorded."""
-    return _recording is not None
-
-
 def span(name: str) -> AbstractContextManager[Any]:
     """Name the work of this thread until the block ends. Blocks nest."""
     if _recording is None:
@@ -131,7 +126,7 @@ class SpanTimers:
 @contextmanager
 def named_by_timers(config: Any) -> Iterator[None]:
     """Have Megatron name its work within the block, if a profile is recorded; ``config`` is the model's."""
-    if not is_recording():
+    if _recording is None:
         yield
         return
     before, config.timers = config.timers, SpanTimers()

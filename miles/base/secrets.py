@@ -184,7 +184,7 @@ class _Replacer:
 # Hide secrets where others see this process: in its command line in the process list, and in its output.
 
 
-_ARG_START, _ARG_END = 48, 49  # fields of /proc/PID/stat (man 5 proc_pid_stat)
+_ARG_START, _ARG_END = 48, 49  # fields of /proc/PID/stat: its ends in memory (man 5 proc_pid_stat)
 
 
 def hide_on_command_line(words: Sequence[str]) -> None:
@@ -192,7 +192,8 @@ def hide_on_command_line(words: Sequence[str]) -> None:
 
     They could be read before this call. A file of flags (``@file``) never shows them.
     """
-    start, end = _command_line()
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from field 3 on
+    start, end = int(fields[_ARG_START - 3]), int(fields[_ARG_END - 3])
     original = ctypes.string_at(start, end - start)
     hidden = original
     for word, public in zip(words, public_words(words), strict=True):
@@ -202,12 +203,6 @@ def hide_on_command_line(words: Sequence[str]) -> None:
             hidden = hidden.replace(b"\0" + prefix + secret + b"\0", b"\0" + prefix + b"*" * len(secret) + b"\0")
     if hidden != original:
         ctypes.memmove(start, hidden, len(hidden))
-
-
-def _command_line() -> tuple[int, int]:
-    """Return where this process's command line begins and ends in its memory."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from field 3 on
-    return int(after_name[_ARG_START - 3]), int(after_name[_ARG_END - 3])
 
 
 @contextmanager

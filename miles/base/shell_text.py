@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -403,11 +403,7 @@ def _split(word: Word) -> list[Word]:
     parts = re.findall(r"(?:\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`|\S)+", word.text)
     if not parts and not word.is_known:
         return [word]
-    return [Word(part, word.line, word.is_known or not _is_written(part)) for part in parts]
-
-
-def _is_written(text: str) -> bool:
-    return "$" in text or "`" in text
+    return [Word(part, word.line, word.is_known or not ("$" in part or "`" in part)) for part in parts]
 
 
 def _without(text: str, sign: str, pattern: str) -> str:
@@ -429,15 +425,11 @@ def _between(node: Node, start: int, end: int) -> str:
 
 
 def _fault_line(root: Node) -> int:
-    node = next(_faults(root), root)
-    begins = node.parent if node.is_missing and node.parent is not None else node
-    return begins.start_point[0] + 1
-
-
-def _faults(node: Node) -> Iterator[Node]:
-    nodes = [node]
+    nodes = [root]
     while nodes:
-        one = nodes.pop()
-        if one.is_error or one.is_missing:
-            yield one
-        nodes += reversed([child for child in one.children if child.has_error or child.is_missing])
+        node = nodes.pop()
+        if node.is_error or node.is_missing:
+            begins = node.parent if node.is_missing and node.parent is not None else node
+            return begins.start_point[0] + 1
+        nodes += reversed([child for child in node.children if child.has_error or child.is_missing])
+    return root.start_point[0] + 1

@@ -70,7 +70,7 @@ def request_stacks(folder: Path, pids: Collection[int], seconds: float) -> dict[
     for pid in pids:
         file = folder / _FOLDER / str(pid)
         with suppress(OSError):
-            if not _is_caught(pid):
+            if not _mask(Path(f"/proc/{pid}/status").read_text(), "SigCgt") & _BIT:  # it has no handler
                 continue
             asked[pid] = (file, file.stat().st_size, _handling(pid))
             os.kill(pid, SIGNAL)
@@ -99,11 +99,6 @@ def frames(stacks: str) -> list[list[tuple[str, int, str]]]:
     starts = [match.start() for match in _THREAD.finditer(stacks)] or [0]
     threads = [stacks[start:end] for start, end in zip(starts, [*starts[1:], len(stacks)], strict=True)]
     return [[(file, int(line), name) for file, line, name in _FRAME.findall(thread)] for thread in threads]
-
-
-def _is_caught(pid: int) -> bool:
-    """Return whether the process has a handler of the signal."""
-    return bool(_mask(Path(f"/proc/{pid}/status").read_text(), "SigCgt") & _BIT)
 
 
 def _handling(pid: int) -> set[str]:

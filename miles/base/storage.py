@@ -14,6 +14,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -224,10 +225,8 @@ class RemoteFolder:
 
         def remove(name: str) -> None:
             def rm() -> None:
-                try:
+                with suppress(FileNotFoundError):
                     system.rm_file(f"{root}/{name}")
-                except FileNotFoundError:
-                    return
 
             self._tried(f"{name} cannot be removed", rm)
 

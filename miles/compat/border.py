@@ -11,7 +11,7 @@
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from miles.config.flags_view import CUSTOM_CONFIG
 from miles.config.functions import names_functions
 from miles.config.notes import OTHERS, Note, report
 from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub, with_inputs
-from miles.config.settings import SECTIONS, Settings
+from miles.config.settings import Settings, section_of
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import cut_spaced_words, group_words, repeated_flags
 from miles.config.validate import Validated
@@ -211,7 +211,7 @@ def _exiting_on_wrong_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         messages = error.messages if isinstance(error, FlagError) else [str(error)]
-        own = {flag_name(field.name): name for name, cls in SECTIONS.items() for field in fields(cls)}
+        own = {flag_name(field): section for field, section in section_of().items()}
         groups = {files.FLAG: "configuration files"} | own | dict.fromkeys(FOREIGN_FLAGS, OTHERS)
         print(report(messages, groups), file=sys.stderr)
         raise SystemExit(2) from None

@@ -59,8 +59,3 @@ def check_critic(
         rule = f"leaves none of the --num-rollout {num_iterations} iterations to the policy"
         what_to_do = "give fewer, or train only the critic with --loss-type value_loss"
         errors.refuse("num_critic_only_steps", alone, rule, what_to_do)
-
-
-def explain_critic(has_critic: bool) -> list[str]:
-    """Return the line about the critic, if there is one."""
-    return ["each trainer rank holds the policy and the critic"] if has_critic else []

@@ -8,7 +8,6 @@ from miles.config.checkpoint import explain_checkpoint
 from miles.config.choice import reads_megatron_flags
 from miles.config.cluster import explain_cluster
 from miles.config.components import engine_spec
-from miles.config.critic import explain_critic
 from miles.config.functions import explain_functions
 from miles.config.host_share import host_line
 from miles.config.inputs import explain_inputs
@@ -136,10 +135,8 @@ def _files(settings: Settings) -> list[str]:
 
 def _processes(settings: Settings) -> list[str]:
     engines = _engines(settings) if settings.generates else ""
-    return [
-        explain_cluster(settings.cluster, engines, settings.training.train_backend if settings.trains else None),
-        *explain_critic(settings.loss.has_critic),
-    ]
+    line = explain_cluster(settings.cluster, engines, settings.training.train_backend if settings.trains else None)
+    return [line, "each trainer rank holds the policy and the critic"] if settings.loss.has_critic else [line]
 
 
 def _engines(settings: Settings) -> str:

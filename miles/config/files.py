@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from miles.base.shell_text import arithmetic
 from miles.base.text import one_line
 from miles.config.model import ModelArguments, is_on_hub, local_config
 from miles.config.notes import written
-from miles.config.settings import SECTIONS
+from miles.config.settings import SECTIONS, section_of
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import flags_in, group_words, most_values, without_flags
 from miles.config.suggest import suggestion
@@ -140,7 +140,7 @@ class _Reader:
         self._actions = actions
         self._further = further
         self._errors = errors
-        self._sections = {flag_name(f.name): name for name, section in SECTIONS.items() for f in fields(section)}
+        self._sections = {flag_name(field): section for field, section in section_of().items()}
 
     def destination(self, flag: str) -> str:
         """Return the field that a flag sets; the flag itself if it is not ours."""
@@ -381,15 +381,11 @@ def _flat(node: yaml.Node) -> list[yaml.Node]:
 
 def _word(node: yaml.Node) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        _refuse_nesting()
+        raise _Refused("lists are nested too deeply; write one list of values")
     text = str(node.value)
     if text.startswith(("--", "@")):
         raise _Refused(f"a value in a list cannot start with {text[:2].rstrip('-') or '--'}; write ./ before a path")
     return text
-
-
-def _refuse_nesting() -> NoReturn:
-    raise _Refused("lists are nested too deeply; write one list of values")
 
 
 def _json(node: yaml.Node) -> Any:
@@ -503,12 +499,9 @@ def ordinary_tokens(folder: str) -> dict[str, int] | None:
     if isinstance(vocabulary, dict):
         return {token: number for token, number in vocabulary.items() if type(number) is int}
     if isinstance(vocabulary, list):  # pairs of a token and its score; the id is the position
-        return {pair[0]: number for number, pair in enumerate(vocabulary) if _names_token(pair)}
+        pairs = [(pair[0], number) for number, pair in enumerate(vocabulary) if isinstance(pair, list) and pair]
+        return {token: number for token, number in pairs if isinstance(token, str)}
     return None
-
-
-def _names_token(pair: object) -> bool:
-    return isinstance(pair, list) and bool(pair) and isinstance(pair[0], str)
 
 
 def _same_file(folder: str, own: str) -> bool:

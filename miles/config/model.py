@@ -65,13 +65,11 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
 def _check_not_empty(field: str, path: str | None, errors: Errors) -> None:
     """Refuse an empty folder: it holds neither a model nor a checkpoint."""
     if path is not None and errors.none_about(field) and os.path.isdir(path):
-        with errors.catching():
-            try:
-                is_empty = not os.listdir(path)
-            except OSError as error:
-                refuse(field, path, f"cannot be read ({error.strerror})", "check its permissions")
-            if is_empty:
-                refuse(field, path, "the folder is empty", "give the folder of a model, or of a checkpoint")
+        try:
+            if not os.listdir(path):
+                errors.refuse(field, path, "the folder is empty", "give the folder of a model, or of a checkpoint")
+        except OSError as error:
+            errors.refuse(field, path, f"cannot be read ({error.strerror})", "check its permissions")
 
 
 def explain_reference(model: ModelArguments) -> list[str]:

@@ -33,14 +33,10 @@ HEADINGS = {
     OTHER_PART: "settings of a backend or an engine that this run does not use",
     READ_AS: "read as",
 }
-_CHANGES_NOTHING = {*HEADINGS} - {READ_AS}
 
 # Headings of errors whose flags belong to none of our sections.
 UNKNOWN = "no such flag"
 OTHERS = "flags of other launchers"
-
-EXPERT_BIAS = DESTINATION + "moe_router_enable_expert_bias"
-EXPERT_BIAS_RATE = DESTINATION + "moe_router_bias_update_rate"
 
 
 def start_refused(fault: str) -> str:
@@ -65,7 +61,7 @@ class Note:
     @property
     def is_refused_if_strict(self) -> bool:
         """Whether ``--strict-flags`` refuses it. A value that was only read differently has its effect."""
-        return self.heading in _CHANGES_NOTHING
+        return self.heading != READ_AS
 
     @property
     def refusal(self) -> str:
@@ -87,9 +83,8 @@ def note_on(heading: str, field: str, value: Any, why: str) -> Note:
     return Note(heading, written(flag_name(field), value), why)
 
 
-def overruled(section: Any, names: Iterable[str], set_fields: Collection[str], by: str) -> list[Note]:
+def overruled(section: Any, names: Collection[str], set_fields: Collection[str], by: str) -> list[Note]:
     """Return a note on each of the named fields that the command gives, or that is set: ``by`` takes precedence."""
-    names = list(names)
     values = {name: getattr(section, name) for name in names if name in set_fields or name in changed(section, names)}
     return [note_on(NO_EFFECT, name, value, f"{by} takes precedence") for name, value in values.items()]
 
@@ -107,11 +102,6 @@ def grouped(notes: Iterable[Note]) -> list[str]:
             lines.append(f"{title}:")
             lines += [f"  {', '.join(flags)}: {why}" for why, flags in reasons.items()]
     return lines
-
-
-def strict_errors(notes: Sequence[Note]) -> list[str]:
-    """Return the errors that ``--strict-flags`` makes of the notes."""
-    return [note.refusal for note in notes if note.is_refused_if_strict]
 
 
 def report(messages: Sequence[str], groups: Mapping[str, str]) -> str:
@@ -158,7 +148,8 @@ def surprises(settings: Settings, set_fields: Collection[str], on_cpu: bool, has
         yield "--bf16: this CPU emulates bf16 arithmetic, which takes many times as long as --fp32, the default here"
     if settings.megatron.optimizer_cpu_offload and on_cpu:
         yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
-    if EXPERT_BIAS in set_fields and EXPERT_BIAS_RATE not in set_fields:
+    bias, rate = DESTINATION + "moe_router_enable_expert_bias", DESTINATION + "moe_router_bias_update_rate"
+    if bias in set_fields and rate not in set_fields:
         yield (
             "--moe-router-enable-expert-bias: biases of experts stay those of the checkpoint; Megatron updates them at "
             "--moe-router-bias-update-rate 0.001 if it is not given"

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,11 +38,11 @@ from miles.config.components import TRAIN_BACKENDS
 from miles.config.files import Expanded, expand_configs, fetch_configs, located, with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
 from miles.config.inputs import check_inputs
-from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
+from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, installed_fields
 from miles.config.megatron.rules import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.needs import without_effect
-from miles.config.notes import READ_AS, Note, note_on, start_refused, strict_errors, surprises
+from miles.config.notes import READ_AS, Note, note_on, start_refused, surprises
 from miles.config.rollout import names_iteration
 from miles.config.rules import (
     check_deterministic_on_cpu,
@@ -275,10 +274,7 @@ def expand(argv: Sequence[str], keywords: Mapping[str, Any], elsewhere: Collecti
         parser.error(str(error))
 
     def further() -> set[str]:
-        flags = {*elsewhere, *(field.flag for field in MODEL_FLAGS)}
-        with suppress(ValueError):  # Megatron is not installed
-            flags |= {field.flag for field in megatron_fields().values()}
-        return flags
+        return {*elsewhere, *(field.flag for field in installed_fields())}
 
     expanded = expand_configs(words, parser._option_string_actions, further, errors, keywords)
     return replace(expanded, replaced=(*replaced, *expanded.replaced))
@@ -345,8 +341,7 @@ def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[st
     flags = {*_own_flags()._option_string_actions, *(field.flag for field in MODEL_FLAGS)}
     known = {*flags, *elsewhere}
     if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER, VLLM)) for flag in flags_in(words)):
-        with suppress(ValueError):  # it is not installed: an error if it is chosen
-            flags |= {field.flag for field in megatron_fields().values()}
+        flags |= {field.flag for field in installed_fields()}
     return flags
 
 
@@ -380,16 +375,14 @@ def _command(
     notes: tuple[Note, ...],
     errors: Errors,
 ) -> Command:
-    settings = _settings(namespace, passed_on)
     by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
+    settings = _settings(by_name, passed_on)
     backend = choose_backend(by_name.get("train_backend"), megatron, trained_without_megatron(settings))
     servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER, VLLM))]
     joined = _ask_cluster(settings.cluster)
     device = choose_device(settings.cluster.device, has_gpu(), joined)
     engine = choose_engine(by_name.get("rollout_engine"), servers, device)
-    ranks = None
-    if "actor_num_gpus_per_node" not in by_name:
-        ranks = choose_ranks(device, busy_cores())
+    ranks = None if "actor_num_gpus_per_node" in by_name else choose_ranks(device, busy_cores())
     settings = replace(
         settings,
         training=replace(settings.training, train_backend=backend.value),
@@ -422,9 +415,7 @@ def _ask_cluster(cluster: ClusterArguments) -> JoinedCluster | None:
     return joined_cluster(address)
 
 
-def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
-    by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
-
+def _settings(by_name: Mapping[str, Any], passed_on: ServerFlags) -> Settings:
     def section(cls: type) -> Any:
         values = {field.name: by_name[field.name] for field in dataclasses.fields(cls) if field.name in by_name}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -481,9 +472,9 @@ def _judge(command: Command, starts: bool) -> Validated:
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
-    if command.is_strict:
-        for message in strict_errors(notes):
-            errors.add(message)
+    for note in notes if command.is_strict else ():
+        if note.is_refused_if_strict:
+            errors.add(note.refusal)
     for message in _errors_of_host(settings):
         errors.add_unless_refused(message)
     of_start, starts = Errors(), starts and not (command.explains or settings.rehearsal.rehearse)

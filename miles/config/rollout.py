@@ -297,13 +297,15 @@ def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_res
         errors: Collects the errors.
     """
     _check_sampling(rollout, has_responses, errors)
-    _check_length(rollout, errors)
+    if rollout.num_rollout is None and rollout.num_epoch is None:
+        errors.add("--num-rollout or --num-epoch is required: the length of the run; add one of the two")
     _check_context(rollout, max_prompt_len, errors)
     _check_thinking(rollout, errors)
     _check_early_stop(rollout, errors)
     _check_debug_files(rollout, errors)
-    if not has_responses:
-        _check_conversations(rollout, errors)
+    if not has_responses and rollout.n_samples_per_prompt != 1:
+        rule = "a conversation is one sample"
+        errors.refuse("n_samples_per_prompt", rollout.n_samples_per_prompt, rule, "give 1, or drop it")
 
 
 def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Errors) -> None:
@@ -352,11 +354,6 @@ def check_top_k(section: Any, top_k: str, errors: Errors) -> None:
     if k is not None and k != -1 and k < 1:
         what_to_do = f"give {flag_name(top_k)} -1 for the whole vocabulary"
         errors.refuse(top_k, k, "must be -1 (all tokens) or at least 1", what_to_do)
-
-
-def _check_length(rollout: RolloutArguments, errors: Errors) -> None:
-    if rollout.num_rollout is None and rollout.num_epoch is None:
-        errors.add("--num-rollout or --num-epoch is required: the length of the run; add one of the two")
 
 
 def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
@@ -417,13 +414,6 @@ def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
         errors.refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
     if not names_iteration(load):
         errors.existing_file("load_debug_rollout_data", load)
-
-
-def _check_conversations(rollout: RolloutArguments, errors: Errors) -> None:
-    """Check a run that trains on conversations: each is drawn once, and nothing is generated."""
-    if rollout.n_samples_per_prompt != 1:
-        rule = "a conversation is one sample"
-        errors.refuse("n_samples_per_prompt", rollout.n_samples_per_prompt, rule, "give 1, or drop it")
 
 
 def names_iteration(path: str) -> bool:

@@ -183,14 +183,6 @@ def set_name(source: str) -> str:
     return Path(source).stem or source
 
 
-def is_object(text: str | None) -> bool:
-    """Return whether ``text`` is a JSON object, or no text: what cannot be read is reported, and not left out."""
-    try:
-        return text is None or isinstance(strict_json.loads(text), dict)
-    except ValueError:
-        return False
-
-
 def environment_strings(text: str) -> str | None:
     """Return a JSON object of environment variables with every value as a string; None if it is so already.
 

@@ -7,7 +7,6 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from miles.base.shell_text import Script, Word, read_script
 from miles.base.text import InputError
 from miles.compat.translate.translation import Document, Expression, Setting, by_key, fail, flatten, table_of
 from miles.compat.verdicts import FOREIGN_FLAGS
-from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
+from miles.config.megatron.fields import installed_fields
 from miles.config.parser import build_parser
 
 LARGEST_FILE = 1_000_000  # bytes
@@ -66,7 +65,8 @@ def read_json(path: str, text: str) -> Document:
     except strict_json.StrictJsonError as error:
         line = re.search(r"line (\d+)", str(error))
         fail(path, int(line[1]) if line else 1, f"{error}; correct it")
-    _check_object(path, value)
+    if not isinstance(value, dict) or not value:
+        fail(path, 1, "is no object of names and values; give one")
     lines = dict[str, int]()
     for number, row in enumerate(text.splitlines(), 1):
         if key := _JSON_KEY.match(row):
@@ -165,11 +165,6 @@ def scalar(text: str) -> Any:
     if isinstance(value, str | int | float | bool | list) or value is None:
         return Expression(text) if "${" in text else value
     return text
-
-
-def _check_object(path: str, value: Any) -> None:
-    if not isinstance(value, dict) or not value:
-        fail(path, 1, "is no object of names and values; give one")
 
 
 # Read the keyword arguments of a configuration's call, and of its trainer's, in Python source, which is never run.
@@ -297,10 +292,7 @@ def most_values(flag: str) -> float | None:
 
 @cache
 def _counts() -> dict[str, float]:
-    fields = [*MODEL_FLAGS]
-    with suppress(ValueError):  # megatron-core is not installed
-        fields += megatron_fields().values()
-    counts = {each.flag: math.inf if each.is_list else float(each.kind != "bool") for each in fields}
+    counts = {each.flag: math.inf if each.is_list else float(each.kind != "bool") for each in installed_fields()}
     counts |= {row.flag: _KINDS[row.kind] for row in FOREIGN_FLAGS.values() if row.kind in _KINDS}
     for action in build_parser()._actions:
         most = 1 if action.nargs is None else 0 if action.nargs == 0 else math.inf

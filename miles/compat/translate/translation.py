@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -227,17 +227,11 @@ class ForeignObjective:
 
     def ours(self, mode: Aggregation) -> Reduction:
         """Return one of our modes as a reduction, with this objective's divisor."""
-        if self.divisor is None:
-            return lambda step: our_value(mode, step, 1 / len(step.responses))
-        return partial(_ours, mode, self.divisor)
+        return lambda step: our_value(mode, step, self.divisor or 1 / len(step.responses))
 
     def nearest(self) -> Aggregation:
         """Return our mode whose token weights are nearest in the uneven batch."""
         return min(MODES, key=lambda mode: distance(self.reduce, self.ours(mode), UNEVEN))
-
-
-def _ours(mode: Aggregation, divisor: float, step: Step) -> float:
-    return our_value(mode, step, divisor)
 
 
 T = TypeVar("T")
@@ -423,20 +417,24 @@ class Entry:
 class Unknown(Exception):
     """A value that is computed when the file is run was asked for."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
 
+class Translation:
+    """Collect what becomes of the settings of one file.
 
-class TypedSettings:
-    """The settings of one file, taken by name and checked for their type.
-
-    A setting that the file leaves out has the trainer's default.
+    A launcher takes settings by name, checked for their type; one that the file leaves out has the trainer's default.
+    The rest is translated by the rows of its table, or listed.
     """
 
     def __init__(self, document: Document, table: Table) -> None:
         self.document = document
         self.table = table
+        self.carried: list[Entry] = []
+        self.differing: list[Entry] = []
+        self.missing: list[Entry] = []
         self._read: set[str] = set()  # a part of what was written
+        self._taken: set[str] = set()  # written, or without effect
+
+    # Reading ---------------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Return whether the file sets ``key`` to something but null."""
@@ -455,10 +453,10 @@ class TypedSettings:
         """
         self._read.add(key)
         if self.has(key):
-            setting = self.document.settings[key]
-            if isinstance(setting.value, Expression):
-                raise Unknown(setting)
-            return setting.value
+            value = self.document.settings[key].value
+            if isinstance(value, Expression):
+                raise Unknown
+            return value
         theirs = self.table.row(key).default
         return default if theirs is None else theirs
 
@@ -503,20 +501,6 @@ class TypedSettings:
         """Raise ``InputError`` about the value of ``key``."""
         setting = self.document.settings.get(key, Setting(key, self.table.row(key).default, None))
         self.document.fail(setting.line, f"{setting.label}: {rule}")
-
-
-class Translation(TypedSettings):
-    """Collect what becomes of the settings of one file.
-
-    A launcher takes settings by name. The rest is translated by the rows of its table, or listed.
-    """
-
-    def __init__(self, document: Document, table: Table) -> None:
-        super().__init__(document, table)
-        self.carried: list[Entry] = []
-        self.differing: list[Entry] = []
-        self.missing: list[Entry] = []
-        self._taken: set[str] = set()  # written, or without effect
 
     # Writing ---------------------------------------------------------------------------------------------------------
 

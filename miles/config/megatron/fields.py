@@ -8,6 +8,7 @@ follows from its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Meg
 import argparse
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -86,6 +87,13 @@ def megatron_fields() -> dict[str, MegatronField]:
         for field in _fields_of(root / file, class_name):
             by_name.setdefault(field.name, field)
     return by_name
+
+
+def installed_fields() -> tuple[MegatronField, ...]:
+    """Return every field that a flag can set; without Megatron's own if megatron-core is not installed."""
+    with suppress(ValueError):
+        return (*MODEL_FLAGS, *megatron_fields().values())
+    return MODEL_FLAGS
 
 
 def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:

@@ -101,9 +101,7 @@ def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> st
 
 
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
-_REASONS = {
-    ("fp8", "fp4"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
-}
+_LOW_PRECISION = "training in 8 or 4 bits is not part of this version, which has bf16 and fp32"
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
@@ -113,7 +111,7 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 
 def refusal_of(name: str) -> str:
     """Say why a field that would change the result is refused."""
-    return next((why for starts, why in _REASONS.items() if name.startswith(starts)), _UNTESTED)
+    return _LOW_PRECISION if name.startswith(("fp8", "fp4")) else _UNTESTED
 
 
 def repeats(value: Any, wanted: Any) -> bool:
@@ -497,7 +495,7 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     shape = _shape(settings) or {}
     pairs, notes = list[tuple[str, Any]](), list[Note]()
     if not reads_megatron_flags(settings) and "recompute_granularity" in overrides:
-        text = _as_text(fields["recompute_granularity"], overrides.pop("recompute_granularity"))
+        text = written(fields["recompute_granularity"].flag, overrides.pop("recompute_granularity"))
         notes.append(Note(READ_AS, text, "--gradient-checkpointing: every layer is recomputed"))
         settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
     for name, value in overrides.items():
@@ -519,7 +517,7 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], overrides: di
         shape: The known part of the model's shape, in Megatron's terms.
         overrides: All fields that flags set.
     """
-    name, text = field.name, _as_text(field, value)
+    name, text = field.name, written(field.flag, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return FieldVerdict(value)
     why = _why_without_effect(name, shape, overrides)
@@ -569,7 +567,7 @@ def _judge_without_megatron(
     field: MegatronField, value: Any, shape: dict[str, Any], overrides: dict[str, Any], errors: Errors
 ) -> FieldVerdict:
     """Drop a field, or refuse it if it states something else than the model's config or changes the result."""
-    text = _as_text(field, value)
+    text = written(field.flag, value)
     unread = _why_without_effect(field.name, shape, overrides)
     if unread is not None:
         return FieldVerdict(note=Note(NO_EFFECT, text, unread))
@@ -597,10 +595,6 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
         return {**megatron_shape(config), **vocabulary_shape(config)}
     except (ValueError, KeyError, TypeError):
         return None  # the validator reports it
-
-
-def _as_text(field: MegatronField, value: Any) -> str:
-    return written(field.flag, value)
 
 
 def normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:

@@ -4,7 +4,7 @@ They are recognized by their prefix, checked by name and value against the insta
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Optional, assert_never
@@ -77,25 +77,16 @@ def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list
     server: list[str] = []
     router: list[str] = []
     vllm: list[str] = []
-    takers = ((ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server), (VLLM, vllm))
+    takers = ((ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server), (VLLM, vllm), ("", ours))
     taker = ours
     for word in words:
-        if word.startswith("--"):
-            taker, flag = _taker(word, own, ours, takers)
-            taker += [flag] if taker is ours else flag.split(" ", 1)
-        else:
+        if not word.startswith("--"):
             taker.append(word)
+            continue
+        is_own = word.split("=")[0] in own
+        prefix, taker = takers[-1] if is_own else next(pair for pair in takers if word.startswith(pair[0]))
+        taker += f"--{word.removeprefix(prefix)}".split(" ", 1) if prefix else [word]
     return ours, ServerFlags(tuple(server), tuple(router), tuple(vllm))
-
-
-def _taker(
-    word: str, own: Collection[str], ours: list[str], takers: Iterable[tuple[str, list[str]]]
-) -> tuple[list[str], str]:
-    if word.split("=")[0] not in own:
-        for prefix, taker in takers:
-            if word.startswith(prefix):
-                return taker, "--" + word.removeprefix(prefix)
-    return ours, word
 
 
 def check_server_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> None:

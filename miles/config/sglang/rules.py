@@ -174,7 +174,6 @@ def _size_field(size: _Size) -> str:
     return size.flag.removeprefix("--")
 
 
-MOST_WORKERS = 1000  # rollout processes, which are all on one host
 NOT_QUANTIZED = "SGLang quantizes weights when it starts, and not those that the trainer sends"
 NOT_ALONE = "a server would read prompts or generate, and each engine here does both"
 
@@ -465,9 +464,7 @@ def check_server_files(settings: Settings, errors: Errors) -> None:
     for flag, values in group_words(settings.server_flags.server):
         field = _field(SERVER, flag)
         for path in values[:1]:
-            is_file = (flag in FILES and flag != CONFIG) or (
-                flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag])
-            )
+            is_file = flag in FILES or path.endswith(_FILES_OR_NAMES.get(flag, ()))
             if is_file and path != "None" and flag != CONFIG:
                 errors.existing_file(field, path)
 

@@ -1,12 +1,10 @@
 """Describe a trainer in one file of this folder, and find the trainer that a file of settings belongs to."""
 
-import dataclasses
 import importlib
 import pkgutil
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from pathlib import Path
 
 from miles.base.flags import flag_name
@@ -22,9 +20,8 @@ from miles.compat.translate.translation import (
     token_mean_counting_masked,
 )
 from miles.compat.verdicts import FOREIGN_FLAGS
-from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.config.megatron.settings import MegatronArguments
-from miles.config.settings import SECTIONS
+from miles.config.megatron.fields import installed_fields
+from miles.config.settings import section_of
 
 
 class Launcher(ABC):
@@ -118,13 +115,17 @@ class CommandLine(Launcher):
     version: str
     source: str
 
+    def runs_train(self, document: Document) -> bool:
+        """Return whether the command is one of ``train.py``."""
+        return any(word.endswith(("train.py", "train_async.py")) for word in document.words)
+
     def table(self) -> Table:
         """Return a table without rows: their flags are ours, or have a verdict here."""
         return Table(self.version, self.source, (), {})
 
     def translate(self, translation: Translation) -> ForeignObjective:
         """Sort the flags by their verdict here."""
-        own = _own_flags()
+        own = {*map(flag_name, section_of()), *(field.flag for field in installed_fields())}
         for flag, setting in translation.document.settings.items():
             value = setting.value
             if isinstance(value, Expression):
@@ -167,12 +168,3 @@ def _words(flag: str, value: object) -> list[object]:
     if value is True:
         return [flag]
     return [flag, *(value if isinstance(value, list) else [value])]
-
-
-def _own_flags() -> set[str]:
-    names = {flag_name(field.name) for cls in SECTIONS.values() for field in dataclasses.fields(cls)}
-    names |= {flag_name(field.name) for field in dataclasses.fields(MegatronArguments)}
-    names |= {field.flag for field in MODEL_FLAGS}
-    with suppress(ValueError):  # megatron-core is not installed
-        names |= {field.flag for field in megatron_fields().values()}
-    return names

@@ -13,8 +13,7 @@ class Miles(CommandLine):
 
     def recognizes(self, document: Document) -> bool:
         """By ``train.py``, without slime's name in the command."""
-        runs_train = any(word.endswith(("train.py", "train_async.py")) for word in document.words)
-        return runs_train and not any("slime" in word for word in document.words)
+        return self.runs_train(document) and not any("slime" in word for word in document.words)
 
 
 MILES = Miles()

@@ -14,7 +14,6 @@ from miles.compat.translate.translation import (
 )
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
-GROUPED = ("grpo", "max_rl")
 LOSS = "trainer.loss."
 
 

@@ -13,11 +13,7 @@ class Slime(CommandLine):
 
     def recognizes(self, document: Document) -> bool:
         """By ``train.py`` and its own name in the command."""
-        return _runs_train(document) and any("slime" in word for word in document.words)
-
-
-def _runs_train(document: Document) -> bool:
-    return any(word.endswith(("train.py", "train_async.py")) for word in document.words)
+        return self.runs_train(document) and any("slime" in word for word in document.words)
 
 
 SLIME = Slime()
