@@ -288,23 +288,22 @@ class Errors:
             self.refuse(field, path, "no such file", what_to_do)
         return False
 
-    def folder_to_write(self, field: str, path: str | None) -> None:
+    def folder_to_write(self, field: str, path: str) -> None:
         """Check that ``path`` is no file, nor below one. It may be missing."""
-        if path is None or "://" in path or os.path.isdir(path):
+        if "://" in path or os.path.isdir(path):
             return
         if os.path.isfile(path):
             self.refuse(field, path, "is a file", "give a folder")
         elif (file := _file_above(path)) is not None:
             self.refuse(field, path, f"is below {one_line(file, LONGEST_VALUE)}, which is a file", "give a folder")
 
-    def existing_folder(self, field: str, path: str | None) -> None:
+    def existing_folder(self, field: str, path: str) -> None:
         """Check that ``path`` is a folder, unless it can be a name on a hub: one word, or two with a slash between."""
-        if path is not None and "://" in path:
+        if "://" in path:
             self.refuse(field, path, "is a URL", "copy the files to a folder of this machine, and give that")
+        elif os.path.isdir(path):
             return
-        if path is None or os.path.isdir(path):
-            return
-        if os.path.isfile(path):
+        elif os.path.isfile(path):
             self.refuse(field, path, "is a file", "give the folder that it is in")
         elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
             self.refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")

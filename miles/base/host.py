@@ -134,10 +134,9 @@ def _text_of(path: Path) -> str | None:
 # Keep PyTorch off AMX (tiled bf16 and int8 arithmetic of Intel CPUs) on hosts that do not describe its tiles.
 #
 # Some virtual machines report AMX and leave out leaf 0x1D of CPUID, the list of tile palettes. oneDNN then loads
-# palette
-# 0, which has no tiles, and the first bf16 matrix product of a process ends it with SIGILL (seen with PyTorch 2.13).
-# The
-# palette is chosen in oneDNN's ``src/cpu/x64/amx_tile_configure.cpp``. Limited to AVX-512, oneDNN computes correctly.
+# palette 0, which has no tiles, and the first bf16 matrix product of a process ends it with SIGILL (seen with PyTorch
+# 2.13). The palette is chosen in oneDNN's ``src/cpu/x64/amx_tile_configure.cpp``. Limited to AVX-512, oneDNN computes
+# correctly.
 
 
 _LIMIT = "ONEDNN_MAX_CPU_ISA"  # read when oneDNN computes for the first time in a process, and inherited by children

@@ -77,10 +77,6 @@ class MachineFinding:
     remedy: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain JSON."""
-        return asdict(self) | {"state": self.state.value}
-
 
 def can_train(findings: Iterable[MachineFinding]) -> bool:
     """Return whether training can run."""
@@ -115,7 +111,7 @@ def _lines(finding: MachineFinding, column: int) -> list[str]:
 
 def as_json(findings: Sequence[MachineFinding]) -> str:
     """Return the findings as a JSON object."""
-    rows = [finding.to_json() for finding in findings]
+    rows = [asdict(finding) for finding in findings]
     return json.dumps({"miles": miles.__version__, "can_train": can_train(findings), "findings": rows}, indent=1)
 
 
@@ -515,22 +511,21 @@ def check_package(package: Package, quick: bool, seconds: float) -> MachineFindi
     """Return the finding on one package."""
     version = _version(package.name)
     if version is None:
-        return _lacking(package, "not installed", package.remedy)
-    if quick or not package.is_imported:
-        return MachineFinding(package.name, State.OK, version, facts={"version": version})
-    code = _IMPORT + package.facts
-    failure, output = _run([code, package.module], seconds)
-    if failure is not None:
-        return _lacking(package, f"{version} is installed, and cannot be imported: {failure}", package.remedy)
-    if not package.facts:
-        return MachineFinding(package.name, State.OK, version, facts={"version": version})
-    return _torch(json.loads(output.splitlines()[-1]))
+        return _lacking(package, "not installed")
+    if package.is_imported and not quick:
+        failure, output = _run([_IMPORT + package.facts, package.module], seconds)
+        if failure is not None:
+            return _lacking(package, f"{version} is installed, and cannot be imported: {failure}")
+        if package.facts:
+            return _torch(json.loads(output.splitlines()[-1]))
+    return MachineFinding(package.name, State.OK, version, facts={"version": version})
 
 
-def _lacking(package: Package, result: str, remedy: str) -> MachineFinding:
+def _lacking(package: Package, result: str) -> MachineFinding:
+    state, effect = State.FAULT, NO_TRAINING
     if package.disables:
-        return MachineFinding(package.name, State.MISSING, result, f"disables {package.disables}", remedy)
-    return MachineFinding(package.name, State.FAULT, result, NO_TRAINING, remedy)
+        state, effect = State.MISSING, f"disables {package.disables}"
+    return MachineFinding(package.name, state, result, effect, package.remedy)
 
 
 def _torch(facts: Mapping[str, Any]) -> MachineFinding:
@@ -540,7 +535,7 @@ def _torch(facts: Mapping[str, Any]) -> MachineFinding:
         remedy = install_command()
         return MachineFinding("torch", State.FAULT, f"{version} has no gloo", NO_TRAINING, remedy, dict(facts))
     if devices:
-        gib = min(device["memory_bytes"] for device in devices) / 2**30
+        gib = min(device["memory_bytes"] for device in devices) / GIB
         result = f"{version}; {len(devices)} x {devices[0]['name']} of {gib:.0f} GiB"
         return MachineFinding("torch", State.OK, result, facts=dict(facts))
     if has_gpu():

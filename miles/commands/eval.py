@@ -60,10 +60,9 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, metavar="FILE", help="also write every answer with its reward, as JSON lines"
     )
     options = parser.parse_args(list(argv))
-    if options.n_samples is not None and options.n_samples < 1:
-        parser.error(f"--n-samples {options.n_samples}: must be at least 1; give 1 or more")
-    if options.max_response_len is not None and options.max_response_len < 1:
-        parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
+    for flag, number in (("--n-samples", options.n_samples), ("--max-response-len", options.max_response_len)):
+        if number is not None and number < 1:
+            parser.error(f"{flag} {number}: must be at least 1; give 1 or more")
     if options.sets and options.benchmarks:
         parser.error("--benchmarks: cannot be used with --sets; give one of the two")
     if len(options.sets) % 2:

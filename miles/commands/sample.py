@@ -4,8 +4,6 @@ The prompt is rendered as the run renders its own: with its chat template, if it
 the run's data, with its label and the rewards of the answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -13,18 +11,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles.base.text import InputError
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import add_weights_flags, hugging_face_folder
 from miles.config.command_parser import CommandParser
 from miles.config.components import ENGINES
+from miles.config.settings import Settings
 from miles.tasks.rewards.scoring import RewardError
-
-if TYPE_CHECKING:
-    from miles.config.settings import Settings
-    from miles.types.sample import Sample
+from miles.types.sample import Sample
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,14 +49,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     options = parser.parse_intermixed_args(list(argv))  # PROMPT may follow the flags
-    if options.n < 1:
-        parser.error(f"--n {options.n}: must be at least 1; give 1 or more")
+    whole = {"--n": options.n, "--max-response-len": options.max_response_len, "--row": options.row}
+    for flag, number in whole.items():
+        if number is not None and number < 1:
+            parser.error(f"{flag} {number}: must be at least 1; give 1 or more")
     if options.temperature is not None and not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature}: must be finite, and 0 (greedy) or more")
-    if options.max_response_len is not None and options.max_response_len < 1:
-        parser.error(f"--max-response-len {options.max_response_len}: must be at least 1; give 1 or more")
-    if options.row is not None and options.row < 1:
-        parser.error(f"--row {options.row}: must be at least 1; give 1 or more")
     if options.row is not None and options.prompt is not None:
         parser.error("--row: cannot be used with PROMPT; give one of the two")
     if options.prompt is None and options.image:

@@ -421,13 +421,8 @@ def _cut(source: str | None, folder: Path, name: str, rows: int) -> str | None:
 
 def _loss(loss: LossArguments) -> LossArguments:
     """Return the objective with a teacher in the trainer, if there is one."""
-    default = LossArguments()
-    return replace(
-        loss,
-        opd_type="trainer" if loss.use_opd else None,
-        opd_teacher_urls=None,
-        opd_teacher_key=default.opd_teacher_key,
-    )
+    teacher = "trainer" if loss.use_opd else None
+    return replace(loss, opd_type=teacher, opd_teacher_urls=None, opd_teacher_key=LossArguments.opd_teacher_key)
 
 
 def _notes(settings: Settings, small: Settings) -> Iterator[str]:

@@ -16,7 +16,7 @@ from miles.base.flags import LONGEST_MESSAGE, FlagError, count
 from miles.base.locks import locked_folders
 from miles.base.secrets import public_words
 from miles.base.text import one_line
-from miles.commands.sweeps.definition import TABLE_CSV, TABLE_JSON, Definition, PlannedRun, plan, read_definition
+from miles.commands.sweeps.definition import TABLE_CSV, TABLE_JSON, Definition, plan, read_definition
 from miles.commands.sweeps.results import Results, text_table, write_page, write_tables
 from miles.commands.sweeps.run_queue import (
     Ended,
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     runs = [SweptRun(run) for run in planned]
     again = ["miles", "sweep", *argv]
     if options.explain:
-        print(_explained(planned, runs, devices))
+        print(_explained(runs, devices))
         return 0
     if options.page_only:
         try:
@@ -83,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
         faults = [fault for run in runs if (fault := _fault(run)) is not None]
         if faults:
             return _refuse(faults)
-        return _run(definition, runs, devices, out, again, _forks() if options.one_process else start_process)
+        imported = ("miles.commands.train", "miles.run.one_process.imports")
+        start = Forks(TRAIN, in_one_process, imported) if options.one_process else start_process
+        return _run(definition, runs, devices, out, again, start)
 
 
 def _fault(run: SweptRun) -> str | None:
@@ -92,10 +94,6 @@ def _fault(run: SweptRun) -> str | None:
         return run.fault()
     except ValueError as error:
         return str(error)
-
-
-def _forks() -> Forks:
-    return Forks(TRAIN, in_one_process, ("miles.commands.train", "miles.run.one_process.imports"))
 
 
 def _refuse(messages: Sequence[str]) -> int:
@@ -159,12 +157,12 @@ def _beginning(
     return "\n".join(lines)
 
 
-def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], devices: Sequence[Slot]) -> str:
-    lines = [f"{count(len(planned), 'run')}, {len(devices)} at once, each on {devices[0]}"]
-    for each, run in zip(planned, runs, strict=True):
+def _explained(runs: Sequence[SweptRun], devices: Sequence[Slot]) -> str:
+    lines = [f"{count(len(runs), 'run')}, {len(devices)} at once, each on {devices[0]}"]
+    for run in runs:
         fault = _fault(run)
-        lines += [f"\n{each.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]
-        lines += [f"  miles train {shlex.join(public_words(each.words))}"]
+        lines += [f"\n{run.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]
+        lines += [f"  miles train {shlex.join(public_words(run.planned.words))}"]
     return "\n".join(lines)
 
 

@@ -4,21 +4,16 @@ Parse and validate the flags, start Ray, place the actors, and run the loop (mil
 reported before torch or Ray are imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from miles.base.secrets import hide_on_command_line
 from miles.base.text import tell
 from miles.compat.border import parse_or_exit
 from miles.config.explain import explain
 from miles.config.notes import start_refused
+from miles.config.validate import Validated
 from miles.run.launcher import launch, train_in_one_process
-
-if TYPE_CHECKING:
-    from miles.config.validate import Validated
 
 
 def main(argv: Sequence[str], is_alone: bool = True) -> int:

@@ -86,11 +86,6 @@ def _has_llama3_rope(settings: Settings, command: ForeignFlags) -> bool:
     return bool(rope.get("rope_type", rope.get("type")) == "llama3")
 
 
-def _trains_any_layer(settings: Settings, command: ForeignFlags) -> bool:
-    """Return whether layers come from transformers or Megatron-Bridge, and not from the flags that describe them."""
-    return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
-
-
 def _keeps_tokens(settings: Settings, command: ForeignFlags) -> bool:
     flags = ("--slime-router-middleware-paths", "--miles-router-middleware-paths")
     paths = [path for flag in flags for path in command.get(flag, ())]
@@ -125,7 +120,8 @@ CONDITIONS: dict[str, Callable[[Settings, ForeignFlags], bool]] = {
     "flushes_cache": lambda s, command: not s.sglang.keeps_cache,
     "trains_what_generated": _trains_what_generated,
     "has_llama3_rope": _has_llama3_rope,
-    "trains_any_layer": _trains_any_layer,
+    # Layers come from transformers or Megatron-Bridge, and not from the flags that describe them.
+    "trains_any_layer": lambda s, command: not reads_megatron_flags(s) or s.megatron.megatron_to_hf_mode == "bridge",
     "loads_nothing": lambda s, command: s.checkpoint.load is None,
     "has_checkpoint": lambda s, command: s.checkpoint.load is None or first_iteration(s.checkpoint) not in (None, 0),
     "divides_weights": lambda s, command: not reads_megatron_flags(s),

@@ -107,21 +107,18 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         rule = f"makes {cluster.world_size} trainer ranks with --actor-num-nodes {cluster.actor_num_nodes}"
         what_to_do = f"give sizes of at most {MOST_DEVICES} ranks"
         errors.refuse("actor_num_gpus_per_node", cluster.actor_num_gpus_per_node, rule, what_to_do)
-    if cluster.ray_address is not None and cluster.ray_address.startswith(("http://", "https://")):
-        rule = "is the address of Ray's dashboard, which takes jobs (given here, or as RAY_ADDRESS)"
-        what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
-        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
-    elif cluster.ray_address is not None and cluster.ray_address.startswith("ray://"):
-        rule = "is an address of Ray Client, which runs nothing on this machine (given here, or as RAY_ADDRESS)"
-        what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
-        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
-    elif cluster.ray_address == "local":
-        rule = "starts a Ray that nothing would end with the run (given here, or as RAY_ADDRESS)"
-        what_to_do = "drop it: a run without an address starts its own local Ray"
-        errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
-    elif cluster.ray_address is not None and not is_cluster_address(cluster.ray_address):
-        rule = "is no address of a Ray cluster (given here, or as RAY_ADDRESS)"
-        errors.refuse("ray_address", cluster.ray_address, rule, "give HOST:PORT, or auto for the one of this host")
+    address = cluster.ray_address
+    if address is not None and not is_cluster_address(address):
+        rule, what_to_do = "is no address of a Ray cluster", "give HOST:PORT, or auto for the one of this host"
+        of_cluster = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
+        if address.startswith(("http://", "https://")):
+            rule, what_to_do = "is the address of Ray's dashboard, which takes jobs", of_cluster
+        elif address.startswith("ray://"):
+            rule, what_to_do = "is an address of Ray Client, which runs nothing on this machine", of_cluster
+        elif address == "local":
+            rule = "starts a Ray that nothing would end with the run"
+            what_to_do = "drop it: a run without an address starts its own local Ray"
+        errors.refuse("ray_address", address, f"{rule} (given here, or as RAY_ADDRESS)", what_to_do)
     for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):
             rule = f"the value of {name} is not a string, and environment variables are strings"

@@ -1,6 +1,6 @@
 """List the training backends, the generation engines and the teachers: abilities, and the function that builds each.
 
-To add one, add a row. Validation reads these rows, so they are plain data: ``builder`` is imported by ``build`` only,
+To add one, add a row. Validation reads these rows, so they are plain data: functions are imported by ``call`` only,
 because each backend and engine has its own libraries.
 """
 
@@ -188,24 +188,9 @@ def import_code(spec: TrainBackendSpec, device: Any) -> None:
     """Import the modules that a backend's builder needs on ``device``, which takes seconds."""
     import_builder(spec)
     if spec.importer:
-        pkgutil.resolve_name(spec.importer)(device)
+        call(spec.importer, device)
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Import ``module:function``, and call it."""
+    """Import a function of these rows, ``module:function``, and call it."""
     return pkgutil.resolve_name(function)(*arguments)
-
-
-def build(spec: TrainBackendSpec | EngineSpec, *arguments: Any) -> Any:
-    """Import the builder of a backend or engine, and call it."""
-    return pkgutil.resolve_name(spec.builder)(*arguments)
-
-
-def build_teacher(name: str, *arguments: Any) -> Any:
-    """Import what connects to the teacher that ``--opd-type`` names, and call it."""
-    return pkgutil.resolve_name(TEACHERS[name])(*arguments)
-
-
-def build_rehearsal(spec: TrainBackendSpec, *arguments: Any) -> Any:
-    """Import the function that builds a backend without weights, and call it."""
-    return pkgutil.resolve_name(spec.rehearsal)(*arguments)

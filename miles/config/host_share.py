@@ -171,11 +171,9 @@ def _engine_on_cuda(settings: Settings) -> list[str]:
         return [f"{count(settings.rollout.torch_engine_max_batch_size, 'sequence')} at once"]
     flags = settings.server_flags
     share = value_of(flags.server, "--mem-fraction-static") or value_of(flags.vllm, "--gpu-memory-utilization")
-    return [
-        f"batch and memory share as {engine.title} chooses them"
-        if share is None
-        else f"memory share {share} of {engine.title}"
-    ]
+    if share is None:
+        return [f"batch and memory share as {engine.title} chooses them"]
+    return [f"memory share {share} of {engine.title}"]
 
 
 def _memory(settings: Settings, tokens: int) -> str:

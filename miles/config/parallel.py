@@ -7,12 +7,7 @@ from miles.base.flags import Errors, count, flag, flag_name
 from miles.config.components import train_backend_spec
 from miles.config.model import ModelArguments, local_config
 from miles.config.training import TrainingArguments
-from miles.models.packing import (
-    model_type,
-    must_be_padded,
-    why_not_shared,
-    why_not_trained,
-)
+from miles.models.packing import model_type, must_be_padded, why_not_shared, why_not_trained
 from miles.types.dims import ParallelDims
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from miles.base.threads import in_thread
-from miles.config.components import build, build_teacher, engine_spec
+from miles.config.components import TEACHERS, call, engine_spec
 from miles.types.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def connect_teacher(settings: Settings, share: Callable[[int], int] = lambda tot
     """
     if not settings.loss.teacher_is_served:
         return None
-    teacher: ServedTeacher = build_teacher("server", settings, share)
+    teacher: ServedTeacher = call(TEACHERS["server"], settings, share)
     return teacher
 
 
@@ -269,7 +269,7 @@ async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     Raises:
         ValueError: If no engine has this name, or the engine refuses the settings.
     """
-    engine: Engine = await build(engine_spec(settings.rollout.rollout_engine), settings, host)
+    engine: Engine = await call(engine_spec(settings.rollout.rollout_engine).builder, settings, host)
     return engine
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from miles.config.components import build, build_rehearsal, train_backend_spec
+from miles.config.components import call, train_backend_spec
 from miles.config.settings import Settings
 from miles.objective.output import LossOutput, PolicyScores
 from miles.training.checkpoint_io import StagedFiles
@@ -188,7 +188,8 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
     Raises:
         ValueError: If no backend has this name, or the backend refuses the settings.
     """
-    backend: TrainBackend = build(train_backend_spec(settings.training.train_backend), settings, device, total_steps)
+    spec = train_backend_spec(settings.training.train_backend)
+    backend: TrainBackend = call(spec.builder, settings, device, total_steps)
     return backend
 
 
@@ -267,7 +268,7 @@ def build_rehearsed(
         ValueError: The backend refuses the model, or cannot be rehearsed with a flag.
     """
     spec = train_backend_spec(settings.training.train_backend)
-    built: AbstractContextManager[RehearsedBackend] = build_rehearsal(
-        spec, settings, torch.device("cpu"), total_steps, leave_out, imbalance
+    built: AbstractContextManager[RehearsedBackend] = call(
+        spec.rehearsal, settings, torch.device("cpu"), total_steps, leave_out, imbalance
     )
     return built

@@ -1,6 +1,5 @@
 """A trainer of one rank in this process, without Ray: for reading the weights of a checkpoint."""
 
-import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from miles.config.components import train_backend_spec
+from miles.config.components import call, train_backend_spec
 from miles.config.settings import Settings
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile, read_state
@@ -33,8 +32,7 @@ def export_checkpoint(settings: Settings, checkpoint: Path, folder: Path) -> Non
     except DamagedFile as fault:
         raise ValueError(f"the checkpoint {checkpoint} is damaged: {fault}; give another one") from None
     with one_rank():
-        export = pkgutil.resolve_name(train_backend_spec(backend).exporter)
-        export(on_one_rank(settings), checkpoint, folder)
+        call(train_backend_spec(backend).exporter, on_one_rank(settings), checkpoint, folder)
 
 
 @contextmanager

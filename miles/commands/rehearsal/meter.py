@@ -163,10 +163,9 @@ class Record:
         """Return the tally of a phase, to count in it."""
         return self.tallies.setdefault(phase, OperationCounts())
 
-    def forget(self, phases: Iterable[Phase]) -> None:
-        """Drop the work of ``phases`` that was done so far; allocated memory stays."""
-        for phase in phases:
-            self.tallies.pop(phase, None)
+    def forget(self) -> None:
+        """Drop the work that was done so far; allocated memory stays."""
+        self.tallies.clear()
 
     def mark(self) -> int:
         """Return the current position, for ``peaks`` and ``held``."""
@@ -446,10 +445,6 @@ aten = torch.ops.aten
 _KIND_OF_PHASE = {Phase.BUILD: MemoryKind.WEIGHTS, Phase.OPTIMIZE: MemoryKind.OPTIMIZER}
 
 
-FlopFormula: TypeAlias = Callable[..., int]
-EXTRA_FLOPS: dict[Any, FlopFormula] = {}  # of operations that torch's registry does not know
-
-
 def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     """Count a product whose rows are divided among matrices: every row is multiplied by one of them."""
     if a.ndim == 2 and b.ndim == 3:
@@ -459,8 +454,8 @@ def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> i
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == 3 else 1)
 
 
-if hasattr(aten, "_grouped_mm"):
-    EXTRA_FLOPS[aten._grouped_mm] = _grouped_mm_flops
+# Of operations that torch's registry does not know.
+EXTRA_FLOPS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm_flops}
 
 
 NOT_SENDING = ("barrier", "wait_tensor", "recv")
@@ -545,10 +540,9 @@ class Meter(TorchDispatchMode):
     def label(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
         """Record the kind of contents of the storages of ``tensors``, from their allocation on."""
         for tensor in tensors:
-            for local in _locals(tensor):
-                number, _size = self._live.get(local.untyped_storage()._cdata, (None, 0))
-                if number is not None:
-                    self.record.kinds[number] = kind
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if (entry := self._live.get(local.untyped_storage()._cdata)) is not None:
+                self.record.kinds[entry[0]] = kind
 
     def held_by_copies(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count no memory of those ``tensors`` that were made unseen: copies of a stretch hold it."""
@@ -665,7 +659,7 @@ class Meter(TorchDispatchMode):
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and name not in ("broadcast", "allreduce", "send"):
                 self.record.kinds.setdefault(entry[0], MemoryKind.COMMUNICATION)
-        size = max(sum(_size(leaf) for leaf in tree_iter(argument)) for argument in args)
+        size = max(sum(leaf.nbytes for leaf in tree_iter(each) if isinstance(leaf, torch.Tensor)) for each in args)
         self.record.tally(self.phase).messages[Message(name, size, ranks)] += 1
         if not self.on_gpu and name in COPIED_BY_GLOO:
             self._note_passing(size, MemoryKind.COMMUNICATION)
@@ -696,16 +690,9 @@ def _work_of(
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
         return None, converted
-    read = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
-    written = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    read, written = {id(tensor): tensor.nbytes for tensor in tensors}, sum(tensor.nbytes for tensor in made)
     itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
     return Work(flops, sum(read.values()) + written, itemsize), converted
-
-
-def _locals(tensor: Any) -> list[torch.Tensor]:
-    if tensor is None:
-        return []
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
 
 
 def _assumed(value: torch.Tensor) -> Any:
@@ -765,10 +752,6 @@ def _converted_bytes(func: Any, tensors: list[torch.Tensor], made: list[torch.Te
     if func._schema.is_mutable:  # the result is one of the operands
         converted += [tensor for tensor in made if tensor.dtype != common]
     return sum(tensor.numel() * common.itemsize for tensor in converted)
-
-
-def _size(leaf: Any) -> int:
-    return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
 
 
 def _fake_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -123,10 +123,7 @@ class Rehearsal:
     @property
     def step(self) -> Seconds:
         """The time of an optimizer step."""
-        result = NOTHING
-        for phase in (Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
-            result = result + self.phase_seconds(phase)
-        return result
+        return sum(map(self.phase_seconds, (Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE)), NOTHING)
 
     @property
     def scoring(self) -> Seconds:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from miles.base.flags import count
 from miles.base.host import GIB
-from miles.commands.rehearsal.meter import MemoryKind, OperationCounts, Phase, Usage
+from miles.commands.rehearsal.meter import MemoryKind, OperationCounts, Phase
 from miles.commands.rehearsal.rehearsal import IMBALANCE, Alternative, RankForecast, Rehearsal, total, worst_phase
 from miles.commands.rehearsal.roofline import NOTHING, Seconds, copies_sent, crosses_nodes, message_bytes, seconds
 from miles.commands.rehearsal.trace import assumed_image, contract_data, contract_text, prompt_length, response_length
@@ -173,7 +173,9 @@ def _time(rehearsal: Rehearsal) -> list[str]:
         lines += _generation(rehearsal)
     timeline = timeline_of(rehearsal)
     if timeline is not None:
-        lines += [f"iteration    {timeline.seconds}{_order(timeline)}", *_waiting_lines(timeline)]
+        lines.append(f"iteration    {timeline.seconds}{_order(timeline)}")
+        waits = (lane for lane in timeline.lanes if lane.name == WAITS)
+        lines += [f"             the {lane.side} side waits {lane.seconds}" for lane in waits]
     return lines
 
 
@@ -204,12 +206,6 @@ def _order(timeline: Timeline) -> str:
     if not any(lane.side is Side.ROLLOUT for lane in timeline.lanes):
         return ""
     return ", generation alongside training" if timeline.overlaps else ", generation before training"
-
-
-def _waiting_lines(timeline: Timeline) -> Iterator[str]:
-    for lane in timeline.lanes:
-        if lane.name == WAITS:
-            yield f"             the {lane.side} side waits {lane.seconds}"
 
 
 def _mfu(rehearsal: Rehearsal, duration: float) -> float:
@@ -282,7 +278,7 @@ def _rank_json(rank: RankForecast, rehearsal: Rehearsal) -> dict[str, Any]:
         "peak_bytes": rank.peak,
         "peak_phase": worst_phase(rank.phases),
         "micro_batches": rank.trace.micro_batches,
-        "phases": {phase: _usage_json(usage) for phase, usage in rank.phases.items()},
+        "phases": {phase: {k: v for k, v in usage.items() if v} for phase, usage in rank.phases.items()},
         "work": {
             phase: {
                 "flop": tally.flops,
@@ -296,10 +292,6 @@ def _rank_json(rank: RankForecast, rehearsal: Rehearsal) -> dict[str, Any]:
             for phase, tally in rank.trace.tallies.items()
         },
     }
-
-
-def _usage_json(usage: Usage) -> dict[str, int]:
-    return {kind: size for kind, size in usage.items() if size}
 
 
 def _range(seconds: Seconds) -> list[float | None]:
@@ -336,15 +328,14 @@ PHASES: Mapping[str, str] = {
 
 def as_page(rehearsal: Rehearsal, advice: Sequence[Alternative], elapsed: float) -> str:
     """Return the page, which needs no other file."""
-    parts = ["<h1>What this run will need</h1>", _legend()]
+    legend = " ".join(f"<i style='background:{color}'></i>{kind}" for kind, color in COLORS.items())
+    parts = ["<h1>What this run will need</h1>", f"<p>{legend}</p>"]
     drawn = [(rank, "") for rank in rehearsal.ranks]
     if rehearsal.imbalanced is not None:
         drawn.append((rehearsal.imbalanced, f", its experts with {IMBALANCE:g} times the load"))
     for rank, note in drawn:
-        parts += [
-            f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages}){note}, GiB</h2>"
-        ]
-        parts += [_memory_chart(rank, rehearsal.memory)]
+        where = f"rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages})"
+        parts += [f"<h2>Memory of {where}{note}, GiB</h2>", _memory_chart(rank, rehearsal.memory)]
     parts += ["<h2>Timeline of an iteration</h2>", _timeline(rehearsal)]
     if rehearsal.stages > 1:
         parts += ["<h2>Schedule of the pipeline</h2>", "<p>Blue: forward; orange: backward; empty: waiting.</p>"]
@@ -358,10 +349,6 @@ def as_page(rehearsal: Rehearsal, advice: Sequence[Alternative], elapsed: float)
         "<!doctype html><html lang=en><meta charset=utf-8><title>Rehearsal</title>"
         f"<style>{style}</style>" + "\n".join(parts) + "</html>\n"
     )
-
-
-def _legend() -> str:
-    return "<p>" + " ".join(f"<i style='background:{color}'></i>{kind}" for kind, color in COLORS.items()) + "</p>"
 
 
 def _memory_chart(rank: RankForecast, memory: int) -> str:

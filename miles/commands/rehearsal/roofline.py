@@ -7,9 +7,8 @@ communication hidden behind computation. The long end has the efficiencies below
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +96,6 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def as_json(device: Device) -> str:
-    """Return the text of a file that ``device_of`` reads."""
-    return json.dumps(asdict(device), indent=2)
-
-
 USUAL_PRODUCT = 0.5  # share of the data sheet's rate that matrix products of a training step reach
 USUAL_MEMORY = 0.7
 USUAL_LINK = 0.6
@@ -137,27 +131,18 @@ def seconds(tally: OperationCounts, device: Device, phase: Phase) -> Seconds:
         if work.flops or not fuses:
             low += count * max(arithmetic, memory)
         high += count * max(arithmetic / USUAL_PRODUCT, memory / USUAL_MEMORY)
-    sending = communication(tally, device)
-    return Seconds(max(low, sending.low), high + sending.high)
-
-
-def communication(tally: OperationCounts, device: Device) -> Seconds:
-    """Return the time of a tally's collectives."""
-    low = sum(
-        count * message_bytes(message) / _speed(message.ranks, device) for message, count in tally.messages.items()
-    )
-    return Seconds(low, low / USUAL_LINK)
+    sending = sum(count * message_bytes(sent) / _speed(sent.ranks, device) for sent, count in tally.messages.items())
+    return Seconds(max(low, sending), high + sending / USUAL_LINK)
 
 
 def message_bytes(message: Message) -> float:
     """Return what one rank sends of a collective, by the ring algorithm."""
     size, ranks = message.bytes, len(message.ranks)
-    if "reduce_scatter" in message.name or "allgather" in message.name or "all_gather" in message.name:
+    name = message.name.replace("_", "")
+    if any(kind in name for kind in ("reducescatter", "allgather", "alltoall")):
         return size * (ranks - 1) / ranks
-    if "allreduce" in message.name or "all_reduce" in message.name:
+    if "allreduce" in name:
         return 2 * size * (ranks - 1) / ranks
-    if "alltoall" in message.name or "all_to_all" in message.name:
-        return size * (ranks - 1) / ranks
     return size  # point to point, broadcast
 
 
@@ -253,7 +238,7 @@ def foresee_generation(
     length = prompt + response
     running = min(in_flight, room // max(1, per_token * length)) if engines else 0
     cache = min(room, in_flight * length * per_token) if engines else 0
-    duration = Seconds(0.0, 0.0)
+    duration = NOTHING
     if running:
         waves = -(-total // (engines * running))
         rate = device.bf16 if settings.training.bf16 else device.fp32

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,11 +50,9 @@ from miles.training.backend import LeaveOut, RehearsedBackend, TrainBackend, bui
 from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
 from miles.types.dims import ParallelDims
+from miles.types.images import ImageTensors, PromptImages
 from miles.types.sample import Prompt, PromptGroup, Sample
 from miles.types.train_batch import MicroBatchPlan, TrainBatch, TrainShard
-
-if TYPE_CHECKING:
-    from miles.types.images import ImageTensors, PromptImages
 
 # The step that is rehearsed: every response has the assumed length, and micro-batches are cut as in a run.
 
@@ -75,7 +73,6 @@ def _image(model: str, side: int) -> PromptImages:
     from PIL import Image
 
     from miles.models.images import expansions, load_processor
-    from miles.types.images import PromptImages
 
     processor, sizes = load_processor(model), ((side, side),)
     file = io.BytesIO()
@@ -222,15 +219,13 @@ def _write_digits(number: int, row: np.ndarray) -> None:
 
 # Run a few of a row of equal layers, and count the others as copies of these.
 #
-# The first three and the last two layers of the row run. What was recorded between the starts of the third and the
-# next
+# The first three and the last two layers of the row run. What was recorded between the starts of the third and the next
 # is copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. With
 # Megatron all layers exist. With FSDP those that are left out are removed before weights are sharded, and the layer
 # before them holds parameters as large as theirs.
 #
 # Layers have to be equal in structure, and the records of the third and of the next have to be equal: the same changes
-# of
-# memory in the same order, and the same work.
+# of memory in the same order, and the same work.
 
 
 # Layers that run; FSDP gathers the weights of the first two backward passes earlier than the weights of others.
@@ -482,9 +477,12 @@ class _Run:
             roles.append(policy_role(self.backend.policy, objective))
         if self.backend.critic is not None:
             roles.append(critic_role(self.backend.critic, self.settings.loss))
-        self._allocate_states(roles)
+        for role in roles:
+            with meter.during(Phase.OPTIMIZE):
+                self.backend.allocate_states(role.model)
+        meter.label(self.backend.optimizer_states(), MemoryKind.OPTIMIZER)
         gc.collect()  # objects in a circle of references live on until then, at an arbitrary time
-        record.forget(Phase)  # the work of building: it is done once
+        record.forget()  # the work of building: it is done once
         steady = record.mark()
         self.backend.expect(self.shard)
         with meter.during(Phase.SCORE):
@@ -511,12 +509,6 @@ class _Run:
         peaks = {Phase.BUILD: building, **steady_peaks}
         return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens, self.step_tokens)
 
-    def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
-        for role in roles:
-            with self.meter.during(Phase.OPTIMIZE):
-                self.backend.allocate_states(role.model)
-        self.meter.label(self.backend.optimizer_states(), MemoryKind.OPTIMIZER)
-
     def _step(self, role: Role[Any]) -> None:
         self.backend.expect(self.shard)
         started: list[int] = []
@@ -531,10 +523,8 @@ class _Run:
                 self.backend.hold_gradients(role.model)
             self.meter.held_by_copies(self.backend.gradients())
         if len(started) > 1:
-            activations = self.record.held(started[1]).get(MemoryKind.ACTIVATIONS, 0)
-            self.retained = max(
-                self.retained, activations - self.record.held(started[0]).get(MemoryKind.ACTIVATIONS, 0)
-            )
+            first, second = (self.record.held(start).get(MemoryKind.ACTIVATIONS, 0) for start in started[:2])
+            self.retained = max(self.retained, second - first)
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
         self._release_copies()

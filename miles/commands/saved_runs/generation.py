@@ -143,14 +143,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)
     async with _engine(settings) as engine, group_generator(settings) as generate:
-        tools = GroupTools(
-            engine,
-            tokenizer,
-            generate,
-            reward_function,
-            reward.reward_error_value,
-            reward.drops_errors,
-        )
+        tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, reward.drops_errors)
         return [await _evaluate(eval_set, tools, settings.data.rollout_seed) for eval_set in loaded]
 
 

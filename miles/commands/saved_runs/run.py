@@ -30,13 +30,7 @@ from miles.observe.health import MetricsFile
 from miles.observe.run_files import FILE_NAME, METRICS, RunFiles, RunHeader
 from miles.run.best_checkpoint import BestCheckpoint, best_in
 from miles.run.remote_checkpoints import RUN_FILES, RemoteCheckpoints
-from miles.training.checkpoint_files import (
-    DamagedFile,
-    all_in,
-    is_complete,
-    is_only_remote,
-    iterations_of,
-)
+from miles.training.checkpoint_files import DamagedFile, all_in, is_complete, is_only_remote, iterations_of
 
 Step = int | Literal["best"] | None  # which checkpoint of a run: ``SavedRun.checkpoint``
 
@@ -252,10 +246,8 @@ def _frozen(value: Any) -> Any:
 # Runs in remote storage: the records of a run that saves to a URL, and its checkpoints, downloaded for one command.
 #
 # A run with ``--save s3://bucket/run`` copies its settings and metrics there, alongside its checkpoints. So ``miles
-# runs``,
-# ``report``, ``eval``, ``export`` and ``sample`` take that URL instead of the folder of a run. They write nothing
-# there.
-# Credentials come from the environment: run.json holds no secrets.
+# runs``, ``report``, ``eval``, ``export`` and ``sample`` take that URL instead of the folder of a run. They write
+# nothing there. Credentials come from the environment: run.json holds no secrets.
 
 
 def run_folder(run: str) -> Path:

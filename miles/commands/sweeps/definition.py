@@ -8,6 +8,7 @@ import itertools
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,10 +193,7 @@ class _Values:
         return tuple(variants)
 
     def _refuse_equal(self, variants: list[SweepVariant]) -> None:
-        names: dict[str, int] = {}
-        for variant in variants:
-            names[variant.name] = names.get(variant.name, 0) + 1
-        for name, number in names.items():
+        for name, number in Counter(variant.name for variant in variants).items():
             if number > 1:
                 self.refuse(f"grid: {number} combinations have the name {name}; name them under variants")
 

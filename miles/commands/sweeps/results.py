@@ -111,7 +111,7 @@ def band(curves: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.f
     return mean, low, high
 
 
-def _divided(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _divided(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
     quotients = np.full(np.shape(sums), math.nan)
     np.divide(sums, counts, out=quotients, where=counts > 0)
     return quotients
@@ -273,12 +273,10 @@ def write_tables(results: Results, out: Path) -> None:
 
 
 def _bounds(prefix: str, interval: Interval | None) -> dict[str, Any]:
-    values = (
-        ("", "", "", "")
-        if interval is None
-        else (*(_text(v) for v in (interval.mean, interval.low, interval.high)), interval.count)
-    )
-    return {f"{prefix}{name}": value for name, value in zip(("mean", "low", "high", "count"), values, strict=True)}
+    values: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "count"), "")
+    if interval is not None:
+        values = {name: _text(value) if name != "count" else value for name, value in vars(interval).items()}
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def _text(value: float) -> str:
@@ -407,9 +405,7 @@ def _in_parts(file: MetricsFile, name: str, ends: Sequence[int]) -> NDArray[np.f
     bins = np.searchsorted(ends, np.array(file.steps))[finite]
     counts = np.bincount(bins, minlength=len(ends))
     sums = np.bincount(bins, weights=values[finite], minlength=len(ends))
-    means = np.full(len(ends), math.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
-    return means
+    return _divided(sums, counts)
 
 
 def _tables(results: Results) -> list[dict[str, Any]]:

@@ -55,9 +55,8 @@ class SweptRun:
 
     def __init__(self, planned: PlannedRun) -> None:
         self.planned = planned
-        self._saved: tuple[tuple[int, int], SavedRun | None] | None = (
-            None  # with what identifies the file that was read
-        )
+        # The run, with what identifies the file that was read.
+        self._saved: tuple[tuple[int, int], SavedRun | None] | None = None
 
     @property
     def name(self) -> str:

@@ -128,11 +128,8 @@ def _plain(path: str, node: yaml.Node, line: int) -> Any:
     if isinstance(node, yaml.SequenceNode):
         if all(isinstance(item, yaml.ScalarNode) for item in node.value):
             items = [_plain(path, item, line) for item in node.value]
-            return (
-                Expression(f"[{', '.join(map(str, items))}]")
-                if any(isinstance(i, Expression) for i in items)
-                else items
-            )
+            is_computed = any(isinstance(item, Expression) for item in items)
+            return Expression(f"[{', '.join(map(str, items))}]") if is_computed else items
         if sum(1 for _ in itertools.islice(_nodes(node), MOST_NODES)) < MOST_NODES:
             return yaml.SafeLoader("").construct_object(node, deep=True)
         return ["{…}"]

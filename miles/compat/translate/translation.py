@@ -559,11 +559,8 @@ class Translation:
 
     def _default_text(self, key: str) -> str:
         default = self.table.row(key).default
-        return (
-            key
-            if default is None
-            else f"{key} = {one_line(str(default), LONGEST_TEXT)} (default of {self.table.version})"
-        )
+        text = f" = {one_line(str(default), LONGEST_TEXT)} (default of {self.table.version})"
+        return key if default is None else key + text
 
     # The result ------------------------------------------------------------------------------------------------------
 

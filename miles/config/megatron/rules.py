@@ -173,7 +173,8 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
             what_to_do = f"use --train-backend {names_with(TRAIN_BACKENDS, 'reads_megatron_flags')}, or drop it"
             errors.refuse(name, getattr(sizes, name), rule, what_to_do)
         return
-    if _may_be_bridged(settings.model):
+    config = readable_config(settings.model)
+    if config is None or config.get("model_type") in FAMILIES:  # another model is refused, with no word on the bridge
         with errors.catching():
             check_bridge(sizes)
     _check_offload(settings, sizes, errors)
@@ -426,12 +427,6 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
             "of a tied embedding then, and updates only two of them"
         )
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
-
-
-def _may_be_bridged(model: ModelArguments) -> bool:
-    """Return whether Megatron-Bridge may train this model. Another model is refused, with no word on the bridge."""
-    config = readable_config(model)
-    return config is None or config.get("model_type") in FAMILIES
 
 
 def lacks_bridge() -> bool:

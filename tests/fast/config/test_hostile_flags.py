@@ -22,17 +22,9 @@ from miles.compat.verdicts import FOREIGN_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.settings import SECTIONS
 from miles.config.sglang.flags import known_router_flags, known_server_flags
+from tests.fast.config.conftest import MINIMAL
 
 ROOT = Path(__file__).parents[3]
-VALID = {
-    "--hf-checkpoint": "some/model",
-    "--prompt-data": "reasoning_gym:products",
-    "--rm-type": "last_number",
-    "--num-rollout": "10",
-    "--rollout-batch-size": "8",
-    "--n-samples-per-prompt": "4",
-    "--rollout-max-response-len": "64",
-}
 DIGITS = "9" * 6000
 DEEP = "[" * 50_000
 CONFIG = {"model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
@@ -57,7 +49,7 @@ def errors_of(words, starts=True):
 
 
 def command(**replaced):
-    given_values = VALID | {flag_name(name): value for name, value in replaced.items()}
+    given_values = MINIMAL | {flag_name(name): value for name, value in replaced.items()}
     return [word for pair in given_values.items() if pair[1] is not None for word in pair]
 
 

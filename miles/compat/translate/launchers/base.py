@@ -154,14 +154,8 @@ class CommandLine(Launcher):
                 depends="fully masked samples: each adds one token to the divisor",
                 exact=False,
             )
-        return ForeignObjective(
-            "default",
-            "1/N Σ_r 1/max(M_r, 1) Σ m l",
-            self.source,
-            sequence_mean,
-            "sample_mean",
-            ("--loss-aggregation", "sample_mean"),
-        )
+        formula, words = "1/N Σ_r 1/max(M_r, 1) Σ m l", ("--loss-aggregation", "sample_mean")
+        return ForeignObjective("default", formula, self.source, sequence_mean, "sample_mean", words)
 
 
 def _words(flag: str, value: object) -> list[object]:

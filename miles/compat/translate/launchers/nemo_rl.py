@@ -41,20 +41,8 @@ class NemoRl(Launcher):
             renamed = {f"grpo.{key[4:]}" if key.startswith("ppo.") else key: each for key, each in settings.items()}
             renamed.setdefault(start, replace(next(iter(settings.values())), key="ppo", value="gae", line=None))
             translation.document = replace(translation.document, settings=renamed)
-        parts = (
-            _end,
-            _estimator,
-            _critic,
-            _filter,
-            _async,
-            _lengths,
-            _tokens,
-            _images,
-            _precision,
-            _optimizer,
-            _schedule,
-        )
-        for part in (*parts, _adapter, _policy, _kl, _correction, _engines, apply):
+        parts = (_end, _estimator, _critic, _filter, _async, _lengths, _tokens, _images, _precision, _optimizer)
+        for part in (*parts, _schedule, _adapter, _policy, _kl, _correction, _engines, apply):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -147,15 +135,13 @@ def _async(translation: Translation) -> None:
 
 
 def _lengths(translation: Translation) -> None:
-    context, answer, prompt = (
-        "policy.max_total_sequence_length",
-        "policy.generation.max_new_tokens",
-        "data.max_input_seq_length",
-    )
+    context = "policy.max_total_sequence_length"
+    bounds = {"policy.generation.max_new_tokens": "--rollout-max-response-len"}
+    bounds["data.max_input_seq_length"] = "--rollout-max-prompt-len"
     most = translation.number(context) or math.inf
     if most < math.inf:
         translation.carry(context, "--rollout-max-context-len", most)
-    for key, flag in ((answer, "--rollout-max-response-len"), (prompt, "--rollout-max-prompt-len")):
+    for key, flag in bounds.items():
         if translation.has(key):  # a sequence has a token of the prompt and one of the response at least
             translation.carry(key, flag, min(translation.count(key), most - 1))
 
@@ -192,10 +178,8 @@ def _precision(translation: Translation) -> None:
 def _optimizer(translation: Translation) -> None:
     betas = OPTIMIZER + "betas"
     if translation.switch(MEGATRON + "enabled"):
-        start, names = (
-            MEGATRON + "optimizer.",
-            {"lr": "--lr", "weight_decay": "--weight-decay", "adam_eps": "--adam-eps"},
-        )
+        start = MEGATRON + "optimizer."
+        names = {"lr": "--lr", "weight_decay": "--weight-decay", "adam_eps": "--adam-eps"}
         names |= {"clip_grad": "--clip-grad", "adam_beta1": "--adam-beta1", "adam_beta2": "--adam-beta2"}
     else:
         start, names = OPTIMIZER, {"lr": "--lr", "weight_decay": "--weight-decay", "eps": "--adam-eps"}
@@ -219,11 +203,8 @@ def _schedule(translation: Translation) -> None:
         words: list[object] = ["--lr-decay-style", style]
         if style != "constant":
             words += ["--min-lr", translation.number(MEGATRON + "optimizer.min_lr")]
-            words += (
-                ["--lr-decay-iters", int(translation.number(start + names[1]))]
-                if translation.has(start + names[1])
-                else []
-            )
+            if translation.has(start + names[1]):
+                words += ["--lr-decay-iters", int(translation.number(start + names[1]))]
         each, warm = _steps_of_iteration(translation), translation.number(start + names[2])
         words = [word * each if isinstance(word, int) else word for word in words]
         translation.carry(start + names[0], *words)
@@ -252,11 +233,8 @@ def _torch_schedule(translation: Translation, key: str) -> None:
         translation.fail(key, "must be a list of PyTorch's schedulers")
     if translation.has(key + ".name"):
         prefix = key + ".kwargs."
-        arguments = {
-            name[len(prefix) :]: translation.raw(name)
-            for name in translation.document.settings
-            if name.startswith(prefix)
-        }
+        names = [name for name in translation.document.settings if name.startswith(prefix)]
+        arguments = {name[len(prefix) :]: translation.raw(name) for name in names}
         stages = [{"name": translation.text(key + ".name"), "kwargs": arguments}]
     words: list[object] = []
     shape, why = "constant", ""
@@ -284,12 +262,8 @@ def _torch_schedule(translation: Translation, key: str) -> None:
 def _adapter(translation: Translation) -> None:
     start = "policy.dtensor_cfg.lora_cfg."
     if translation.switch(start + "enabled"):
-        words: list[object] = [
-            "--lora-rank",
-            translation.number(start + "dim", 8),
-            "--lora-alpha",
-            translation.number(start + "alpha", 32),
-        ]
+        words: list[object] = ["--lora-rank", translation.number(start + "dim", 8)]
+        words += ["--lora-alpha", translation.number(start + "alpha", 32)]
         words += ["--lora-dropout", translation.number(start + "dropout", 0)]
         modules = translation.raw(start + "target_modules")
         modules = modules if isinstance(modules, list) else [modules] if modules else []
@@ -346,13 +320,8 @@ def _correction(translation: Translation) -> None:
             translation.fail(kind, "must be tis, icepop or seq-mask-tis")
         top, bottom = translation.number(high, 1e6), translation.number(low)
         level = "sequence" if translation.switch("loss_fn.sequence_level_importance_ratios") else "token"
-        words: list[object] = [
-            "--use-tis",
-            "--tis-level",
-            level,
-            "--tis-mode",
-            "icepop" if name == "icepop" else "truncate",
-        ]
+        mode = "icepop" if name == "icepop" else "truncate"
+        words: list[object] = ["--use-tis", "--tis-level", level, "--tis-mode", mode]
         if name == "seq-mask-tis":
             words += ["--tis-clip", 1e6, "--use-rs", "--rs-level", "geometric"]
             words += ["--rs-lower-bound", bottom, "--rs-upper-bound", top]

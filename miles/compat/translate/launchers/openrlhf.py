@@ -45,21 +45,8 @@ class OpenRlhf(Launcher):
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
-        parts = (
-            _wandb,
-            _images,
-            _lengths,
-            _step,
-            _tokens,
-            _end,
-            _async,
-            _estimator,
-            _policy,
-            _correction,
-            _kl,
-            _filter,
-        )
-        for part in (*parts, _optimizer, _schedule, _evaluation, _engines, _order, apply):
+        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl)
+        for part in (*parts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -191,9 +178,8 @@ def _correction(translation: Translation) -> None:
         kind = "icepop" if translation.switch("--use_icepop") else kind  # of earlier releases
     if kind != "off":
         ends = translation.raw(bounds)
-        ends = (
-            [0, *ends] if isinstance(ends, list) and len(ends) == 1 else ends if isinstance(ends, list) else [0, ends]
-        )
+        ends = ends if isinstance(ends, list) else [ends]
+        ends = [0, *ends] if len(ends) == 1 else ends
         cut = "truncate" if kind == "tis" else "icepop"
         words: list[object] = ["--use-tis", "--tis-level", "token", "--tis-mode", cut]
         words += ["--tis-clip-low", ends[0], "--tis-clip", ends[1]]

@@ -131,10 +131,8 @@ def _step(translation: Translation) -> None:
 def _generation(translation: Translation) -> None:
     group, samples = translation.count("num_generations"), _per_generation(translation)
     translation.carry("num_generations", "--n-samples-per-prompt", group)
-    key = next(
-        (k for k in ("generation_batch_size", "steps_per_generation") if translation.has(k)),
-        "gradient_accumulation_steps",
-    )
+    sizes = ("generation_batch_size", "steps_per_generation")
+    key = next(filter(translation.has, sizes), "gradient_accumulation_steps")
     if samples % group:
         why = f"{samples} samples of a generation are no whole number of groups of {group}"
         translation.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration", worst=1)
@@ -172,15 +170,9 @@ def _precision(translation: Translation) -> None:
 def _adapter(translation: Translation) -> None:
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
     if translation.switch("use_peft"):
-        rank, alpha, dropout = translation.number("lora_r", 16), translation.number("lora_alpha", 32), 0.05
-        words = [
-            "--lora-rank",
-            rank,
-            "--lora-alpha",
-            alpha,
-            "--lora-dropout",
-            translation.number("lora_dropout", dropout),
-        ]
+        words: list[object] = ["--lora-rank", translation.number("lora_r", 16)]
+        words += ["--lora-alpha", translation.number("lora_alpha", 32)]
+        words += ["--lora-dropout", translation.number("lora_dropout", 0.05)]
         modules = translation.raw("lora_target_modules")
         if modules and modules != "all-linear":
             names = modules if isinstance(modules, list) else [modules]
@@ -355,17 +347,8 @@ def _objective(translation: Translation) -> ForeignObjective:
         translation.differ("loss_type", why, *words)
     else:
         translation.carry("loss_type", *words)
-    return ForeignObjective(
-        f"loss_type = {loss}",
-        formula,
-        translation.table.source,
-        reduce,
-        mode,
-        tuple(words),
-        divisor,
-        depends,
-        exact=exact,
-    )
+    name, source = f"loss_type = {loss}", translation.table.source
+    return ForeignObjective(name, formula, source, reduce, mode, tuple(words), divisor, depends, exact)
 
 
 TRL = Trl()

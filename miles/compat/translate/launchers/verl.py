@@ -373,8 +373,10 @@ def _objective(translation: Translation) -> ForeignObjective:
     if name not in MODES:
         translation.fail(key, f"is no mode of {translation.table.source}; it has {', '.join(MODES)}")
     mode, reduce, formula = MODES[name]
-    words, divisor, depends, exact = ["--loss-aggregation", mode], 8.0, "", True
+    words, depends, exact = ["--loss-aggregation", mode], "", True
+    divisor: float | None = 8.0
     if name == "token-sum":
+        divisor = None
         n = translation.count(ACTOR + "ppo_mini_batch_size") * translation.count(ROLLOUT + "n")
         words += ["--loss-aggregation-divisor", repr(1 / n)]
     elif name == "seq-mean-token-sum":
@@ -396,17 +398,8 @@ def _objective(translation: Translation) -> ForeignObjective:
         translation.differ(key, why, *words)
     else:
         translation.carry(key, *words)
-    return ForeignObjective(
-        f"{key} = {name}",
-        formula,
-        translation.table.source,
-        reduce,
-        mode,
-        tuple(words),
-        None if name == "token-sum" else divisor,
-        depends,
-        exact,
-    )
+    setting, source = f"{key} = {name}", translation.table.source
+    return ForeignObjective(setting, formula, source, reduce, mode, tuple(words), divisor, depends, exact)
 
 
 VERL = Verl()

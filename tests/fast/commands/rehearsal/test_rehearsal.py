@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from miles.commands.rehearsal.meter import MemoryKind, Phase
 from miles.commands.rehearsal.rehearsal import model_size, rehearse_settings, total
 from miles.commands.rehearsal.report import as_json as figures_of
 from miles.commands.rehearsal.report import as_page, as_text, one_forward_one_backward
-from miles.commands.rehearsal.roofline import KNOWN, as_json, device_of, foresee_generation
+from miles.commands.rehearsal.roofline import KNOWN, device_of, foresee_generation
 from miles.commands.rehearsal.trace import Tracers, prompt_length, response_length, step_of_one_rank
 from miles.compat.border import parse_or_exit
 from miles.config.lora import LoraArguments
@@ -205,7 +205,7 @@ def test_a_device_file_replaces_figures_of_a_known_device(tmp_path):
     file = tmp_path / "device.json"
     file.write_text('{"base": "h100", "bf16": 600}')
     assert device_of(str(file)) == replace(KNOWN["h100"], name="H100 80 GB, measured", bf16=600)
-    file.write_text(as_json(KNOWN["a100"]))
+    file.write_text(json.dumps(asdict(KNOWN["a100"])))
     assert device_of(str(file)) == KNOWN["a100"]
 
 
