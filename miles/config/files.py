@@ -1,15 +1,14 @@
-"""Read settings from a YAML file: ``--config FILE key=value …`` becomes words of the command line.
+"""Read files of settings: ``--config FILE key=value …`` and ``@file`` become words of the command line.
 
-The keys are flags without ``--``, with ``_`` or ``-``, flat or below the names of the sections of ``--help``. Scalars
-are taken as written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last value on the
-command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null`` takes back the
-values before it.
+The keys of a YAML file are flags without ``--``, with ``_`` or ``-``, flat or below the names of the sections of
+``--help``. Scalars are taken as written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last
+value on the command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null``
+takes back the values before it.
 """
 
 from __future__ import annotations
 
 import argparse
-import filecmp
 import json
 import os
 import re
@@ -17,17 +16,15 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import yaml
 
-from miles.base.flags import LONGEST_VALUE, Errors, collect_errors, flag_name, refuse
+from miles.base.flags import LONGEST_VALUE, Errors, flag_name
 from miles.base.secrets import HIDDEN, public
 from miles.base.shell_text import arithmetic
 from miles.base.text import one_line
-from miles.config.model import ModelArguments, is_on_hub, local_config
 from miles.config.notes import written
 from miles.config.settings import SECTIONS, section_of
 from miles.config.sglang.flags import ROUTER, SERVER, VLLM
@@ -403,133 +400,6 @@ def _json(node: yaml.Node) -> Any:
         if _NUMBER.fullmatch(text):
             return json.loads(text)
     return text
-
-
-# Fetch the ``config.json`` of a model on the Hugging Face hub, to check a command before anything starts.
-
-
-_SECONDS = 5.0  # for the hub to answer
-_LONGEST_REASON = 120
-_FIELDS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """Say what was fetched.
-
-    Attributes:
-        is_any: Whether a config is on this machine now that was not before.
-        absent: Which models could not be fetched, and why.
-    """
-
-    is_any: bool
-    absent: tuple[str, ...]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The notes on models that could not be fetched, for a run that starts elsewhere or later."""
-        later = "so flags that contradict the model are refused when it is loaded"
-        return tuple(f"{fault}, {later}" for fault in self.absent)
-
-
-def fetch_configs(model: ModelArguments) -> Fetched:
-    """Fetch the configs of the models that are names on the hub, unless the hub's cache has them.
-
-    Raises:
-        FlagError: The hub answers that a model cannot be had.
-    """
-    named = {field: getattr(model, field) for field in _FIELDS}
-    missing = {field: name for field, name in named.items() if name is not None and is_on_hub(name)}
-    is_any, absent = False, list[str]()
-    with collect_errors() as errors:
-        for field, name in missing.items():
-            with errors.catching():
-                if local_config(model, field) is not None:
-                    continue
-                why = _fetch(field, name)
-                is_any |= why is None
-                if why is not None:
-                    absent.append(f"{flag_name(field)} {name}: {why}")
-    return Fetched(is_any, tuple(absent))
-
-
-def _fetch(field: str, name: str) -> str | None:
-    """Fetch the config into the hub's cache; return why that is not possible now, or None."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return "its config.json is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
-    import httpx  # takes a second, as do the next ones
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RemoteEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        HfApi().model_info(name, timeout=_SECONDS)  # a download would try six times, for half a minute
-        hf_hub_download(name, "config.json", etag_timeout=_SECONDS)
-    except GatedRepoError:
-        rule = "the Hugging Face hub gives it only to users who were granted access"
-        refuse(field, name, rule, "ask for it on the page of the model, and set HF_TOKEN")
-    except RepositoryNotFoundError:
-        rule = "the Hugging Face hub has no such model, or does not show it to you"
-        refuse(field, name, rule, "correct the name, give a folder, or set HF_TOKEN if the model is private")
-    except RemoteEntryNotFoundError:
-        rule = "on the Hugging Face hub it has no config.json"
-        refuse(field, name, rule, "give a model in the format of transformers")
-    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
-        return f"the Hugging Face hub cannot be reached ({one_line(str(error), _LONGEST_REASON)})"
-    return None
-
-
-# Compare the tokenizers of two models by their files, without transformers.
-
-
-NAME = "tokenizer.json"
-
-
-def ordinary_tokens(folder: str) -> dict[str, int] | None:
-    """Return the id of each token in the ``tokenizer.json`` of ``folder``; None without one that can be read.
-
-    Tokens that were added to the vocabulary, as special tokens are, are left out: models of one family have others.
-    """
-    try:
-        content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
-        vocabulary: Any = content["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if isinstance(vocabulary, dict):
-        return {token: number for token, number in vocabulary.items() if type(number) is int}
-    if isinstance(vocabulary, list):  # pairs of a token and its score; the id is the position
-        pairs = [(pair[0], number) for number, pair in enumerate(vocabulary) if isinstance(pair, list) and pair]
-        return {token: number for token, number in pairs if isinstance(token, str)}
-    return None
-
-
-def _same_file(folder: str, own: str) -> bool:
-    """Return whether both have the same bytes, as models of one family do: to read them as JSON takes a second."""
-    try:
-        return filecmp.cmp(Path(folder) / NAME, Path(own) / NAME, shallow=False)
-    except (OSError, ValueError):
-        return False
-
-
-def fault_of_tokens(folder: str, own: str) -> str | None:
-    """Return how the tokenizer of the model in ``folder`` contradicts the one of ``own``, as part of a sentence.
-
-    None if they agree on all tokens that both have, or if one of the folders has no file to compare.
-    """
-    if _same_file(folder, own):
-        return None
-    there, here = ordinary_tokens(folder), ordinary_tokens(own)
-    if there is None or here is None:
-        return None
-    others = [token for token, number in here.items() if there.get(token, number) != number]
-    if not others:
-        return None
-    example = others[0]
-    return (
-        f"its {NAME} has other ids for {len(others)} of {len(here)} tokens ({example!r:.40} is {there[example]}, and "
-        f"{here[example]} in {own})"
-    )
 
 
 # Read an ``@file``: lines of flags, or a shell script that sets arrays of flags and is sourced by other scripts.

@@ -1,5 +1,7 @@
-"""Choose the model that is trained, and those it is compared with."""
+"""Choose the model that is trained, and those it is compared with; read their files, here or from the hub."""
 
+import filecmp
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +10,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from miles.base import strict_json
-from miles.base.flags import Errors, flag, is_hub_name, refuse
+from miles.base.flags import Errors, collect_errors, flag, flag_name, is_hub_name, refuse
+from miles.base.text import one_line
 from miles.models.packing import reads_images
 
 
@@ -225,3 +228,130 @@ def _config_fault(config: Any) -> str | None:
 
 
 _COPY_AGAIN = "copy the file again from the source of the model"
+
+
+# Fetch the ``config.json`` of a model on the Hugging Face hub, to check a command before anything starts.
+
+
+_SECONDS = 5.0  # for the hub to answer
+_LONGEST_REASON = 120
+_FIELDS = ("hf_checkpoint", "ref_load", "opd_teacher_load")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Say what was fetched.
+
+    Attributes:
+        is_any: Whether a config is on this machine now that was not before.
+        absent: Which models could not be fetched, and why.
+    """
+
+    is_any: bool
+    absent: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes on models that could not be fetched, for a run that starts elsewhere or later."""
+        later = "so flags that contradict the model are refused when it is loaded"
+        return tuple(f"{fault}, {later}" for fault in self.absent)
+
+
+def fetch_configs(model: ModelArguments) -> Fetched:
+    """Fetch the configs of the models that are names on the hub, unless the hub's cache has them.
+
+    Raises:
+        FlagError: The hub answers that a model cannot be had.
+    """
+    named = {field: getattr(model, field) for field in _FIELDS}
+    missing = {field: name for field, name in named.items() if name is not None and is_on_hub(name)}
+    is_any, absent = False, list[str]()
+    with collect_errors() as errors:
+        for field, name in missing.items():
+            with errors.catching():
+                if local_config(model, field) is not None:
+                    continue
+                why = _fetch(field, name)
+                is_any |= why is None
+                if why is not None:
+                    absent.append(f"{flag_name(field)} {name}: {why}")
+    return Fetched(is_any, tuple(absent))
+
+
+def _fetch(field: str, name: str) -> str | None:
+    """Fetch the config into the hub's cache; return why that is not possible now, or None."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return "its config.json is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
+    import httpx  # takes a second, as do the next ones
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RemoteEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)  # a download would try six times, for half a minute
+        hf_hub_download(name, "config.json", etag_timeout=_SECONDS)
+    except GatedRepoError:
+        rule = "the Hugging Face hub gives it only to users who were granted access"
+        refuse(field, name, rule, "ask for it on the page of the model, and set HF_TOKEN")
+    except RepositoryNotFoundError:
+        rule = "the Hugging Face hub has no such model, or does not show it to you"
+        refuse(field, name, rule, "correct the name, give a folder, or set HF_TOKEN if the model is private")
+    except RemoteEntryNotFoundError:
+        rule = "on the Hugging Face hub it has no config.json"
+        refuse(field, name, rule, "give a model in the format of transformers")
+    except (httpx.HTTPError, HfHubHTTPError, OSError) as error:
+        return f"the Hugging Face hub cannot be reached ({one_line(str(error), _LONGEST_REASON)})"
+    return None
+
+
+# Compare the tokenizers of two models by their files, without transformers.
+
+
+TOKENIZER = "tokenizer.json"
+
+
+def ordinary_tokens(folder: str) -> dict[str, int] | None:
+    """Return the id of each token in the ``tokenizer.json`` of ``folder``; None without one that can be read.
+
+    Tokens that were added to the vocabulary, as special tokens are, are left out: models of one family have others.
+    """
+    try:
+        content = json.loads((Path(folder) / TOKENIZER).read_text(encoding="utf-8"))
+        vocabulary: Any = content["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if isinstance(vocabulary, dict):
+        return {token: number for token, number in vocabulary.items() if type(number) is int}
+    if isinstance(vocabulary, list):  # pairs of a token and its score; the id is the position
+        pairs = [(pair[0], number) for number, pair in enumerate(vocabulary) if isinstance(pair, list) and pair]
+        return {token: number for token, number in pairs if isinstance(token, str)}
+    return None
+
+
+def _same_file(folder: str, own: str) -> bool:
+    """Return whether both have the same bytes, as models of one family do: to read them as JSON takes a second."""
+    try:
+        return filecmp.cmp(Path(folder) / TOKENIZER, Path(own) / TOKENIZER, shallow=False)
+    except (OSError, ValueError):
+        return False
+
+
+def fault_of_tokens(folder: str, own: str) -> str | None:
+    """Return how the tokenizer of the model in ``folder`` contradicts the one of ``own``, as part of a sentence.
+
+    None if they agree on all tokens that both have, or if one of the folders has no file to compare.
+    """
+    if _same_file(folder, own):
+        return None
+    there, here = ordinary_tokens(folder), ordinary_tokens(own)
+    if there is None or here is None:
+        return None
+    others = [token for token, number in here.items() if there.get(token, number) != number]
+    if not others:
+        return None
+    example = others[0]
+    return (
+        f"its {TOKENIZER} has other ids for {len(others)} of {len(here)} tokens ({example!r:.40} is {there[example]}, "
+        f"and {here[example]} in {own})"
+    )

@@ -35,12 +35,13 @@ from miles.config.choice import (
 )
 from miles.config.cluster import ClusterArguments, is_cluster_address
 from miles.config.components import TRAIN_BACKENDS
-from miles.config.files import Expanded, expand_configs, fetch_configs, located, with_words_of_files
+from miles.config.files import Expanded, expand_configs, located, with_words_of_files
 from miles.config.host_share import fit_to_host, is_on_cpu
 from miles.config.inputs import check_inputs
 from miles.config.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, installed_fields
 from miles.config.megatron.rules import normalize_converter, normalize_megatron
 from miles.config.megatron.settings import MegatronArguments
+from miles.config.model import fetch_configs
 from miles.config.needs import without_effect
 from miles.config.notes import READ_AS, Note, note_on, start_refused, surprises
 from miles.config.rollout import names_iteration

@@ -15,9 +15,15 @@ from miles.config.checkpoint import fault_of_nothing, fill_remote_cache, first_i
 from miles.config.choice import has_servers
 from miles.config.components import ENGINES, TRAIN_BACKENDS, call, engine_spec, names_with, train_backend_spec
 from miles.config.critic import check_critic
-from miles.config.files import fault_of_tokens, ordinary_tokens
 from miles.config.host_share import PROMPT, is_on_cpu, text_config
-from miles.config.model import ModelArguments, local_config, local_vocab_size, vocab_size_of
+from miles.config.model import (
+    ModelArguments,
+    fault_of_tokens,
+    local_config,
+    local_vocab_size,
+    ordinary_tokens,
+    vocab_size_of,
+)
 from miles.config.rollout import names_iteration, path_of_iteration
 from miles.config.settings import Settings
 from miles.config.sglang.flags import SERVER, VLLM, has_flag, known_server_flags, value_of

@@ -19,8 +19,7 @@ from miles.base.secrets import public
 from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
 from miles.config.checkpoint import CheckpointArguments
-from miles.config.files import fault_of_tokens
-from miles.config.model import ModelArguments, readable_config
+from miles.config.model import ModelArguments, fault_of_tokens, readable_config
 from miles.config.settings import Settings
 from miles.observe.run_files import RunIdentity
 from miles.run.remote_checkpoints import RemoteCheckpoints, named_errors

@@ -20,9 +20,9 @@ from miles.base.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_nam
 from miles.base.storage import is_url
 from miles.base.text import one_line
 from miles.compat.border import read_command
-from miles.config.files import FLAG, fetch_configs
+from miles.config.files import FLAG
 from miles.config.host_share import is_on_cpu
-from miles.config.model import ModelArguments
+from miles.config.model import ModelArguments, fetch_configs
 from miles.config.parser import Command, judge
 from miles.config.rollout import names_iteration
 from miles.config.settings import Settings

@@ -11,8 +11,7 @@ from sweep_files import planned, write_sweep
 from miles.base.flags import FlagError
 from miles.commands.sweeps.definition import PlannedRun, plan, read_definition
 from miles.compat.border import read_command
-from miles.config.files import Fetched
-from miles.config.model import ModelArguments
+from miles.config.model import Fetched, ModelArguments
 from miles.config.parser import judge
 from miles.config.rules import check_one_process
 from miles.config.run_file import run_config

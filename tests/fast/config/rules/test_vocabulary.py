@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles.config import files
+from miles.config import model as model_section
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model_may_have_a_scorer_of_the_mo
 def test_equal_files_of_tokens_are_not_parsed(folder, validated, monkeypatch):
     """Validation spends more time on parsing the files of large vocabularies than on all the rest."""
     own, other = folder("own", {"a": 0, "b": 1}), folder("other", {"a": 0, "b": 1})
-    monkeypatch.setattr(files.json, "loads", refusing_tokens)
+    monkeypatch.setattr(model_section.json, "loads", refusing_tokens)
     flags = f"--hf-checkpoint {own} {SCORERS['--ref-load']} {own} {SCORERS['--opd-teacher-load']} {other}"
     assert validated(flags, without="--hf-checkpoint")
 

@@ -17,7 +17,7 @@ from miles.config.parser import build_parser, judge
 from miles.config.run_file import run_config
 from miles.config.settings import Settings
 
-REPO = Path(__file__).parents[4]
+REPO = Path(__file__).parents[3]
 
 NESTED = """\
 # a comment
