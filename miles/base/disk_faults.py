@@ -1,4 +1,4 @@
-"""Say in words why a file or folder cannot be written: its disk is full or read-only, or a quota is used up."""
+"""Say in words why a file or folder cannot be written, such as for a full disk, or not be read."""
 
 import errno
 import os
@@ -132,6 +132,25 @@ def existing(path: Path) -> Path:
     """Return ``path``, or the nearest folder above it that exists. Raises ``OSError`` if its disk does not answer."""
     resolved = path.resolve()
     return next(each for each in (resolved, *resolved.parents) if each.is_dir())
+
+
+# Say in one sentence that a folder of checkpoints cannot be read: permissions, or a disk that does not answer.
+
+
+@contextmanager
+def reading(flag: str) -> Iterator[None]:
+    """Raise ``ValueError`` that names ``flag``, the path and the reason if the block cannot read a file or folder.
+
+    Whether there are checkpoints is not known then, so the run must not continue as if there were none.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = "it" if error.filename is None else str(error.filename)
+        raise ValueError(
+            f"{flag}: {where} cannot be read ({error.strerror or error}), so it is not known whether checkpoints are "
+            "there; correct its permissions or its disk, or give another folder"
+        ) from error
 
 
 # Recognize an error of standard output: nobody reads it, as after `| head`, or it is a file on a full disk.

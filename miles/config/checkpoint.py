@@ -132,7 +132,7 @@ def first_iteration(checkpoint: CheckpointArguments) -> int | None:
         return None
     try:
         return _newest_checkpoint(folder) or 0
-    except OSError:  # the launcher refuses to run (base/locks.py)
+    except OSError:  # the launcher refuses to run (base/disk_faults.py)
         return None
 
 
@@ -156,7 +156,7 @@ def fault_of_nothing(checkpoint: CheckpointArguments, ref_load: str | None) -> t
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is or holds a checkpoint, complete or not; true if nobody can read it (base/locks.py)."""
+    """Return whether a folder is or holds a checkpoint, complete or not; true if nobody can read it."""
     try:
         names = [folder.name, *os.listdir(folder)]
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import ray
 import ray.exceptions
 
-from miles.base.disk_faults import WriteFailed
-from miles.base.locks import reading
+from miles.base.disk_faults import WriteFailed, reading
 from miles.base.text import program, tell
 from miles.config.checkpoint import NOT_OF_ITS_OWN
 from miles.config.settings import Settings

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles.base.disk_faults import reading
 from miles.base.flags import LONGEST_VALUE, flag_name
-from miles.base.locks import reading
 from miles.base.secrets import public
 from miles.base.storage import is_url
 from miles.base.text import InputError, one_line
