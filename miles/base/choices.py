@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from miles.base.flags import Errors, changed
+from miles.base.flags import Errors, changed, flag_name
 
 F = TypeVar("F")  # the flags of a choice: an instance of its ``own_flags``, or None
 
@@ -76,8 +76,7 @@ class Registry(Mapping[str, C]):
     def __getitem__(self, name: str) -> C:
         """Return the choice named ``name``. Raises ``ValueError`` if there is none."""
         if name not in self._choices:
-            flag = "--" + self.flag.replace("_", "-")
-            raise ValueError(f"{flag} {name}: no such choice; give one of {', '.join(self._choices)}")
+            raise ValueError(f"{flag_name(self.flag)} {name}: no such choice; give one of {', '.join(self._choices)}")
         return self._choices[name]
 
     def __contains__(self, name: object) -> bool:
@@ -112,5 +111,5 @@ class Registry(Mapping[str, C]):
     def check_instead(self, chosen: C, flags: Any, errors: Errors) -> None:
         """Refuse every flag that is set and for which ``chosen`` has another with the same purpose."""
         for name in changed(flags, [name for name in chosen.instead if name not in chosen.reads]):
-            rule = f"contradicts --{self.flag.replace('_', '-')} {chosen.name}, which does not read it"
+            rule = f"contradicts {flag_name(self.flag)} {chosen.name}, which does not read it"
             errors.refuse(name, getattr(flags, name), rule, f"{chosen.instead[name]}, or drop it")

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+# A private name of a pinned version, as in config/parser.py.
 from argparse_dataclass import _add_dataclass_options
 
 from miles.base import strict_json
@@ -31,9 +32,6 @@ from miles.tasks.rewards.registry import get_reward_function
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.tasks.rewards.settings import CUSTOM, RewardArguments, check_reward, reward_weights
 from miles.types.sample import Prompt, Sample, SampleStatus
-
-# A private name of a pinned version (argparse-dataclass 2.0), as in config/parser.py.
-
 
 SECONDS = 60.0
 

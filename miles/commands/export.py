@@ -25,10 +25,7 @@ from miles.observe.run_files import METRICS
 from miles.tasks.data.settings import HUGGING_FACE
 
 # --to: the function that writes the folder, and its contents
-WRITERS = {
-    "hf": (export, "weights, configuration and tokenizer of"),
-    "peft": (export_adapter, "the adapter of"),
-}
+WRITERS = {"hf": (export, "weights, configuration and tokenizer of"), "peft": (export_adapter, "the adapter of")}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     add_step_flag(parser)
     parser.add_argument(
         "--to",
-        choices=("hf", "peft"),
+        choices=tuple(WRITERS),
         default="hf",
         help="the format: a Hugging Face folder, or the adapter of a run with --lora-rank as peft reads it",
     )

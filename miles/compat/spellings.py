@@ -372,7 +372,7 @@ def remarks(settings: Settings, set_fields: Collection[str]) -> Iterator[str]:
     yield from _on_initial_weights(settings, set_fields)
     relied_on = [name for name in ON_FSDP if name not in set_fields]
     if "train_backend" in set_fields and not reads_megatron_flags(settings) and relied_on:
-        here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
+        here = ", ".join(f"{flag_name(name)} {getattr(settings.optimizer, name)}" for name in relied_on)
         there = ", ".join(ON_FSDP[name] for name in relied_on)
         yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
 

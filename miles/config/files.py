@@ -173,7 +173,7 @@ class _Reader:
     def _is_override(self, word: str) -> bool:
         """Return whether a word after the values of a flag is ``key=value`` with a key of ours."""
         key, equals, _ = word.partition("=")
-        return bool(equals) and "--" + key.rpartition(".")[2].replace("_", "-") in self._actions
+        return bool(equals) and flag_name(key.rpartition(".")[2]) in self._actions
 
     def _of_file(self, path: str) -> Iterator[_Entry]:
         label = one_line(path, LONGEST_VALUE)
@@ -232,7 +232,7 @@ class _Reader:
 
     def _flag(self, name: str, section: str) -> str:
         """Return the flag of a key below ``section``."""
-        spellings = ("--" + name.replace("_", "-"), "--" + name)
+        spellings = (flag_name(name), "--" + name)
         for flag in spellings:
             if flag in NO_SETTINGS:
                 raise _Refused("is not a setting of a run; give it on the command line")

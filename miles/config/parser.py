@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+# A private name of a pinned version (2.0): the public entry points take one dataclass, not many.
 from argparse_dataclass import _add_dataclass_options
 
 import miles
@@ -70,9 +71,6 @@ from miles.config.spelling import (
 from miles.config.suggest import environment_strings, near_choice, set_name, suggestion
 from miles.config.training import fill_precision
 from miles.config.validate import Validated, validate
-
-# A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not many.
-
 
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 

@@ -3,6 +3,7 @@
 import math
 import re
 
+from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
@@ -298,7 +299,7 @@ def _adaptive_entropy(translation: Translation) -> None:
     if translation.switch(switch):
         translation.carry(target, "--entropy-target", translation.number(target))
         for name in bounds:
-            translation.carry(name, "--" + name.replace("_", "-"), translation.number(name))
+            translation.carry(name, flag_name(name), translation.number(name))
     translation.take([target, *bounds])
 
 

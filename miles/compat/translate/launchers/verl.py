@@ -1,5 +1,6 @@
 """verl: Hydra YAML, and ``key=value`` overrides in a shell script."""
 
+from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
     Document,
@@ -249,7 +250,7 @@ def _policy(translation: Translation) -> None:
     if mode == "cispo":
         words = ["--policy-loss", "cispo", "--ratio-max", f"{1 + high:.12g}", "--ratio-min", f"{max(1 - low, 0):.12g}"]
     elif mode in ("dppo_tv", "dppo_kl"):
-        words = ["--policy-loss", mode, f"--{mode.replace('_', '-')}-delta", high, "--dppo-ratio-max", bound]
+        words = ["--policy-loss", mode, flag_name(f"{mode}_delta"), high, "--dppo-ratio-max", bound]
     elif mode == "sapo":
         words += ["--sapo-tau-pos", translation.number(ACTOR + "tau_pos")]
         words += ["--sapo-tau-neg", translation.number(ACTOR + "tau_neg")]
