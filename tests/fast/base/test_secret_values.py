@@ -5,15 +5,7 @@ import json
 
 import pytest
 
-from miles.base.secrets import (
-    HIDDEN,
-    hide_in_text,
-    is_secret,
-    public,
-    public_words,
-    secrets_in,
-    split_secret_words,
-)
+from miles.base.secrets import HIDDEN, hide_in_text, is_secret, public, public_words, secrets_in, split_secret_words
 from miles.config.megatron.fields import megatron_fields
 from miles.config.parser import declared
 from miles.config.sglang.flags import known_router_flags, known_server_flags

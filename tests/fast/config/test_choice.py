@@ -151,14 +151,7 @@ def test_other_defaults_are_noted(accepted, flags, said):
     assert any(note.startswith(said) or said in note for note in accepted(flags).notes)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        f"--train-backend fsdp {OPTIMIZER}",
-        "--train-backend megatron --device cuda",
-    ],
-)
+@pytest.mark.parametrize("flags", ["", f"--train-backend fsdp {OPTIMIZER}", "--train-backend megatron --device cuda"])
 def test_and_only_where_they_matter(accepted, flags):
     notes = accepted(f"--fp32 {flags}").notes
     assert not any("the defaults" in note for note in notes)

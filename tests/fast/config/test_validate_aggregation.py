@@ -284,12 +284,7 @@ def test_only_aggregation_flags_change(loss):
         result, _ = reconcile(loss, 8, 4)
     except ValueError:
         return
-    names = (
-        "loss_aggregation",
-        "loss_aggregation_divisor",
-        "loss_aggregation_alpha",
-        "calculate_per_token_loss",
-    )
+    names = ("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_alpha", "calculate_per_token_loss")
     aliases = ("pg_loss_divisor", "loss_agg_mode", "loss_scale_factor")
     assert replace(loss, **{name: getattr(result, name) for name in names + aliases}) == result
 

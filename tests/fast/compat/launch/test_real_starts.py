@@ -94,10 +94,7 @@ def words_of(start: Start, folder: Path) -> list[str]:
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": f"{number} + {number} ="},
-        {"role": "assistant", "content": str(2 * number)},
-    ]
+    return [{"role": "user", "content": f"{number} + {number} ="}, {"role": "assistant", "content": str(2 * number)}]
 
 
 @pytest.mark.slow

@@ -28,11 +28,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
     [
         ("", None, ""),
         ("--rollout-max-response-len 63", None, ""),
-        (
-            "--rollout-max-response-len 64",
-            None,
-            REFUSED,
-        ),
+        ("--rollout-max-response-len 64", None, REFUSED),
         ("--rollout-max-response-len 64 --rollout-max-context-len 64", None, ""),
         ("--rollout-max-response-len 64 --rollout-max-context-len 65", None, "--rollout-max-response-len 64"),
         ("--rollout-max-response-len 64 --thinking-max-len 8", None, ""),

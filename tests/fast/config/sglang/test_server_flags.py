@@ -4,13 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config.parser import parse
-from miles.config.sglang.flags import (
-    has_flag,
-    known_router_flags,
-    known_server_flags,
-    split_server_flags,
-    value_of,
-)
+from miles.config.sglang.flags import has_flag, known_router_flags, known_server_flags, split_server_flags, value_of
 
 OWN = {"--lr", "--sglang-server-concurrency", "--save"}
 VALUES = st.lists(st.sampled_from(["1", "-1", "x y", "{}", "float32", "a=b"]), max_size=3)

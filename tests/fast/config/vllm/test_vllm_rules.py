@@ -44,10 +44,7 @@ def fake_vllm(tmp_path, monkeypatch):
     [
         (f"{VLLM} --rollout-external --rollout-external-engine-addrs 1.2.3.4:5", "--rollout-external: .*; drop it"),
         (f"{VLLM} --rollout-top-p 0.9", "--rollout-top-p 0.9: vLLM states which tokens it keeps"),
-        (
-            f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5",
-            "--rollout-temperature 0.5: ",
-        ),
+        (f"{VLLM} --rollout-top-k 9 --no-support-replay --rollout-temperature 0.5", "--rollout-temperature 0.5: "),
         (f"{VLLM} --bf16 --fp32-lm-head", "--fp32-lm-head: is not possible with --rollout-engine vllm"),
         (f"{VLLM} --sglang-dtype float32", "--rollout-engine vllm.*SGLang|--sglang-dtype"),
         (f"{VLLM} --device cpu --vllm-enable-chunked-prefill", "--vllm-enable-chunked-prefill: vLLM ends on CPU"),
@@ -56,10 +53,7 @@ def fake_vllm(tmp_path, monkeypatch):
         (f"{VLLM} --vllm-pipeline-parallel-size 2", "--vllm-pipeline-parallel-size: an engine here is tensor parallel"),
         (f"{VLLM} --vllm-quantization fp8", "--vllm-quantization fp8: vLLM quantizes weights when it starts"),
         (f"{VLLM} --vllm-cpu-cache-gib 0", "--vllm-cpu-cache-gib 0: must be"),
-        (
-            "--rollout-engine torch --vllm-max-num-seqs 4",
-            "--vllm-max-num-seqs: would be ignored by",
-        ),
+        ("--rollout-engine torch --vllm-max-num-seqs 4", "--vllm-max-num-seqs: would be ignored by"),
         (f"{VLLM} --use-rollout-routing-replay", "--use-rollout-routing-replay: --rollout-engine vllm does not report"),
     ],
 )
