@@ -3,18 +3,15 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.compat.border import read_command
 from miles.config.flags_view import flags_view
-from miles.config.parser import judge
 
 
 @pytest.fixture
-def read(command, tmp_path):
+def read(accepted, tmp_path):
     def run(text, flags="", without=""):
         file = tmp_path / "config.yaml"
         file.write_text(text)
-        words = ["--actor-num-gpus-per-node", "2", *command(flags, without), "--custom-config-path", str(file)]
-        return judge(read_command(words))
+        return accepted(f"{flags} --custom-config-path {file}", without)
 
     return run
 
@@ -62,6 +59,6 @@ def test_a_wrong_file_is_refused(read, text, expected):
         read(text)
 
 
-def test_a_missing_file_is_refused(command):
+def test_a_missing_file_is_refused(accepted):
     with pytest.raises(FlagError, match="--custom-config-path nowhere.yaml: cannot be read"):
-        judge(read_command(["--actor-num-gpus-per-node", "1", *command("--custom-config-path nowhere.yaml")]))
+        accepted("--custom-config-path nowhere.yaml")

@@ -3,8 +3,6 @@
 import pytest
 
 from miles.base.flags import FlagError
-from miles.compat.border import read_command
-from miles.config.parser import judge
 
 FUNCTION = "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 EXAMPLE = """
@@ -23,12 +21,11 @@ tis_batch_normalize: true
 
 
 @pytest.fixture
-def read(command, tmp_path):
+def read(accepted, tmp_path):
     def run(text: str, flags: str = FUNCTION):
         file = tmp_path / "mis.yaml"
         file.write_text(text)
-        words = ["--actor-num-gpus-per-node", "1", *command(flags), "--custom-config-path", str(file)]
-        return judge(read_command(words))
+        return accepted(f"{flags} --custom-config-path {file}")
 
     return run
 
