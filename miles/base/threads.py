@@ -37,7 +37,7 @@ def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
         _idle.append(calls)
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
+async def in_thread(function: Callable[..., T], /, *args: Any, **named: Any) -> T:
     """Return ``function(*args, **named)`` from a thread. A call that is cancelled leaves its thread behind.
 
     Raises:

@@ -358,7 +358,7 @@ async def call_user_code(function: Callable[..., Any], *args: Any, seconds: floa
             call.abandon()
 
 
-async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> T:
+async def run_blocking(function: Callable[..., T], /, *args: Any, **named: Any) -> T:
     """Return ``function(*args, **named)`` from a daemon thread, once fewer than ``MAX_THREADS`` such calls are awaited.
 
     For what trajectories call: tools, and what blocks in an environment. A call that is cancelled, as by
@@ -392,7 +392,7 @@ _while_waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = Context
 )
 
 
-async def user_code_in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
+async def user_code_in_thread(function: Callable[..., T], /, *args: Any, **named: Any) -> T:
     """Return ``function(*args, **named)`` from a daemon thread, which is there at once, whatever other calls do.
 
     For user code that the rollout process itself awaits, such as hooks on an iteration.

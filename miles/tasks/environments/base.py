@@ -243,12 +243,12 @@ async def content_of_call(function: Callable[..., Any], /, *args: Any, **named: 
             result = await function(*args, **named)
         else:
             result = await run_blocking(function, *args, **named)
+        if isinstance(result, str) or (isinstance(result, list) and result and all(map(_is_part, result))):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
     except (Exception, SystemExit) as error:  # a tool may raise anything on the model's arguments
         raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
         return f"error: {one_line(name_and_words(raised), 400)}"
-    if isinstance(result, str) or (isinstance(result, list) and result and all(map(_is_part, result))):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _is_part(value: Any) -> bool:

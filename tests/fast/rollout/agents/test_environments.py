@@ -17,7 +17,7 @@ from miles.config.settings import Settings
 from miles.engine.base import SamplingParams
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.groups import GroupSpec, response_seed
-from miles.tasks.environments.base import Environment, ToolEnvironment
+from miles.tasks.environments.base import Environment, ToolEnvironment, content_of_call
 from miles.tasks.rewards.built_in import REWARDS
 from miles.tasks.rewards.scoring import RewardError, score
 from miles.types.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
@@ -208,6 +208,9 @@ def fails_to_say(name, arguments):
 def finds_nothing(name, arguments):
     return next(iter(()))
 
+def keys_a_pair(name, arguments):
+    return {(1, 2): 3}
+
 def exits(name, arguments):
     raise SystemExit(2)
 
@@ -239,6 +242,7 @@ async def test_one_function_runs_the_tools_of_a_list(price_tools, random_engine,
         ("fails", "OSError: closed"),
         ("fails_to_say", "Silent: (its str raises ValueError)"),
         ("finds_nothing", "StopIteration"),
+        ("keys_a_pair", "TypeError: keys must be str, int, float, bool or None, not tuple"),
         ("exits", "SystemExit: 2"),
         ("exits_later", "SystemExit: 2"),
     ],
@@ -249,6 +253,10 @@ async def test_the_model_reads_whatever_a_tool_raises(price_tools, random_engine
     made = generator(f"tool_calls:call=price_tools:{name}")
     [sample] = (await played(made, random_engine(texts=[CALL, "7"]), chat_tokenizer, prompt)).samples
     assert f"tool\nerror: {said}<|im_end|>" in chat_tokenizer.decode(sample.tokens)
+
+
+async def test_a_tool_may_name_an_argument_function():
+    assert await content_of_call(lambda function: f"draws {function}", function="x^2") == "draws x^2"
 
 
 async def test_a_row_without_tools_fails(price_tools, random_engine, chat_tokenizer):
