@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import repeat
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
@@ -226,6 +227,13 @@ def _steps_of_iteration(translation: Translation) -> int:
     return max(samples // translation.count("policy.train_global_batch_size"), 1) * passes
 
 
+_OF_SCHEDULERS = ("start_factor", "end_factor", "total_iters", "factor", "eta_min", "T_max")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _torch_schedule(translation: Translation, key: str) -> None:
     """Translate a chain of PyTorch's schedulers: a linear warm-up, then a constant or a cosine."""
     stages, each = translation.raw(key, []), _steps_of_iteration(translation)
@@ -241,6 +249,8 @@ def _torch_schedule(translation: Translation, key: str) -> None:
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
+        if not isinstance(kwargs, dict) or not all(map(_is_finite, map(kwargs.get, _OF_SCHEDULERS, repeat(0)))):
+            translation.fail(key, f"the kwargs of {name or 'a scheduler'} must be finite numbers")
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
             words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5)) * each]
             first = kwargs.get("start_factor", 1 / 3)

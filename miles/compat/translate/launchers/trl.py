@@ -73,7 +73,7 @@ def _prompts(translation: Translation) -> None:
 
 def _reports(translation: Translation) -> None:
     names = translation.raw("report_to")
-    chosen = {*(names if isinstance(names, list) else [names])}
+    chosen = {*map(str, names if isinstance(names, list) else [names])}
     if {"wandb", "all"} & chosen:
         translation.carry("report_to", "--use-wandb")
     for name in sorted({"trackio", "swanlab"} & chosen):

@@ -310,6 +310,18 @@ def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
         ("a.sh", "echo 'open\n", "line 1"),
         ("a.sh", "echo\n", "line 1"),
         ("a.yaml", "something: else", "line 1"),
+        *(
+            (
+                "a.yaml",
+                f"grpo: {{max_num_steps: 5}}\npolicy: {{scheduler: [{{name: {name}, kwargs: {wrong}}}]}}",
+                "line 2",
+            )
+            for name, wrong in [
+                ("LinearLR", "{total_iters: many}"),
+                ("LinearLR", "[1, 2]"),
+                ("CosineAnnealingLR", "{T_max: .inf}"),
+            ]
+        ),
     ],
 )
 def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, text, place):
