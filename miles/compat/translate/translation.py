@@ -644,7 +644,7 @@ def _flag_groups(words: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 def _word(value: object) -> str:
     if isinstance(value, float):
-        return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     return one_line(str(value), 4000)
 
 

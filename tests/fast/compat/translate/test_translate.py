@@ -334,6 +334,12 @@ def test_a_bad_file_is_one_sentence_with_file_and_line(tmp_path, capsys, name, t
     assert len(output.err.splitlines()) == 1
 
 
+def test_a_value_of_another_kind_is_text(tmp_path):
+    text = "loss_type: grpo\noutput_dir: .inf\nreport_to: [[wandb]]\n"
+    _, translation, _ = translated(tmp_path, "trl.yaml", text)
+    assert "--use-wandb" not in translation.words and "inf" in translation.words
+
+
 @pytest.mark.parametrize("data", [b"\xff\xfe\xfa", b"a\x00b", b""])
 @pytest.mark.parametrize("suffix", ["json", "yaml", "toml", "py", "sh"])
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path, capsys, suffix, data):
