@@ -145,4 +145,4 @@ def rows(name: str) -> Iterator[Foreign]:
             yield Foreign(flag, _KINDS[value], neutral=neutral, is_megatron=read.get("is_megatron", False), **verdict)
 
 
-FOREIGN_FLAGS = {row.flag: row for name in ("launcher", "newer", "megatron", "training") for row in rows(name)}
+FOREIGN_FLAGS = {row.flag: row for name in ("launcher", "megatron", "training") for row in rows(name)}
