@@ -400,7 +400,7 @@ def get_default_pg_loss_reducer(loss: "LossArguments", micro: "MicroBatch") -> R
 
 
 def get_sum_of_sample_mean(micro: "MicroBatch", calculate_per_token_loss: bool) -> Reducer:
-    """Return the default reducer: ``1/N sum_r 1/M_r sum_t m l``, or ``1/T sum_t m l`` per token.
+    """Return the reducer of all but pg_loss: ``1/N sum_r 1/M_r sum_t m l``, or ``1/T sum_t m l`` per token.
 
     A trajectory's mean is taken over all of its samples, on any rank. N and T count the whole step, so the sum
     over micro-batches and ranks is the step's value.

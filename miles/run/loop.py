@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class RolloutCalls(Protocol):
-    """The calls that the loop and the checkpoints make on the engines. ``RolloutDriver`` describes each call."""
+    """The calls of the loop and the checkpoints on the rollout process. ``RolloutDriver`` describes each call."""
 
     num_iterations: int
     weight_metrics: dict[str, Metric]

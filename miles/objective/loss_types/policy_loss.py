@@ -48,7 +48,7 @@ class PolicyGradientLoss(LossType):
         return needs
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
-        """Return false: its parts are asked themselves."""
+        """Return false: ``Objective.zero_advantage_has_gradient`` asks its parts."""
         return False
 
     def terms(self, objective: Objective, shape: StepShape) -> list[Term]:
@@ -128,6 +128,7 @@ def policy_loss_function(
     log_ratio = masked_log_ratio(log_probs, old_log_probs, micro.loss_mask)
     tokens = PolicyTokens(log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), log_ratio, micro.advantages, micro)
     token_losses, clipped = objective.policy_loss.token_losses(loss, tokens)
+    # With --use-rollout-logprobs the old log-probs are the engine's.
     trainer_log_probs = log_probs.detach() if loss.use_rollout_logprobs else old_log_probs
     ratios = ratios_of(micro, log_ratio, trainer_log_probs)
     weights, logged = weigh(objective.token_weights, loss, ratios)
