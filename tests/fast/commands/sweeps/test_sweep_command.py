@@ -50,6 +50,7 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path, how):
     assert [len(json.loads((run.folder / "sweep-run.json").read_text())["attempts"]) for run in runs.values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_runs_in_one_process_are_those_with_ray(sweep, tmp_path):
     """With generation ahead of training, whose weights are loaded later; one of the forks fails, and is reported."""
     ahead = {"num_rollout": 3, "async_steps": 1}
