@@ -8,8 +8,13 @@ from vision_models import image_flags, png
 
 from miles.commands.sample import main as sample
 from miles.config.vllm.environment import missing_vllm, vllm_python
+from miles.engine.servers.launch import ServerOnHost
+from miles.engine.servers.server_log import LogFile
+from miles.engine.sglang.launch import ServerSpec
+from tests.fast.engine.sglang_servers import HOST, KEYS
+from tests.fast.engine.sglang_servers import SMALL as SMALL_SERVER
 from tests.fast.run.runs.launches import trained
-from tests.fast.run.runs.test_sglang_run import SERVERS
+from tests.fast.run.runs.test_sglang_run import SERVERS, external
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NEEDS_VLLM = pytest.mark.skipif(missing_vllm(vllm_python()) is not None, reason="vLLM is missing: bash scripts/vllm.sh")
@@ -50,3 +55,28 @@ def test_a_run_with_images_and_what_comes_after_it(launch, tmp_path, capsys, nam
     (tmp_path / "a.png").write_bytes(png(3))
     assert sample([str(run.output), "what?", "--image", str(tmp_path / "a.png"), "--engine", "torch", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+class CachingServer(ServerSpec):
+    """A server with SGLang's cache of encoded images, which servers of runs do not have."""
+
+    def environment(self, base, folder):
+        return super().environment(base, folder) | {"SGLANG_VLM_CACHE_SIZE_MB": "100"}
+
+
+def test_a_running_server_may_reuse_images_if_the_tower_is_frozen(launch, tmp_path):
+    """The third and the fourth iteration draw images of the first ones again."""
+    flags = [*image_flags(tmp_path, side=56, patch=14), "--freeze-vision-tower", "--lr", "1e-2", "--num-rollout", "5"]
+    spec = CachingServer(
+        str(tmp_path / "model"), "float32", "cpu", 1, 0, flags=SMALL_SERVER, keys=KEYS, reads_images=True
+    )
+    server = ServerOnHost(spec, LogFile(tmp_path / "server.log"), HOST)
+    try:
+        address = server.start().removeprefix("http://")
+        run = launch("images_external", *flags, *external(address), "--check-weight-update-equal")
+        assert run.wait() == 0, run.err
+    finally:
+        server.stop()
+    steps = [row for row in run.rows().values() if "train/grad_norm" in row]
+    assert all(row["train/grad_norm"] > 0 for row in steps)
+    assert all(row["train/train_rollout_logprob_abs_diff"] < SERVER_LOG_PROB_ERROR for row in steps[::2])
