@@ -6,17 +6,24 @@ from pathlib import Path
 
 from miles.base.flags import count
 
+KINDS = ("accuracy", "reward")
+
 
 def summarize(metrics_file: Path, name: str) -> str:
-    """Return ``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, sum of ``time/step``."""
+    """Return ``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, sum of ``time/step``.
+
+    An evaluation whose rewards are not all 0 or 1 has no accuracy; then the rewards are compared.
+    """
     rows = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    accuracies = [row[key] for row in rows if (key := f"eval/{name}/accuracy") in row]
-    if len(accuracies) < 2:
+    series = {kind: [row[f"eval/{name}/{kind}"] for row in rows if f"eval/{name}/{kind}" in row] for kind in KINDS}
+    kind = max(KINDS, key=lambda kind: len(series[kind]))  # the first of equals
+    values = series[kind]
+    if len(values) < 2:
         raise ValueError(
-            f"{metrics_file}: {count(len(accuracies), 'evaluation')} of {name}; a summary needs two, before and after"
+            f"{metrics_file}: {count(len(values), 'evaluation')} of {name}; a summary needs two, before and after"
         )
     seconds = sum(row.get("time/step", 0.0) for row in rows)
-    return f"held-out accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} in {seconds:.0f} s"
+    return f"held-out {kind} {values[0]:.3f} -> {values[-1]:.3f} in {seconds:.0f} s"
 
 
 def main() -> None:

@@ -129,3 +129,9 @@ def test_a_summary_needs_two_evaluations(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/accuracy": 0.5}\n')
     with pytest.raises(ValueError, match="1 evaluation of heldout; a summary needs two"):
         summarize(tmp_path / "metrics.jsonl", "heldout")
+
+
+def test_a_summary_compares_rewards_where_an_evaluation_has_no_accuracy(tmp_path):
+    rows = [{"eval/heldout/reward": 0.1}, {"eval/heldout/reward": 0.5, "eval/heldout/accuracy": 0.5, "time/step": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summarize(tmp_path / "metrics.jsonl", "heldout") == "held-out reward 0.100 -> 0.500 in 2 s"
