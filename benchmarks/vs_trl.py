@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, help="jsonl with input and label, such as miles quickstart writes")
-    parser.add_argument("--images", type=int, metavar="PIXELS", help="images with sides of so many pixels")
+    parser.add_argument("--images", type=int, metavar="PIXELS", help="an image of PIXELS x PIXELS per prompt")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))

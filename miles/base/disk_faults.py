@@ -1,4 +1,4 @@
-"""Say in words why a file or folder cannot be written, such as for a full disk, or not be read."""
+"""Say in words why a file or folder cannot be written, such as on a full disk, or cannot be read."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Daemon threads for calls that block, and coroutines of which none is left behind.
+"""Daemon threads for calls that block, and coroutines that end together.
 
 A thread is there at once, however many others hang, and a process that ends does not wait for it. The few threads of
 ``asyncio.to_thread`` are left to coroutines of the user's, whose calls may hold them for good.

@@ -60,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, metavar="FILE", help="also write every answer with its reward, as JSON lines"
     )
     options = parser.parse_args(list(argv))
-    for flag, number in (("--n-samples", options.n_samples), ("--max-response-len", options.max_response_len)):
-        if number is not None and number < 1:
-            parser.error(f"{flag} {number}: must be at least 1; give 1 or more")
+    parser.refuse_below_one(n_samples=options.n_samples, max_response_len=options.max_response_len)
     if options.sets and options.benchmarks:
         parser.error("--benchmarks: cannot be used with --sets; give one of the two")
     if len(options.sets) % 2:

@@ -49,10 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engine", choices=tuple(ENGINES), help="generation engine (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     options = parser.parse_intermixed_args(list(argv))  # PROMPT may follow the flags
-    whole = {"--n": options.n, "--max-response-len": options.max_response_len, "--row": options.row}
-    for flag, number in whole.items():
-        if number is not None and number < 1:
-            parser.error(f"{flag} {number}: must be at least 1; give 1 or more")
+    parser.refuse_below_one(n=options.n, max_response_len=options.max_response_len, row=options.row)
     if options.temperature is not None and not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature}: must be finite, and 0 (greedy) or more")
     if options.row is not None and options.prompt is not None:

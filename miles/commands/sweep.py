@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     )
     which.add_argument("--explain", action="store_true", help="print the runs and their commands, then stop")
     options = parser.parse_args(list(argv))
-    if options.jobs is not None and options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: must be at least 1; give 1 or more")
+    parser.refuse_below_one(jobs=options.jobs)
     try:
         definition = read_definition(options.file)
         out: Path = options.out or definition.output

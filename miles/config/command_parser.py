@@ -12,6 +12,7 @@ from miles.base.flags import (
     fault_of_path,
     fault_of_size,
     fault_of_text,
+    flag_name,
 )
 from miles.base.text import one_line
 
@@ -30,6 +31,12 @@ class CommandParser(argparse.ArgumentParser):
                     text = f"{value:g}" if isinstance(value, float) else str(value)
                     self.error(f"{name} {one_line(text, LONGEST_PATH_IN_ERROR)}: {fault}")
         return result, rest
+
+    def refuse_below_one(self, **numbers: int | None) -> None:
+        """End with an error about the first flag whose number is below 1; None is one that is not set."""
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                self.error(f"{flag_name(name)} {number}: must be at least 1; give 1 or more")
 
     def error(self, message: str) -> NoReturn:
         """Print a message, each of its lines short and without control characters, and exit with status 2."""

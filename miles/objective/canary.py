@@ -75,7 +75,10 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
 
 
 def _likely_cause(ratio: float, ranks: int, context_sizes: Sequence[int]) -> str:
-    """``ranks`` hold the step, whose micro-batches on a rank are cut by ``context_sizes``: suspects for a factor."""
+    """Return the likely cause of a mass that is ``ratio`` of the expected one.
+
+    ``ranks`` hold the step, and ``context_sizes`` share each micro-batch of a rank: their numbers are suspects.
+    """
     sharing = ((size, "ranks that share a sequence (context parallelism)") for size in sorted(set(context_sizes)))
     suspects = [(ranks, "ranks"), *sharing, (len(context_sizes), "micro-batches")]
     for factor, what in suspects:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from miles.base.flags import count
 
-KINDS = ("accuracy", "reward")
+_KINDS = ("accuracy", "reward")
 
 
 def summarize(metrics_file: Path, name: str) -> str:
@@ -15,8 +15,8 @@ def summarize(metrics_file: Path, name: str) -> str:
     An evaluation whose rewards are not all 0 or 1 has no accuracy; then the rewards are compared.
     """
     rows = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    series = {kind: [row[f"eval/{name}/{kind}"] for row in rows if f"eval/{name}/{kind}" in row] for kind in KINDS}
-    kind = max(KINDS, key=lambda kind: len(series[kind]))  # the first of equals
+    series = {kind: [row[f"eval/{name}/{kind}"] for row in rows if f"eval/{name}/{kind}" in row] for kind in _KINDS}
+    kind = max(_KINDS, key=lambda kind: len(series[kind]))  # the first of equals
     values = series[kind]
     if len(values) < 2:
         raise ValueError(

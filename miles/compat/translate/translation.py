@@ -227,7 +227,8 @@ class ForeignObjective:
 
     def ours(self, mode: Aggregation) -> Reduction:
         """Return one of our modes as a reduction, with this objective's divisor."""
-        return lambda step: our_value(mode, step, self.divisor or 1 / len(step.responses))
+        divisor = self.divisor
+        return lambda step: our_value(mode, step, 1 / len(step.responses) if divisor is None else divisor)
 
     def nearest(self) -> Aggregation:
         """Return our mode whose token weights are nearest in the uneven batch."""

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from miles.config.settings import Settings
 from miles.engine.base import LocalHost
@@ -23,9 +23,6 @@ from miles.run.rollout_actor import GeneratedIteration, RolloutActor
 from miles.run.train_actor import TrainActor, TrainedIteration
 from miles.types.metrics import Metric
 from miles.types.weights import WeightChunk
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import repeat
 
 from miles.compat.translate.launchers.base import Launcher
 from miles.compat.translate.translation import (
@@ -227,7 +226,7 @@ def _steps_of_iteration(translation: Translation) -> int:
     return max(samples // translation.count("policy.train_global_batch_size"), 1) * passes
 
 
-_OF_SCHEDULERS = ("start_factor", "end_factor", "total_iters", "factor", "eta_min", "T_max")
+_NUMBERS = ("start_factor", "end_factor", "total_iters", "factor", "eta_min", "T_max")
 
 
 def _is_finite(value: object) -> bool:
@@ -249,7 +248,7 @@ def _torch_schedule(translation: Translation, key: str) -> None:
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
-        if not isinstance(kwargs, dict) or not all(map(_is_finite, map(kwargs.get, _OF_SCHEDULERS, repeat(0)))):
+        if not isinstance(kwargs, dict) or not all(_is_finite(kwargs.get(each, 0)) for each in _NUMBERS):
             translation.fail(key, f"the kwargs of {name or 'a scheduler'} must be finite numbers")
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
             words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5)) * each]

@@ -46,8 +46,7 @@ def transformer_config(
     of_model = {"activation_func": F.silu} | shape | experts
     kind = TransformerConfig
     if shape.get("multi_latent_attention"):
-        # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; layers.py
-        # is given them.
+        # With multi_latent_attention, GPTModel leaves the rotary angles to Megatron's own layer; layers.py gets them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     values = _recomputation(gradient_checkpointing, overrides) | _fields_of(overrides, TransformerConfig)
     chunks = sizes.chunks(shape["num_layers"])

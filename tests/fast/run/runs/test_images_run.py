@@ -65,7 +65,7 @@ class CachingServer(ServerSpec):
 
 
 def test_a_running_server_may_reuse_images_if_the_tower_is_frozen(launch, tmp_path):
-    """The third and the fourth iteration draw images of the first ones again."""
+    """The last two iterations draw images of the first ones again."""
     flags = [*image_flags(tmp_path, side=56, patch=14), "--freeze-vision-tower", "--lr", "1e-2", "--num-rollout", "5"]
     spec = CachingServer(
         str(tmp_path / "model"), "float32", "cpu", 1, 0, flags=SMALL_SERVER, keys=KEYS, reads_images=True
