@@ -40,18 +40,19 @@ import torch.nn.functional as F
 from lever_bench import PARTS, Bench, Change, Lever, constant, function, patched, recorded  # benchmarks/lever_bench.py
 from levers_tried import BOTH, RETURNED, TRIED  # benchmarks/levers_tried.py
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from miles.base.host import has_bf16
 from miles.batch import collate as collating
 from miles.engine.base import SamplingParams
-from miles.engine.embedded import model_runner, running_batch, sampling
+from miles.engine.embedded import attention, model_runner, running_batch, sampling
 from miles.engine.embedded import model_runner as fused_layers
 from miles.objective import token_log_probs
 from miles.run.cpu_tuning import malloc_environment
 from miles.training import packed_attention, scoring
 from miles.training import trainer as training
-from miles.training.fsdp import models, runner
+from miles.training.fsdp import models, plain_layers, runner
 from miles.types.train_batch import TrainBatch
 
 # The ways without a lever.
@@ -96,17 +97,40 @@ def whole_logits(
     return log_probs, None if log_p is None else -(log_p.exp() * log_p).sum(-1)[row]
 
 
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
-) -> torch.Tensor:
-    """``cached_attention`` with autograd's operations over all rows at once."""
-    rows, heads, length, width = q.shape
-    groups = k.shape[1]
-    if visible is None:
-        visible = torch.ones(length, k.shape[2], dtype=torch.bool).tril(k.shape[2] - length)[None, None]
-    scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
-    scores = (scores.float() * scaling).masked_fill(~visible.repeat(1, 1, heads // groups, 1), -torch.inf)
-    return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cells: Any, scaling: float) -> torch.Tensor:
+    """``_short_attention`` with autograd's operations."""
+    sharers, width = q.shape[1] // k.shape[1], v.shape[2]
+    index = cells.queries, cells.keys, cells.keys
+    rows = [
+        x.reshape(-1, size).index_select(0, i)
+        for x, i, size in zip((q, k, v), index, (sharers * q.shape[2], k.shape[2], width), strict=True)
+    ]
+    results = []
+    for block in cells.blocks:
+        bq, bk, bv = packed_attention._of_block(block, sharers, *rows)
+        shares = (block.mask + (bq @ bk.mT).float() * scaling).softmax(-1)
+        results.append((shares.to(v.dtype) @ bv).reshape(-1, sharers * width))
+    out = torch.cat([*results, q.new_zeros(1, sharers * width)])
+    return out.index_select(0, cells.of_tokens).view(*q.shape[:2], width)
+
+
+@contextmanager
+def layers_of_transformers(bench: Bench) -> Iterator[None]:
+    """Let transformers compute norms and rotary positions."""
+    models_of = (bench.backend.policy, bench.backend.reference)
+    modules = [module for model in models_of for module in model.module.modules() if _is_replaced(module)]
+    if not modules:
+        raise LookupError("compute_with_few_operations replaces nothing here: change the lever as the code was changed")
+    replaced = [vars(module).pop("forward") for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, replaced, strict=True):
+            module.forward = forward
+
+
+def _is_replaced(module: torch.nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) in (plain_layers._norm, plain_layers._attention)
 
 
 @contextmanager
@@ -225,19 +249,31 @@ LEVERS = (
         constant(packed_attention, "SHORT", 0),
     ),
     Lever(
+        "that attention with its derivatives written out",
+        BOTH,
+        "gradients of keys are added up once; without, autograd's operations",
+        function(packed_attention, "_short_attention", plain_attention),
+    ),
+    Lever(
         "that attention a few rows at once",
         BOTH,
-        "1 MB of fp32 scores stays in the cache; without, autograd's operations over all rows",
-        function(packed_attention, "cached_attention", plain_attention),
+        "1 MB of fp32 scores stays in the cache; without, all rows of similar length",
+        constant(packed_attention, "CACHED_BYTES", 1 << 60),
         half=True,
     ),
     Lever(
         "the same, where memory is returned",
         ("forward and backward",),
         "as on a host with less than 16 GiB",
-        function(packed_attention, "cached_attention", plain_attention),
+        constant(packed_attention, "CACHED_BYTES", 1 << 60),
         environment=RETURNED,
         half=True,
+    ),
+    Lever(
+        "norms and rotary positions with few operations",
+        BOTH,
+        "without, transformers' operations",
+        layers_of_transformers,
     ),
     Lever(
         "log-probs and entropy from logits that are not whole in fp32",
@@ -265,6 +301,13 @@ LEVERS = (
         ("forward and backward",),
         "without, FSDP2 copies and divides them, as on several ranks",
         copied_gradients,
+    ),
+    Lever(
+        "gradients of one rank converted as they are joined",
+        ("forward and backward",),
+        "without, by FSDP2's operation, on one thread",
+        function(_fsdp_collectives, "foreach_reduce_scatter_copy_in", models._copy_in),
+        half=True,
     ),
     Lever("fused AdamW", ("optimizer",), "without, `foreach`", partial(adamw, foreach=True)),
     Lever("fused AdamW, not a loop", ("optimizer",), "without, a loop over the tensors", partial(adamw, foreach=False)),
@@ -297,6 +340,12 @@ LEVERS = (
         ("decoding",),
         "samples are one row as long as their tokens are equal; without, each has a row",
         own_rows,
+    ),
+    Lever(
+        "attention of a decoding step as two products",
+        ("decoding",),
+        "over whole buffers of the cache; without, PyTorch's fused kernel",
+        constant(attention, "MANY_ROWS", 1 << 60),
     ),
     Lever(
         "fused layers",

@@ -13,12 +13,11 @@ from unittest import mock
 import ray
 import torch
 import torch.nn.functional as F
-from lever_bench import Bench, Call, Lever, function, patched  # benchmarks/lever_bench.py
+from lever_bench import Bench, Call, Lever, patched  # benchmarks/lever_bench.py
 
 from miles.batch.collate import collate
 from miles.batch.schedule import schedule_step
 from miles.engine.embedded import model_runner as fused_layers
-from miles.engine.embedded.attention import DecodeStep, Layer
 from miles.training.trainer import Trainer
 
 DRAFTS = 3  # tokens that prompt lookup proposes at once
@@ -102,17 +101,6 @@ def fp32_cache(bench: Bench) -> tuple[Call, Call]:
     return repeated(lambda: attend(in_fp32)), repeated(lambda: attend(ours))
 
 
-def attended_by_products(
-    step: DecodeStep, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """``DecodeStep.attend`` of plain layers as two products, with scores in fp32 between them."""
-    width = step.mask.shape[-1]
-    keys, values = step.cache.append(layer.number, key, value, step.rows, step.positions, width)
-    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    scores = (grouped @ keys.transpose(-1, -2)).float() * layer.scale + step.mask
-    return (scores.softmax(-1).to(values.dtype) @ values).reshape(*query.shape[:2], 1, -1)
-
-
 def one_norm(bench: Bench) -> tuple[Call, Call]:
     """Return the norm of a decoding step by ``F.rms_norm``, and the engine's."""
     norm = bench.runner.model.model.norm
@@ -126,16 +114,6 @@ def decoder_layer(bench: Bench) -> type:
     """Return the class of the trainer's decoder layers, without what FSDP2 adds to it."""
     layer = type(bench.backend.policy.module.language_model.base_model.layers[0])
     return next(kind for kind in layer.__mro__ if "forward" in vars(kind))
-
-
-def torch_norms(bench: Bench) -> AbstractContextManager[Any]:
-    """Let the trainer's norms call ``F.rms_norm``."""
-    kind = type(bench.backend.policy.module.language_model.base_model.norm)
-
-    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
-
-    return patched(kind, "forward", forward)
 
 
 _compiled: dict[type, Callable[..., Any]] = {}
@@ -238,9 +216,6 @@ TRIED = (
         environment=RETURNED | {"LD_PRELOAD": JEMALLOC},
     ),
     Lever(
-        "`F.rms_norm` in the trainer", BOTH, "instead of transformers' operations, and rounds otherwise", torch_norms
-    ),
-    Lever(
         "`torch.compile` of the decoder layers",
         ("forward and backward",),
         "compiled again for each number of tokens",
@@ -265,12 +240,6 @@ TRIED = (
         pair=joined_projections,
     ),
     Lever("an fp32 cache of keys and values", ("attention",), "twice the memory", pair=fp32_cache, half=True),
-    Lever(
-        "attention of a decoding step as two products",
-        ("decoding",),
-        "instead of PyTorch's fused kernel; not built yet",
-        function(DecodeStep, "attend", attended_by_products),
-    ),
     Lever("`F.rms_norm` in the engine", ("a norm",), "rounds otherwise than the trainer's", pair=one_norm),
     Lever(
         "prompt lookup",

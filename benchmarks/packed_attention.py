@@ -15,12 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from miles.run.cpu_tuning import malloc_environment
-from miles.training.packed_attention import SHORT, _short_attention
+from miles.training import packed_attention
+from miles.training.packed_attention import PackedLayout
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -63,11 +66,22 @@ def run(attention: Attention, tensors: list[torch.Tensor]) -> tuple[float, list[
 def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
     """Assert that both give the same result; return the medians in milliseconds and their ratio."""
     scaling = args.width**-0.5
+    rows, tokens = max(args.tokens // length, 1), max(args.tokens // length, 1) * length
+    layout = PackedLayout.of_packed(np.arange(tokens), [length] * rows, torch.device("cpu"))
+    with mock.patch.object(packed_attention, "SHORT", length):
+        cells = layout.short_cells(None, args.heads, args.kv_heads)
+    assert cells is not None
+
+    def short(*rows_of: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in rows_of)
+        out = packed_attention._short_attention(q, k, v, cells, scaling)
+        return out.view(rows, length, args.heads, args.width).transpose(1, 2)
+
     contenders: dict[str, Attention] = {
         "fused": lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=args.heads != args.kv_heads
         ),
-        "short": lambda q, k, v: _short_attention(q, k, v, scaling, None),
+        "short": short,
     }
     tensors = inputs(args, length)
     # They round differently: the products of the short path are bf16, its softmax fp32.
@@ -96,7 +110,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | memory)
     torch.set_num_threads(1)
     rows = [compare(args, length) for length in args.lengths]
-    print(json.dumps({"dtype": args.dtype, "SHORT": SHORT, "results": rows}))
+    print(json.dumps({"dtype": args.dtype, "SHORT": packed_attention.SHORT, "results": rows}))
 
 
 if __name__ == "__main__":

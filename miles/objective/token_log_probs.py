@@ -67,6 +67,8 @@ def chunked_log_probs(
 class _ChunkedLogProbs(torch.autograd.Function):
     """The derivatives, with logits z (after scaling), p = softmax(z), log p = z - lse and entropy H = -sum p log p.
 
+    The log-sum-exp lse is kept as ``highest``, the largest logit, and ``shift``, the rest.
+
     In the backward pass::
 
         d log p[target] / dz = onehot(target) - p
@@ -89,9 +91,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         support: Support | None,
         shared: SharedLogits | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
-        log_probs = lse.new_empty(len(targets))
-        entropy = torch.empty_like(lse) if with_entropy else None
+        highest = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
+        shift = torch.empty_like(highest)
+        log_probs = highest.new_empty(len(targets))
+        entropy = torch.empty_like(highest) if with_entropy else None
         keeps = any(ctx.needs_input_grad) and len(hidden) <= rows
         ctx.stored = None
         for part in _chunks(len(hidden), rows):
@@ -101,16 +104,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 logits = _in_fp32(whole[block], scale)
                 if support is not None:
                     support.exclude_(logits, rows_at)
-                lse[rows_at] = torch.logsumexp(logits, 1)
+                highest[rows_at] = logits.amax(1)
+                powers = logits.sub_(highest[rows_at, None]).exp()
+                total = powers.sum(1)
+                shift[rows_at] = total.log()
                 readers, row = _readers(shared, rows_at, targets.device)
-                log_probs[readers] = logits[row, targets[readers]] - lse[rows_at][row]
-                if entropy is not None or (keeps and logits.dtype == whole.dtype):
-                    log_p = logits.sub_(lse[rows_at, None])
-                if entropy is not None:
-                    entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                log_probs[readers] = logits[row, targets[readers]] - shift[rows_at][row]
+                if entropy is not None:  # from the same exponentials
+                    entropy[rows_at] = shift[rows_at] - powers.mul_(logits).sum(1) / total
+                if keeps and logits.dtype == whole.dtype:
+                    logits.sub_(shift[rows_at, None])
             if keeps:  # log p if they are fp32 or fp64, for they were changed in place; else raw logits
                 ctx.stored = whole, blocks
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, highest, shift, entropy)
         ctx.scale, ctx.rows, ctx.fp32, ctx.support, ctx.shared = scale, rows, fp32, support, shared
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -118,26 +124,26 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, highest, shift, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
+        dtype = shift.dtype if ctx.fp32 else hidden.dtype  # of the products
         head = weight.to(dtype)
         grad_weight: torch.Tensor | None = None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
-        of_rows = _sum_of_readers(grad_log_probs, ctx.shared, lse)
+        grad_bias = torch.zeros_like(bias, dtype=shift.dtype) if needs_bias else None
+        of_rows = _sum_of_readers(grad_log_probs, ctx.shared, shift)
         cached, ctx.stored = ctx.stored, None  # changed below
         for part in _chunks(len(hidden), ctx.rows):
             whole, blocks = cached or _logits(hidden[part], weight, bias, ctx.fp32)
             for block in blocks:
                 rows_at = slice(part.start + block.start, part.start + block.stop)
-                if cached is not None and whole.dtype == lse.dtype:
+                if cached is not None and whole.dtype == shift.dtype:
                     log_p = whole[block]
                 else:
                     log_p = _in_fp32(whole[block], ctx.scale)
                     if ctx.support is not None:
                         ctx.support.exclude_(log_p, rows_at)
-                    log_p.sub_(lse[rows_at, None])
+                    log_p.sub_(highest[rows_at, None]).sub_(shift[rows_at, None])
                 block_grad = _logits_gradient(
                     log_p,
                     None if of_rows is None else of_rows[rows_at],
@@ -159,7 +165,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if needs_weight:
                 product = grad.t() @ hidden[part].to(dtype)
                 if len(hidden) > len(hidden[part]):  # several chunks are added up in fp32
-                    product = product.to(lse.dtype)
+                    product = product.to(shift.dtype)
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)

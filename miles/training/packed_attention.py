@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,89 +32,9 @@ from miles.types.groups import ALONE, ContextGroup
 from miles.types.parallel import padded_length, zigzag_chunks
 from miles.types.train_batch import MicroBatch
 
-# Attention over short rows in half precision on a CPU: a few rows at once, whose fp32 scores stay in a core's cache.
-#
-# Computing the scores of all rows at once takes a few passes over memory that was just allocated, which is slower than
-# the two matrix products (docs/performance.md has the figures).
-
-
-CACHED_BYTES = 1 << 20  # of fp32 scores that fit in a core's cache
-
-
-def cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
-) -> torch.Tensor:
-    """Attend in rows: q [rows, heads, Q, D], k [rows, kv_heads, K, D], v [rows, kv_heads, K, E] to [rows, heads, Q, E].
-
-    The products have the dtype of ``q``; scores are rounded to it, and scaled and normalized in fp32.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        scaling: The factor of the scores.
-        visible: Which keys a query sees, bool [rows or 1, 1, Q, K]; None: causal, with the last query at the last key.
-    """
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    apply: Callable[..., torch.Tensor] = _CachedAttention.apply
-    return apply(q, k, v, _hidden(q, k, visible), scaling, learns)
-
-
-def _hidden(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """Return the keys that are not ``visible`` as a mask of the products of all heads that share a key head."""
-    if visible is None:
-        queries, keys = q.shape[2], k.shape[2]
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
-    return ~visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
-
-
-class _CachedAttention(torch.autograd.Function):
-    """Heads that share a key head are rows of one product: q [rows, kv_heads, M, D] with M = heads / kv_heads * Q."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scaling: float, learns: bool
-    ) -> torch.Tensor:
-        rows, heads, length, width = q.shape
-        q = q.reshape(rows, k.shape[1], heads // k.shape[1] * length, width)
-        shares = q.new_empty(*q.shape[:3], k.shape[2], dtype=torch.float32) if learns else None
-        out = q.new_empty(*q.shape[:3], v.shape[3])
-        for block in _blocks(q, k):
-            scores = (q[block] @ k[block].transpose(-1, -2)).float().mul_(scaling)
-            scores.masked_fill_(hidden[block] if len(hidden) > 1 else hidden, -torch.inf)
-            share = torch.softmax(scores, -1)
-            out[block] = share.to(v.dtype) @ v[block]
-            if shares is not None:
-                shares[block] = share
-        ctx.save_for_backward(q, k, v, shares)
-        ctx.scaling, ctx.shape = scaling, (rows, heads, length, width)
-        return out.reshape(rows, heads, length, v.shape[3])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, shares = ctx.saved_tensors
-        grad = grad.reshape(*q.shape[:3], v.shape[3])
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for block in _blocks(q, k):
-            grad_v[block] = shares[block].to(v.dtype).transpose(-1, -2) @ grad[block]
-            of_shares = (grad[block] @ v[block].transpose(-1, -2)).float()
-            # A hidden key has a share of 0, and so no gradient.
-            of_scores = torch._softmax_backward_data(of_shares, shares[block], -1, torch.float32)
-            of_products = of_scores.mul_(ctx.scaling).to(q.dtype)
-            grad_q[block] = of_products @ k[block]
-            grad_k[block] = (q[block].transpose(-1, -2) @ of_products).transpose(-1, -2)
-        return grad_q.reshape(ctx.shape), grad_k, grad_v, None, None, None
-
-
-def _blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    scores = q.shape[1] * q.shape[2] * k.shape[2]  # of one row
-    step = max(1, CACHED_BYTES // (4 * max(1, scores)))
-    return (slice(start, start + step) for start in range(0, len(q), step))
-
-
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
+CACHED_BYTES = 1 << 20  # of fp32 scores that fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -147,6 +68,11 @@ class PackedRows:
     keys_to_packed: torch.Tensor
     tokens: torch.Tensor
     visible: torch.Tensor | None  # bool [rows or 1, 1, Q, K]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether scores of these rows are best kept in memory: on a CPU, with few keys."""
+        return self.queries.device.type == "cpu" and self.key_shape[1] <= SHORT
 
     def of_queries(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``tokens`` [T, ...] as rows of queries, [rows, Q, ...]; padding is zero."""
@@ -192,7 +118,8 @@ class PackedLayout:
         self.context = context
         self.padded = padded  # the tokens are rows already
         self.sequences = sequences  # of layers that may have a window
-        self._rows_of_window: dict[int, tuple[PackedRows, ...]] = {}
+        self._rows_of_window: dict[int | None, tuple[PackedRows, ...]] = {} if padded else {None: rows}
+        self._short_cells: dict[tuple[int | None, int, int], _ShortCells | None] = {}
 
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:
@@ -236,8 +163,8 @@ class PackedLayout:
         assert self.sequences is not None, "layers that choose keys have no window"
         return None if window >= max(self.sequences.lengths) else window
 
-    def rows_within(self, window: int) -> tuple[PackedRows, ...]:
-        """Return the rows of a layer whose queries see the last ``window`` keys, their own included.
+    def rows_within(self, window: int | None) -> tuple[PackedRows, ...]:
+        """Return the rows of a layer whose queries see the last ``window`` keys, their own included; None: all.
 
         They are built for the first layer that needs them.
         """
@@ -245,6 +172,18 @@ class PackedLayout:
         if window not in self._rows_of_window:
             self._rows_of_window[window] = _rows_of(self.sequences, self.context, window)
         return self._rows_of_window[window]
+
+    def short_cells(self, window: int | None, heads: int, kv_heads: int) -> _ShortCells | None:
+        """Return the cells of the short rows of ``rows_within``; None if there are none."""
+        if self.sequences is None or self.sequences.device.type != "cpu":
+            return None
+        key = window, heads, kv_heads
+        if key not in self._short_cells:
+            rows = [part for part in self.rows_within(window) if part.is_short]
+            everywhere = self.sequences.tokens
+            tokens = everywhere // self.context.size
+            self._short_cells[key] = _ShortCells.of(rows, tokens, everywhere, heads, kv_heads) if rows else None
+        return self._short_cells[key]
 
 
 def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[PackedRows, ...]:
@@ -389,30 +328,169 @@ def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return apply(tokens, index)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
-) -> torch.Tensor:
-    """Attend in rows: q [rows, heads, Q, D], k and v [rows, kv_heads, K, D]; returns q's shape with the width of v."""
-    if q.device.type == "cpu" and k.shape[2] <= SHORT and dropout == 0.0:
-        return _short_attention(q, k, v, scaling, visible)
-    return _fused_attention(q, k, v, scaling, dropout, visible)
+# Attention over short rows on a CPU: all rows of a layer in one function, whose backward is written out.
+#
+# PyTorch's fused kernel has a slow backward, so two products with the scores in memory are several times faster on rows
+# of 54 tokens (benchmarks/packed_attention.py). Autograd's operations would take most of the time around the products:
+# rows are gathered, and their gradients added up, once for all buckets; a few rows' scores at a time stay in a core's
+# cache.
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of one bucket that are computed together: their cells, and what is added to their scores."""
+
+    queries: slice  # of all cells of queries
+    keys: slice  # of all cells of keys
+    batch: int  # rows times key heads
+    mask: torch.Tensor  # fp32 [1, M, K] or [batch, M, K], M = Q * heads / kv_heads: 0 if a query sees a key, else -inf
+
+
+@dataclass(frozen=True)
+class _ShortCells:
+    """The cells of short rows: row after row, in it key head after key head, in it token after token.
+
+    Cells of queries have the heads that share a key head. Tokens without a cell of queries read one past the last.
+    """
+
+    queries: torch.Tensor  # int64 [cells of queries], into [T * kv_heads]
+    keys: torch.Tensor  # int64 [cells of keys], into [S * kv_heads], S: tokens of all ranks
+    of_tokens: torch.Tensor  # int64 [T * kv_heads], into the cells of queries
+    readers: torch.Tensor  # int64, cells of keys sorted by token; without padding
+    ends: torch.Tensor  # int64 [S * kv_heads + 1], into ``readers``
+    blocks: tuple[_Block, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRows], tokens: int, everywhere: int, heads: int, kv_heads: int) -> _ShortCells:
+        """Lay out ``rows`` of T ``tokens``, whose keys are of the S tokens ``everywhere``."""
+        of_heads = torch.arange(kv_heads)
+        queries, keys, blocks = [], [], []
+        of_tokens = torch.full((tokens, kv_heads), sum(part.queries.numel() for part in rows) * kv_heads)
+        first_query = first_key = 0
+        for part in rows:
+            (count, length), width = part.query_shape, part.key_shape[1]
+            row, place = part.to_packed // length, part.to_packed % length
+            of_tokens[part.tokens] = first_query + (row[:, None] * kv_heads + of_heads) * length + place[:, None]
+            queries.append(_cells_of_heads(part.queries.view(count, length), kv_heads))
+            keys.append(_cells_of_heads(part.keys.view(count, width), kv_heads))
+            mask = _mask_of_heads(part, heads // kv_heads)
+            step = max(1, CACHED_BYTES // (4 * heads * length * width))
+            for start in range(0, count, step):
+                batch = min(step, count - start) * kv_heads
+                own = mask if len(mask) == 1 else mask[start : start + step].repeat_interleave(kv_heads, 0)
+                parts = slice(first_query, first_query + batch * length), slice(first_key, first_key + batch * width)
+                blocks.append(_Block(*parts, batch, own))
+                first_query, first_key = parts[0].stop, parts[1].stop
+        of_keys = torch.cat(keys)
+        readers = of_keys.argsort(stable=True)
+        ends = torch.searchsorted(of_keys[readers], torch.arange(everywhere * kv_heads + 1))
+        return cls(
+            torch.cat(queries).clamp(max=tokens * kv_heads - 1),  # padding: any token
+            of_keys.clamp(max=everywhere * kv_heads - 1),
+            of_tokens.view(-1),
+            readers[: ends[-1]],
+            ends,
+            tuple(blocks),
+        )
+
+
+def _cells_of_heads(tokens: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return the index of each key head of ``tokens`` [rows, n] among [T * kv_heads], head after head in each row."""
+    return (tokens[:, None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
+
+
+def _mask_of_heads(rows: PackedRows, sharers: int) -> torch.Tensor:
+    """Return what is added to the scores [1 or rows, Q * sharers, K] of ``rows``."""
+    visible = rows.visible
+    if visible is None:
+        shape = rows.query_shape[1], rows.key_shape[1]
+        visible = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])[None, None]
+    mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    return mask[:, 0].repeat_interleave(sharers, 1)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Attend in short rows: q [T, heads, D], k [S, kv_heads, D], v [S, kv_heads, E] to [T, heads, E].
+
+    Tokens that are in no row get zeros. The products have the dtype of ``q``; scores are rounded to it, and scaled and
+    normalized in fp32 (fp64 for fp64). A key sums the gradients of its cells in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cells: _ShortCells, scaling: float
+    ) -> torch.Tensor:
+        tokens, heads, _ = q.shape
+        q, k, v = q.reshape(tokens * k.shape[1], -1), k.reshape(-1, k.shape[2]), v.reshape(-1, v.shape[2])
+        rows = q.index_select(0, cells.queries), k.index_select(0, cells.keys), v.index_select(0, cells.keys)
+        sharers = q.shape[1] // k.shape[1]
+        out = q.new_empty(len(cells.queries) + 1, sharers * v.shape[1])
+        out[-1] = 0
+        shares = []
+        for block in cells.blocks:
+            bq, bk, bv = _of_block(block, sharers, *rows)
+            scores = torch.bmm(bq, bk.mT)
+            share = torch.add(block.mask.to(_accumulate(q)), scores, alpha=scaling).softmax(-1)
+            torch.bmm(share.to(v.dtype), bv, out=_view(out, block.queries, block.batch, v.shape[1]))
+            shares.append(share)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*rows, *shares)
+        ctx.cells, ctx.scaling, ctx.sharers, ctx.shape = cells, scaling, sharers, (tokens, heads)
+        return out.index_select(0, cells.of_tokens).view(tokens, heads, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, *shares = ctx.saved_tensors
+        cells: _ShortCells = ctx.cells
+        of_out = q.new_zeros(len(q) + 1, ctx.sharers * v.shape[1])
+        of_out.index_copy_(0, cells.of_tokens, grad.reshape(len(cells.of_tokens), -1))
+        of_q, of_k, of_v = q.new_zeros(len(q) + 1, q.shape[1]), torch.empty_like(k), torch.empty_like(v)
+        for block, share in zip(cells.blocks, shares, strict=True):
+            bq, bk, bv = _of_block(block, ctx.sharers, q, k, v)
+            bg = _view(of_out, block.queries, block.batch, v.shape[1])
+            torch.bmm(share.to(v.dtype).mT, bg, out=_view(of_v, block.keys, block.batch, v.shape[1]))
+            of_shares = torch.bmm(bg, bv.mT).to(share.dtype)
+            # A hidden key has a share of 0, and so no gradient.
+            of_scores = torch._softmax_backward_data(of_shares, share, -1, share.dtype)
+            of_products = of_scores.mul_(ctx.scaling).to(q.dtype)
+            torch.bmm(of_products, bk, out=_view(of_q, block.queries, block.batch, k.shape[1]))
+            torch.bmm(of_products.mT, bq, out=_view(of_k, block.keys, block.batch, k.shape[1]))
+        kv_heads = len(cells.of_tokens) // ctx.shape[0]
+        # A query is in the cell that its result is read from; in others its gradient is 0.
+        grad_q = of_q.index_select(0, cells.of_tokens).view(*ctx.shape, -1)
+        grad_k, grad_v = (_sum_of_readers(part, cells).view(-1, kv_heads, part.shape[1]) for part in (of_k, of_v))
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _accumulate(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _view(cells: torch.Tensor, part: slice, batch: int, width: int) -> torch.Tensor:
+    """Return the part as [batch, n, width]."""
+    return cells[part].view(batch, -1, width)
+
+
+def _of_block(
+    block: _Block, sharers: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the rows of a block: [batch, M, D], [batch, K, D] and [batch, K, E]."""
+    keys = _view(k, block.keys, block.batch, k.shape[1]), _view(v, block.keys, block.batch, v.shape[1])
+    return _view(q, block.queries, block.batch, k.shape[1]), *keys
+
+
+def _sum_of_readers(gradient: torch.Tensor, cells: _ShortCells) -> torch.Tensor:
+    """Return the sum of the gradients of each token's cells, [S * kv_heads, D], added up in fp32."""
+    return torch.embedding_bag(gradient, cells.readers, cells.ends, mode=0, include_last_offset=True)[0]
 
 
 def _short_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cells: _ShortCells, scaling: float
 ) -> torch.Tensor:
-    """Compute attention as two matrix products, for rows so short that the scores are small.
-
-    PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
-    (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
-    half precision the same is done a few rows at once (``cached_attention``).
-    """
-    if q.dtype.itemsize < 4:
-        return cached_attention(q, k, v, scaling, visible)
-    rows, heads, length, width = q.shape
-    scores = q.reshape(rows, k.shape[1], heads // k.shape[1] * length, width) @ k.transpose(-1, -2)
-    scores = (scores.float() * scaling).masked_fill(_hidden(q, k, visible), -torch.inf)
-    return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
+    """Return attention in the rows of ``cells``, [T, heads, E], with zeros for tokens of other rows."""
+    apply: Callable[..., torch.Tensor] = _ShortAttention.apply
+    return apply(q, k, v, cells, scaling)
 
 
 def _fused_attention(
@@ -426,6 +504,23 @@ def _fused_attention(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=visible, is_causal=causal, dropout_p=dropout, scale=scaling, enable_gqa=gqa
     )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend in rows: q [rows, heads, Q, D], k and v [rows, kv_heads, K, D]; returns q's shape with the width of v."""
+    if sinks is None:
+        return _fused_attention(q, k, v, scaling, dropout, visible)
+    if visible is not None:
+        visible = F.pad(visible, (1, 0), value=True)
+    return _fused_attention(*with_sink(q, k, v, sinks, scaling), scaling, dropout, visible)[..., : v.shape[-1]]
 
 
 def packed_attention(
@@ -465,25 +560,23 @@ def packed_attention(
     if softcap is not None:
         raise ValueError("this model caps the scores of its attention, which --train-backend fsdp does not compute")
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        if s_aux is None:
-            return _attend(q, k, v, scaling, dropout, visible)
-        if visible is not None:
-            visible = F.pad(visible, (1, 0), value=True)
-        return _attend(*with_sink(q, k, v, s_aux, scaling), scaling, dropout, visible)[..., : v.shape[-1]]
-
     window = packed.narrowed(sliding_window)
-    if packed.padded and window is None:
+    is_plain = s_aux is None and dropout == 0.0 and (indices is None or not indices.shape[-1])
+    cells = packed.short_cells(window, query.shape[1], key.shape[1]) if is_plain else None
+
+    attend = partial(_attend, scaling=scaling, dropout=dropout, sinks=s_aux)
+    if packed.padded and window is None and cells is None:
         visible = None if indices is None or not indices.shape[-1] else _chosen(indices, key.shape[2])
         return attend(query, key, value, visible).transpose(1, 2).contiguous(), None
     assert indices is None, "the model chooses keys in rows"
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [T, heads, D]
-    both = packed.context.gather(torch.cat([k, v], -1))  # of all ranks, one exchange
-    out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    for rows in packed.rows if window is None else packed.rows_within(window):
-        qr = rows.of_queries(q).transpose(1, 2)
-        kr, vr = rows.of_keys(both).transpose(1, 2).split([k.shape[-1], v.shape[-1]], -1)
-        out = rows.put(attend(qr, kr, vr, rows.visible).transpose(1, 2), out)
+    if packed.context.size > 1:  # keys and values of all ranks, in one exchange
+        k, v = packed.context.gather(torch.cat([k, v], -1)).split([k.shape[-1], v.shape[-1]], -1)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1]) if cells is None else _short_attention(q, k, v, cells, scaling)
+    for rows in packed.rows_within(window):
+        if cells is None or not rows.is_short:
+            qr, kr, vr = (part.transpose(1, 2) for part in (rows.of_queries(q), rows.of_keys(k), rows.of_keys(v)))
+            out = rows.put(attend(qr, kr, vr, rows.visible).transpose(1, 2), out)
     return out.view(*query.shape[:1], -1, *out.shape[1:]), None
 
 

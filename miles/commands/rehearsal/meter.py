@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from miles.objective import token_log_probs
 from miles.training import packed_attention
+from miles.training.fsdp import plain_layers
 
 # The record of a rank's operations, in order: allocations, work and collectives, and copies of a part of these.
 
@@ -863,18 +865,20 @@ EXTRA_FLOPS[torch.ops.miles_rehearsal.attention_backward] = _backward_flops
 def fused_attention() -> Iterator[None]:
     """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square.
 
-    Logits are worked on as on a GPU too: a whole chunk at once. So are the rows of short samples, which leave out the
-    queries that another row has on a CPU only.
+    What only a CPU does is left out: logits in parts of a chunk, rows without the queries that another row has,
+    attention over short rows by products, norms and rotary positions with few operations.
     """
-    original, cached = packed_attention._attend, token_log_probs.CACHED_BYTES
-    leave_out = packed_attention._without_repeated_queries
-    packed_attention._attend, token_log_probs.CACHED_BYTES = _attend, 0
-    packed_attention._without_repeated_queries = lambda spans, packed: iter(spans)
-    try:
+    with (
+        mock.patch.multiple(
+            packed_attention,
+            _fused_attention=_attend,
+            _without_repeated_queries=lambda spans, packed: iter(spans),
+            SHORT=0,
+        ),
+        mock.patch.object(plain_layers, "_is_ours", lambda hidden_states, config: False),
+        mock.patch.object(token_log_probs, "CACHED_BYTES", 0),
+    ):
         yield
-    finally:
-        packed_attention._attend, token_log_probs.CACHED_BYTES = original, cached
-        packed_attention._without_repeated_queries = leave_out
 
 
 def _attend(

@@ -335,6 +335,7 @@ class ModelRunner:
         """
         at = torch.tensor(positions, device=self.device)
         self.cache.reserve(len(tokens), width)
+        width = self.cache.attended(len(tokens), width)
         visible = torch.arange(width, device=self.device) <= at[:, None]
         mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
         step = DecodeStep(self.cache, torch.arange(len(tokens), device=self.device), at, mask[:, None, None])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from miles.models.routers import Routers
 from miles.objective.output import PolicyScores
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.training.backend import PolicyScorer, Scorer, ValueScorer
+from miles.training.fsdp.plain_layers import compute_with_few_operations
 from miles.training.packed_attention import NAME, PackedLayout, PackedRows
 from miles.types.train_batch import MicroBatch
 
@@ -352,6 +354,7 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     for weight in model.parameters():
         weight.data = weight.data.to(model.dtype)
     _compute_without_noise(model)
+    compute_with_few_operations(model)
     reset_states_between_samples(model)
     choose_keys_within_samples(model)
     return model
@@ -407,6 +410,26 @@ class NothingToReduce(ReduceScatter):
     def __call__(self, *_: object, **__: object) -> None:
         """Refuse: there is nobody to exchange with."""
         raise AssertionError("one rank has nothing to reduce")
+
+
+_copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
+
+
+def _copy_in_one_pass(unsharded_grads: list[torch.Tensor], reduce_scatter_input: torch.Tensor, world_size: int) -> None:
+    """Copy gradients to the input of their reduction, and convert them to its dtype in the same pass on one rank.
+
+    FSDP2 joins them with ``torch._chunk_cat``, which on a CPU takes one thread and further passes over memory (torch
+    2.13 ``_fsdp_collectives.py``, ``foreach_reduce_scatter_copy_in``).
+    """
+    if world_size > 1 or reduce_scatter_input.device.type != "cpu":
+        _copy_in(unsharded_grads, reduce_scatter_input, world_size)
+        return
+    parts = reduce_scatter_input.split([gradient.numel() for gradient in unsharded_grads])
+    for gradient, part in zip(unsharded_grads, parts, strict=True):
+        part.view_as(gradient).copy_(gradient)
+
+
+_fsdp_collectives.foreach_reduce_scatter_copy_in = _copy_in_one_pass
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -57,8 +57,10 @@ class ShardedOptimizer(ScheduledOptimizer):
                     state[name] = value.to(device)
 
     def _gradient_norm(self) -> float:
-        gradients = [local_part(p.grad) for p in self._parameters if p.grad is not None]
-        square = torch.stack([g.float().square().sum() for g in gradients]).sum()
+        gradients = (torch.atleast_1d(local_part(p.grad)) for p in self._parameters if p.grad is not None)
+        # The norm of each row, in fp32, reads a gradient once and takes no memory.
+        norms = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in gradients]
+        square = torch.stack([of_rows.square().sum() for of_rows in norms]).sum()
         dist.all_reduce(square)
         return math.sqrt(square.item()) if torch.isfinite(square) else float(square.item())
 

@@ -147,10 +147,7 @@ def _averaged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _everyone_sees_everything(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(q: Any, k: Any, v: Any, scaling: float, visible: Any) -> Any:
-        return original(q, k, v, scaling, torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool))
-
-    return run
+    return lambda rows, sharers: torch.zeros_like(original(rows, sharers))
 
 
 def _own_gradient_only(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,7 +337,7 @@ MUTATIONS: dict[str, Mutation] = {
             "packed samples see their future",
             case(layout="alone, packed"),
             False,
-            ((packed_attention, "_short_attention", _everyone_sees_everything),),
+            ((packed_attention, "_mask_of_heads", _everyone_sees_everything),),
         ),
         Mutation(
             "queries of a late chunk are taken for the first",

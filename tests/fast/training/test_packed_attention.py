@@ -14,7 +14,6 @@ from tolerance import RELATIVE_ERROR, attention_error, log_prob_error
 from transformers import LlamaForCausalLM
 
 from miles.training import packed_attention
-from miles.training import packed_attention as cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
 from miles.types.parallel import padded_length, zigzag_chunks
 
@@ -105,36 +104,25 @@ def test_values_may_be_narrower_than_queries(monkeypatch, short):
     torch.testing.assert_close(output, torch.cat(wanted, 2).transpose(1, 2), rtol=0, atol=error)
 
 
-def plain_attention(q, k, v, scaling, visible):
-    """Return softmax(q k) v of all rows at once: products in the dtype of q, the softmax in fp32."""
-    rows, heads, length, width = q.shape
-    groups = heads // k.shape[1]
-    scores = (q.reshape(rows, k.shape[1], groups * length, width) @ k.transpose(-1, -2)).float() * scaling
-    shares = scores.masked_fill(~visible.repeat(1, 1, groups, 1), -torch.inf).softmax(-1)
-    return (shares.to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
-
-
-@pytest.mark.parametrize("each_row_has_a_mask", [False, True])
-@pytest.mark.parametrize("rows_at_a_time", [1, 2, 5])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(
-    monkeypatch, kv_heads, rows_at_a_time, each_row_has_a_mask
-):
-    rows, heads, queries, keys, width = 5, 3, 6, 8, 16
-    monkeypatch.setattr(cached_attention, "CACHED_BYTES", 4 * rows_at_a_time * heads * queries * keys)
+def test_in_half_precision_a_few_rows_at_a_time_give_the_bits_of_all_rows(monkeypatch, kv_heads):
+    heads, width, lengths, prompt = 3, 16, [8] * 5 + [7, 9, 21, 5], 4
+    index = np.concatenate([np.r_[:prompt, 100 * row + prompt : 100 * row + n] for row, n in enumerate(lengths, 1)])
+    index = np.unique(index, return_inverse=True)[1]
+    tokens = int(index.max()) + 1
     generator = torch.Generator().manual_seed(0)
-    shapes = [(heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, 12), (heads, queries, 12)]
-    *inputs, weights = (torch.randn(rows, *shape, generator=generator).bfloat16() for shape in shapes)
-    first = torch.arange(rows) % 3 if each_row_has_a_mask else torch.tensor([2])
-    visible = (torch.arange(keys) <= first[:, None, None] + torch.arange(queries)[:, None])[:, None]
+    shapes = [(heads, tokens, width), (kv_heads, tokens, width), (kv_heads, tokens, 12), (heads, tokens, 12)]
+    *inputs, weights = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in shapes)
     results = []
-    for attend in (cached_attention.cached_attention, plain_attention):
+    for rows_at_a_time in (1, 2, 1000):
+        monkeypatch.setattr(packed_attention, "CACHED_BYTES", 4 * rows_at_a_time * heads * 9 * 9)
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, 0.3, visible)
-        (out * weights).sum().backward()
+        layout = PackedLayout.of_packed(index, lengths, CPU)
+        out, _ = packed_attention.packed_attention(torch.nn.Identity(), *leaves, None, packed=layout, scaling=0.3)
+        (out.transpose(1, 2) * weights).sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
-    for cached, plain in zip(*results, strict=True):
-        assert torch.equal(cached, plain)
+    *parts, whole = results
+    assert all(torch.equal(mine, theirs) for part in parts for mine, theirs in zip(part, whole, strict=True))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12))
