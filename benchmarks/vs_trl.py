@@ -86,7 +86,7 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
-    command += ["--images"] * bool(options.images)
+    command += ["--micro-batch", str(options.micro_batch)] + ["--images"] * bool(options.images)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return json.loads(out.read_text())
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, metavar="PIXELS", help="an image of PIXELS x PIXELS per prompt")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples of a forward pass of TRL; miles packs all")
     parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))
     options = parser.parse_args()
     if options.images and options.images % 28:
