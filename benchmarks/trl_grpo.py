@@ -67,14 +67,14 @@ class StepTimer(TrainerCallback):
 
 
 def configuration(options: argparse.Namespace) -> GRPOConfig:
-    """Return the job of vs_trl.py for TRL: 8 prompts x 8 samples in one optimizer step."""
+    """Return the job of vs_trl.py for TRL: prompts x 8 samples in one optimizer step."""
     return GRPOConfig(
         output_dir=str(options.out.parent / "trl"),
         max_steps=options.steps,
         per_device_train_batch_size=options.micro_batch,
-        gradient_accumulation_steps=64 // options.micro_batch,
+        gradient_accumulation_steps=8 * options.groups // options.micro_batch,
         num_generations=8,
-        max_completion_length=16,
+        max_completion_length=options.response_tokens,
         temperature=1.0,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
@@ -99,6 +99,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, default=16, help="samples per forward pass")
+    parser.add_argument("--groups", type=int, default=8, help="prompts of a step")
+    parser.add_argument("--response-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--images", action="store_true", help="rows have the column images: PNGs in base64")
     parser.add_argument("--out", type=Path, required=True)

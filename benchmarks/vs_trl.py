@@ -3,8 +3,9 @@
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
     python benchmarks/vs_trl.py --images 224       an image per prompt, fp32, a random model that is written here
 
-The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. The sides take turns, so
-that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
+The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration; ``--groups`` and
+``--response-tokens`` change it, and ``--qwen`` trains a random Qwen2 of 0.4 billion parameters. The sides take turns,
+so that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
 TRL / miles, and what both learn: the mean reward of the last five steps of each turn. ``--steps 34 --turns 1`` shows
 learning; the turns begin with the same weights.
 """
@@ -59,12 +60,29 @@ def write_image_job(folder: Path, side: int) -> tuple[Path, Path]:
     return folder / "model", folder / "train.jsonl"
 
 
+def write_qwen(folder: Path, tokenizer: str) -> Path:
+    """Write a model of the shape of Qwen2.5-0.5B with random weights, and the vocabulary of the tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    shape = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, tie_word_embeddings=True)
+    heads = dict(num_attention_heads=14, num_key_value_heads=2)
+    ends = dict(eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words), **shape, **heads, **ends)).to(torch.bfloat16)
+    for part in (model, words):
+        part.save_pretrained(folder)
+    return folder
+
+
 def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
     """Run one turn of miles and return the seconds of the parts of every iteration, and its mean reward."""
     flags = (
         f"--hf-checkpoint {options.model} --prompt-data {options.prompts} --label-key label --apply-chat-template "
-        f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size 8 "
-        "--n-samples-per-prompt 8 --rollout-max-response-len 16 --lr 1e-5 --lr-decay-style constant --adam-beta2 0.95 "
+        f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size {options.groups} "
+        f"--n-samples-per-prompt 8 --rollout-max-response-len {options.response_tokens} --lr 1e-5 "
+        "--lr-decay-style constant --adam-beta2 0.95 "
         "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --device cpu --actor-num-gpus-per-node 1 "
         f"--colocate --no-report --output-dir {folder}"
     )
@@ -86,7 +104,8 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
-    command += ["--micro-batch", str(options.micro_batch)] + ["--images"] * bool(options.images)
+    command += ["--micro-batch", str(options.micro_batch), "--groups", str(options.groups)]
+    command += ["--response-tokens", str(options.response_tokens)] + ["--images"] * bool(options.images)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return json.loads(out.read_text())
@@ -104,6 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, help="jsonl with input and label, such as miles quickstart writes")
+    parser.add_argument("--qwen", action="store_true", help="with the tokenizer of --model and random weights")
+    parser.add_argument("--groups", type=int, default=8, help="prompts of a step, with 8 samples each")
+    parser.add_argument("--response-tokens", type=int, default=16, help="of a sample, at most")
     parser.add_argument("--images", type=int, metavar="PIXELS", help="an image of PIXELS x PIXELS per prompt")
     parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
@@ -120,6 +142,8 @@ def main() -> None:
     if options.model is None or options.prompts is None:
         parser.error("give --model and --prompts, or --images")
     options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()
+    if options.qwen:
+        options.model = str(write_qwen(folder / "qwen", options.model))
 
     trl_python = ensure_trl(ROOT / ".venv-trl")
     shutil.rmtree(folder / "turns", ignore_errors=True)

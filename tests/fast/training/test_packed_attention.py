@@ -125,6 +125,20 @@ def test_in_half_precision_a_few_rows_at_a_time_give_the_bits_of_all_rows(monkey
     assert all(torch.equal(mine, theirs) for part in parts for mine, theirs in zip(part, whole, strict=True))
 
 
+def test_a_key_of_many_samples_sums_their_gradients_in_fp32():
+    """In bf16 a sum stops to grow at 256 summands."""
+    samples = 1000
+    index = np.stack([np.zeros(samples, int), 1 + np.arange(samples)], 1).ravel()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, samples + 1, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+    layout = PackedLayout.of_packed(index, [2] * samples, CPU)
+    out, _ = packed_attention.packed_attention(torch.nn.Identity(), q, k, v, None, packed=layout, scaling=0.3)
+    out.sum().backward()
+    scores = torch.stack([(q[0, 0, 1:] * k[0, 0, :1]).sum(-1), (q[0, 0, 1:] * k[0, 0, 1:]).sum(-1)], -1)
+    wanted = 1 + (scores.double() * 0.3).softmax(-1)[:, 0].sum()  # of each coordinate: the shares of the first key
+    assert torch.allclose(v.grad[0, 0, 0].double(), wanted, rtol=1e-2)
+
+
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12))
 def test_a_token_that_samples_share_is_a_query_once(sequences):
     """It attends to its whole prefix, in whichever row it is."""
