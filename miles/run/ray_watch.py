@@ -403,12 +403,12 @@ def _logs_of(pid: int) -> Iterator[Path]:
 
 
 def end_of(path: Path, limit: int) -> bytes:
-    """Return the last whole lines of a file, at most ``limit`` bytes."""
+    """Return the last whole lines of a file, at most ``limit`` bytes; the end of a line that is longer."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - limit))
         text = file.read(limit)
-    return text if size <= limit else text.partition(b"\n")[2]
+    return text if size <= limit else text.partition(b"\n")[2] or text
 
 
 # Heartbeats of the worker processes, and waiting for their results until one of them dies or hangs.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from miles.run import ray_watch
-from miles.run.ray_watch import Listener, OwnNode, OwnProcess, RayWatch
+from miles.run.ray_watch import Listener, OwnNode, OwnProcess, RayWatch, end_of
 
 
 @pytest.fixture
@@ -167,3 +167,13 @@ def test_a_node_that_has_signed_off_is_the_cause_of_a_workers_death(monkeypatch)
     watch.end()
     ray_watch.look_at_node()
     assert len(losses) == 1 and not ray_watch.is_hang(losses[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [(b"one\ntwo\n", b"one\ntwo\n"), (b"x" * 90 + b"\nlast\n", b"last\n"), (b"x" * 90, b"x" * 40)],
+    ids=["a short file", "whole lines", "one long line, as of a progress bar"],
+)
+def test_the_end_of_a_log_is_never_empty(tmp_path, text, end):
+    (tmp_path / "log").write_bytes(text)
+    assert end_of(tmp_path / "log", 40) == end
