@@ -23,20 +23,25 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, then check the values; a fault ends the process with status 2."""
         result, rest = super().parse_known_args(args, namespace)
+        faults = []
         for action in self._actions:
             for value in _values(getattr(result, action.dest, None)):
                 fault = _fault(action, value)
                 if fault is not None:
                     name = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
                     text = f"{value:g}" if isinstance(value, float) else str(value)
-                    self.error(f"{name} {one_line(text, LONGEST_PATH_IN_ERROR)}: {fault}")
+                    faults.append(f"{name} {one_line(text, LONGEST_PATH_IN_ERROR)}: {fault}")
+        self._refuse(faults)
         return result, rest
 
     def refuse_below_one(self, **numbers: int | None) -> None:
-        """End with an error about the first flag whose number is below 1; None is one that is not set."""
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                self.error(f"{flag_name(name)} {number}: must be at least 1; give 1 or more")
+        """End with an error about every flag whose number is below 1; None is one that is not set."""
+        low = ((flag_name(name), number) for name, number in numbers.items() if number is not None and number < 1)
+        self._refuse([f"{name} {number}: must be at least 1; give 1 or more" for name, number in low])
+
+    def _refuse(self, faults: list[str]) -> None:
+        if faults:
+            self.error("\n".join(faults))
 
     def error(self, message: str) -> NoReturn:
         """Print a message, each of its lines short and without control characters, and exit with status 2."""

@@ -51,3 +51,18 @@ def test_a_value_that_nothing_can_have(capsys, words, message):
     assert ended.value.code == 2
     assert message in told[-1] and told[-1].startswith(f"miles {words[0]}: error: ")
     assert len(told[-1]) < 1600 and all(line.isprintable() for line in told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample", "x", "--n", "0", "--max-response-len", "-1"],
+        ["eval", "x", "--weights", LONG, "--max-response-len", str(2**63)],
+    ],
+    ids=["below one", "impossible"],
+)
+def test_all_wrong_values_are_reported_at_once(capsys, words):
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    told = capsys.readouterr().err.splitlines()
+    assert words[2] in told[-2] and words[4] in told[-1]
