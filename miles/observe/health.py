@@ -779,6 +779,7 @@ def _judge(curve: Curve, runs: bool) -> Judgement:
         figures = f"{name} is {now}, and was {early} at the start"
     if sign > 0 and trend.early >= 0.95 and max(values) <= 1:
         return Judgement(None, f"Little is left to learn: {figures}.")
-    if trend.now > trend.early and len(values) < ENOUGH:
+    rise = trend.now - trend.early
+    if rise > 0.1 * scale or (rise > 0 and len(values) < ENOUGH):  # large next to the scale, and not to the noise
         return Judgement(None, f"{count(len(values), 'measurement')} cannot tell: {figures}.")
     return Judgement(False, f"It {'is not learning' if runs else 'did not learn'}: {figures}.")

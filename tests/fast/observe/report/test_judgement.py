@@ -130,6 +130,11 @@ def test_held_out_decides_before_reward_and_loss(folder: Path) -> None:
             POLICY,
             "3 measurements cannot tell: held-out reward is 0.17, and was 0.08 at the start.",
         ),
+        (
+            {"rollout__reward": [0.22, 0.28, 0.15, 0.32, 0.21, 0.38, 0.28, 0.5]},
+            POLICY,
+            "8 measurements cannot tell: reward is 0.39, and was 0.25 at the start.",
+        ),
         ({"train__grad_norm": [1.0] * 30}, POLICY, "It measures no reward and no loss that tells whether it learns."),
         (
             {"rollout__reward": [0.5] * 30},
