@@ -23,6 +23,11 @@ def last_number(completions: list, label: list[str], **_: object) -> list[float]
     return [float(bool(digits) and int(digits[-1]) == int(want)) for digits, want in zip(numbers, label, strict=True)]
 
 
+def even_length(completions: list, **_: object) -> list[float]:
+    """Return 1.0 for an answer of even length, as even_length.py does."""
+    return [1.0 - len(completion[-1]["content"]) % 2 for completion in completions]
+
+
 class TimedTrainer(GRPOTrainer):
     """Add up the seconds of generation, scoring included, and keep the rewards."""
 
@@ -102,6 +107,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="prompts of a step")
     parser.add_argument("--response-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--even-length", action="store_true", help="reward answers of even length")
     parser.add_argument("--images", action="store_true", help="rows have the column images: PNGs in base64")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -115,7 +121,7 @@ def main() -> None:
     timer = StepTimer()
     trainer = TimedTrainer(
         model=options.model,
-        reward_funcs=last_number,
+        reward_funcs=even_length if options.even_length else last_number,
         args=configuration(options),
         train_dataset=Dataset.from_list(data),
         callbacks=[timer],

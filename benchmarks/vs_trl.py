@@ -88,6 +88,8 @@ def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
     )
     if options.images:
         flags = flags.replace("--bf16", "--fp32") + ' --multimodal-keys {"image":"images"}'
+    if options.qwen:
+        flags = flags.replace("--rm-type last_number", "--custom-rm-path benchmarks.even_length:even_length")
     subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -105,7 +107,8 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
     command += ["--micro-batch", str(options.micro_batch), "--groups", str(options.groups)]
-    command += ["--response-tokens", str(options.response_tokens)] + ["--images"] * bool(options.images)
+    command += ["--response-tokens", str(options.response_tokens), *["--images"] * bool(options.images)]
+    command += ["--even-length"] * options.qwen
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return json.loads(out.read_text())
