@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from lever_bench import PARTS, Bench, Change, Lever, constant, function, patched, recorded  # benchmarks/lever_bench.py
 from levers_tried import BOTH, RETURNED, TRIED  # benchmarks/levers_tried.py
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from miles.base.host import has_bf16
@@ -107,7 +106,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cells: An
     ]
     results = []
     for block in cells.blocks:
-        bq, bk, bv = packed_attention._of_block(block, sharers, *rows)
+        bq, bk, bv = packed_attention._of_block(block, *rows)
         shares = (block.mask + (bq @ bk.mT).float() * scaling).softmax(-1)
         results.append((shares.to(v.dtype) @ bv).reshape(-1, sharers * width))
     out = torch.cat([*results, q.new_zeros(1, sharers * width)])
@@ -301,13 +300,6 @@ LEVERS = (
         ("forward and backward",),
         "without, FSDP2 copies and divides them, as on several ranks",
         copied_gradients,
-    ),
-    Lever(
-        "gradients of one rank converted as they are joined",
-        ("forward and backward",),
-        "without, by FSDP2's operation, on one thread",
-        function(_fsdp_collectives, "foreach_reduce_scatter_copy_in", models._copy_in),
-        half=True,
     ),
     Lever("fused AdamW", ("optimizer",), "without, `foreach`", partial(adamw, foreach=True)),
     Lever("fused AdamW, not a loop", ("optimizer",), "without, a loop over the tensors", partial(adamw, foreach=False)),

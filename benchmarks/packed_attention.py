@@ -66,8 +66,9 @@ def run(attention: Attention, tensors: list[torch.Tensor]) -> tuple[float, list[
 def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
     """Assert that both give the same result; return the medians in milliseconds and their ratio."""
     scaling = args.width**-0.5
-    rows, tokens = max(args.tokens // length, 1), max(args.tokens // length, 1) * length
-    layout = PackedLayout.of_packed(np.arange(tokens), [length] * rows, torch.device("cpu"))
+    tensors = inputs(args, length)
+    rows = len(tensors[0])
+    layout = PackedLayout.of_packed(np.arange(rows * length), [length] * rows, torch.device("cpu"))
     with mock.patch.object(packed_attention, "SHORT", length):
         cells = layout.short_cells(None, args.heads, args.kv_heads)
     assert cells is not None
@@ -83,7 +84,6 @@ def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
         ),
         "short": short,
     }
-    tensors = inputs(args, length)
     # They round differently: the products of the short path are bf16, its softmax fp32.
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if args.dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

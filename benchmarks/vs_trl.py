@@ -3,11 +3,12 @@
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
     python benchmarks/vs_trl.py --images 224       an image per prompt, fp32, a random model that is written here
 
-The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration; ``--groups`` and
-``--response-tokens`` change it, and ``--qwen`` trains a random Qwen2 of 0.4 billion parameters. The sides take turns,
-so that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians, the ratio
-TRL / miles, and what both learn: the mean reward of the last five steps of each turn. ``--steps 34 --turns 1`` shows
-learning; the turns begin with the same weights.
+The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. ``--groups`` and
+``--response-tokens`` change it, and ``--qwen`` trains a random Qwen2 of 0.4 billion parameters.
+
+miles and TRL take turns, so that a busy machine slows both. The first step of every turn is warm-up and not counted.
+Prints medians, the ratio TRL / miles, and what both learn: the mean reward of the last five steps of each turn.
+``--steps 34 --turns 1`` shows learning; the turns begin with the same weights.
 """
 
 from __future__ import annotations

@@ -780,6 +780,6 @@ def _judge(curve: Curve, runs: bool) -> Judgement:
     if sign > 0 and trend.early >= 0.95 and max(values) <= 1:
         return Judgement(None, f"Little is left to learn: {figures}.")
     rise = trend.now - trend.early
-    if rise > 0.1 * scale or (rise > 0 and len(values) < ENOUGH):  # large next to the scale, and not to the noise
+    if rise > 0.1 * scale or (rise > 0 and len(values) < ENOUGH):  # large, but within the noise
         return Judgement(None, f"{count(len(values), 'measurement')} cannot tell: {figures}.")
     return Judgement(False, f"It {'is not learning' if runs else 'did not learn'}: {figures}.")

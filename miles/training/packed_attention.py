@@ -332,8 +332,8 @@ def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 #
 # PyTorch's fused kernel has a slow backward, so two products with the scores in memory are several times faster on rows
 # of 54 tokens (benchmarks/packed_attention.py). Autograd's operations would take most of the time around the products:
-# rows are gathered, and their gradients added up, once for all buckets; a few rows' scores at a time stay in a core's
-# cache.
+# here rows are gathered, and their gradients added up, once for all buckets. The scores of a few rows at a time stay in
+# a core's cache.
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,8 @@ class _Block:
 class _ShortCells:
     """The cells of short rows: row after row, in it key head after key head, in it token after token.
 
-    Cells of queries have the heads that share a key head. Tokens without a cell of queries read one past the last.
+    Cells of queries have the heads that share a key head. Tokens without a cell of queries read the one past the last,
+    which is zero.
     """
 
     queries: torch.Tensor  # int64 [cells of queries], into [T * kv_heads]
@@ -426,11 +427,12 @@ class _ShortAttention(torch.autograd.Function):
         sharers = q.shape[1] // k.shape[1]
         out = q.new_empty(len(cells.queries) + 1, sharers * v.shape[1])
         out[-1] = 0
+        precise = torch.promote_types(q.dtype, torch.float32)
         shares = []
         for block in cells.blocks:
-            bq, bk, bv = _of_block(block, sharers, *rows)
+            bq, bk, bv = _of_block(block, *rows)
             scores = torch.bmm(bq, bk.mT)
-            share = torch.add(block.mask.to(_accumulate(q)), scores, alpha=scaling).softmax(-1)
+            share = torch.add(block.mask.to(precise), scores, alpha=scaling).softmax(-1)
             torch.bmm(share.to(v.dtype), bv, out=_view(out, block.queries, block.batch, v.shape[1]))
             shares.append(share)
         if any(ctx.needs_input_grad):
@@ -447,7 +449,7 @@ class _ShortAttention(torch.autograd.Function):
         of_out.index_copy_(0, cells.of_tokens, grad.reshape(len(cells.of_tokens), -1))
         of_q, of_k, of_v = q.new_zeros(len(q) + 1, q.shape[1]), torch.empty_like(k), torch.empty_like(v)
         for block, share in zip(cells.blocks, shares, strict=True):
-            bq, bk, bv = _of_block(block, ctx.sharers, q, k, v)
+            bq, bk, bv = _of_block(block, q, k, v)
             bg = _view(of_out, block.queries, block.batch, v.shape[1])
             torch.bmm(share.to(v.dtype).mT, bg, out=_view(of_v, block.keys, block.batch, v.shape[1]))
             of_shares = torch.bmm(bg, bv.mT).to(share.dtype)
@@ -463,17 +465,13 @@ class _ShortAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def _accumulate(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _view(cells: torch.Tensor, part: slice, batch: int, width: int) -> torch.Tensor:
     """Return the part as [batch, n, width]."""
     return cells[part].view(batch, -1, width)
 
 
 def _of_block(
-    block: _Block, sharers: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    block: _Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the rows of a block: [batch, M, D], [batch, K, D] and [batch, K, E]."""
     keys = _view(k, block.keys, block.batch, k.shape[1]), _view(v, block.keys, block.batch, v.shape[1])
@@ -561,12 +559,14 @@ def packed_attention(
         raise ValueError("this model caps the scores of its attention, which --train-backend fsdp does not compute")
 
     window = packed.narrowed(sliding_window)
-    is_plain = s_aux is None and dropout == 0.0 and (indices is None or not indices.shape[-1])
+    if indices is not None and not indices.shape[-1]:
+        indices = None
+    is_plain = s_aux is None and dropout == 0.0 and indices is None
     cells = packed.short_cells(window, query.shape[1], key.shape[1]) if is_plain else None
 
     attend = partial(_attend, scaling=scaling, dropout=dropout, sinks=s_aux)
     if packed.padded and window is None and cells is None:
-        visible = None if indices is None or not indices.shape[-1] else _chosen(indices, key.shape[2])
+        visible = None if indices is None else _chosen(indices, key.shape[2])
         return attend(query, key, value, visible).transpose(1, 2).contiguous(), None
     assert indices is None, "the model chooses keys in rows"
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [T, heads, D]

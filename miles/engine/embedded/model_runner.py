@@ -33,6 +33,7 @@ from miles.models.packing import (
     why_not_generated,
 )
 from miles.models.reading import end_token_ids, read_config, read_model
+from miles.models.rotary import rotated
 from miles.models.routers import Routers
 from miles.types.head import head_logits
 from miles.types.weights import WeightChunk
@@ -155,7 +156,7 @@ class _Layer:
         query, key, value = (p.of(normed).view(*shape, -1, self._head_dim) for p in self._projections)
         if self._head_norms is not None:
             query, key = (norm(x) for norm, x in zip(self._head_norms, (query, key), strict=True))
-        query, key, value = (x.transpose(1, 2) for x in (_rotated(query, cos, sin), _rotated(key, cos, sin), value))
+        query, key, value = (x.transpose(1, 2) for x in (rotated(query, cos, sin), rotated(key, cos, sin), value))
         attended = step.attend(self._attention, query, key, value)
         hidden = self._out.added_to(hidden, attended.transpose(1, 2).reshape(len(hidden), -1))
         normed = self._mlp_norm(hidden)
@@ -195,16 +196,6 @@ class _Product:
 
     _run: Callable[..., torch.Tensor] = staticmethod(torch.ops.mkldnn._linear_pointwise.default)
     _run_with: Callable[..., torch.Tensor] = staticmethod(torch.ops.mkldnn._linear_pointwise.binary)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to x [B, T, heads, D]; cos [1 or B, T, 1, D], and the first half of sin's last axis."""
-    first, second = x.chunk(2, -1)
-    rotated = x * cos
-    low, high = rotated.chunk(2, -1)
-    low.addcmul_(second, sin, value=-1)
-    high.addcmul_(first, sin)
-    return rotated
 
 
 # Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.
@@ -335,7 +326,8 @@ class ModelRunner:
         """
         at = torch.tensor(positions, device=self.device)
         self.cache.reserve(len(tokens), width)
-        width = self.cache.attended(len(tokens), width)
+        if self.device.type == "cpu":
+            width = self.cache.attended(len(tokens), width)
         visible = torch.arange(width, device=self.device) <= at[:, None]
         mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
         step = DecodeStep(self.cache, torch.arange(len(tokens), device=self.device), at, mask[:, None, None])

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -412,26 +411,6 @@ class NothingToReduce(ReduceScatter):
         raise AssertionError("one rank has nothing to reduce")
 
 
-_copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
-
-
-def _copy_in_one_pass(unsharded_grads: list[torch.Tensor], reduce_scatter_input: torch.Tensor, world_size: int) -> None:
-    """Copy gradients to the input of their reduction, and convert them to its dtype in the same pass on one rank.
-
-    FSDP2 joins them with ``torch._chunk_cat``, which on a CPU takes one thread and further passes over memory (torch
-    2.13 ``_fsdp_collectives.py``, ``foreach_reduce_scatter_copy_in``).
-    """
-    if world_size > 1 or reduce_scatter_input.device.type != "cpu":
-        _copy_in(unsharded_grads, reduce_scatter_input, world_size)
-        return
-    parts = reduce_scatter_input.split([gradient.numel() for gradient in unsharded_grads])
-    for gradient, part in zip(unsharded_grads, parts, strict=True):
-        part.view_as(gradient).copy_(gradient)
-
-
-_fsdp_collectives.foreach_reduce_scatter_copy_in = _copy_in_one_pass
-
-
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the layers of a model's body and the name of their list: ``layers`` in most, ``h`` or ``blocks``.
 
@@ -456,8 +435,10 @@ def shard_model(
     """
     if checkpointing:
         model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = mesh.size() > 1
+    # One rank adds nothing up, so its gradients become fp32 after they were joined: joining is slow if it converts.
+    reduced = torch.float32 if reshard else compute_dtype
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for layer in decoder_layers(model.language_model)[1]:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
+from miles.models.rotary import rotated
 from miles.training.packed_attention import NAME, packed_attention
 
 _FAMILIES = ("Llama", "Qwen2", "Qwen3")  # by name: importing the types takes longer
@@ -80,21 +81,13 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return rotated(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1), None, None
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
-    out = x * cos
-    (first, second), (low, high) = x.chunk(2, -1), out.chunk(2, -1)
-    low.addcmul_(second, sin, value=-direction)
-    high.addcmul_(first, sin, value=direction)
-    return out
+        return rotated(grad, cos, sin, direction=-1), None, None
 
 
 def _attention(
