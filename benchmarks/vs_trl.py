@@ -7,8 +7,12 @@ The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step pe
 ``--response-tokens`` change it, and ``--qwen`` trains a random Qwen2 of 0.4 billion parameters.
 
 miles and TRL take turns, so that a busy machine slows both. The first step of every turn is warm-up and not counted.
-Prints medians, the ratio TRL / miles, and what both learn: the mean reward of the last five steps of each turn.
-``--steps 34 --turns 1`` shows learning; the turns begin with the same weights.
+Prints medians, the ratio TRL / miles, and what both learn: the mean reward of the last five steps of each turn. The
+turns begin with the same weights and have the seeds 1, 2, ...
+
+    python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --held-out heldout.jsonl --turns 4 --steps 34
+
+shows learning: the mean reward of both on held-out prompts, 8 samples each, before training and every 8 steps.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_VERSION = "1.16.0"
+EVAL_INTERVAL = 8  # steps
 Steps = list[dict[str, float]]
+Curve = dict[str, float]  # mean reward on the held-out prompts after so many steps
 
 
 def ensure_trl(venv: Path) -> Path:
@@ -77,42 +83,55 @@ def write_qwen(folder: Path, tokenizer: str) -> Path:
     return folder
 
 
-def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
-    """Run one turn of miles and return the seconds of the parts of every iteration, and its mean reward."""
+def run_miles(options: argparse.Namespace, folder: Path, seed: int) -> tuple[Steps, Curve]:
+    """Run one turn of miles. Return the seconds of the parts of every iteration with its mean reward, and the curve."""
     flags = (
         f"--hf-checkpoint {options.model} --prompt-data {options.prompts} --label-key label --apply-chat-template "
         f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size {options.groups} "
         f"--n-samples-per-prompt 8 --rollout-max-response-len {options.response_tokens} --lr 1e-5 "
         "--lr-decay-style constant --adam-beta2 0.95 "
         "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --device cpu --actor-num-gpus-per-node 1 "
-        f"--colocate --no-report --output-dir {folder}"
+        f"--colocate --no-report --output-dir {folder} --seed {seed} --rollout-seed {seed}"
     )
+    if options.held_out:
+        flags += f" --eval-prompt-data held_out {options.held_out} --eval-interval {EVAL_INTERVAL}"
+        flags += " --n-samples-per-eval-prompt 8"
     if options.images:
         flags = flags.replace("--bf16", "--fp32") + ' --multimodal-keys {"image":"images"}'
     if options.qwen:
         flags = flags.replace("--rm-type last_number", "--custom-rm-path benchmarks.even_length:even_length")
     subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
+    steps = [
         {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
         | {"reward": row["rollout/reward"]}
         for row in rows
-        if "time/step" in row
+        if "rollout/reward" in row
     ]
+    curve = "eval/held_out/reward"
+    return steps, {str(row["step"]): row[curve] for row in rows if curve in row}
 
 
-def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
-    """Run one turn of TRL."""
+def run_trl(options: argparse.Namespace, folder: Path, seed: int, python: Path) -> tuple[Steps, Curve]:
+    """Run one turn of TRL. Return its steps and its curve, as :func:`run_miles`."""
     folder.mkdir(parents=True)
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
     command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
     command += ["--micro-batch", str(options.micro_batch), "--groups", str(options.groups)]
     command += ["--response-tokens", str(options.response_tokens), *["--images"] * bool(options.images)]
-    command += ["--even-length"] * options.qwen
+    command += ["--even-length"] * options.qwen + ["--seed", str(seed)]
+    if options.held_out:
+        command += ["--held-out", str(options.held_out), "--eval-interval", str(EVAL_INTERVAL)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
-    return json.loads(out.read_text())
+    result = json.loads(out.read_text())
+    return result["steps"], result["held_out"]
+
+
+def mean_curve(curves: list[Curve]) -> Curve:
+    """Return the mean over the turns."""
+    return {step: statistics.mean(curve[step] for curve in curves) for step in curves[0]}
 
 
 def medians(turns: list[Steps]) -> dict[str, float]:
@@ -127,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder")
     parser.add_argument("--prompts", type=Path, help="jsonl with input and label, such as miles quickstart writes")
+    parser.add_argument("--held-out", type=Path, help="prompts to evaluate on, such as miles quickstart writes")
     parser.add_argument("--qwen", action="store_true", help="with the tokenizer of --model and random weights")
     parser.add_argument("--groups", type=int, default=8, help="prompts of a step, with 8 samples each")
     parser.add_argument("--response-tokens", type=int, default=16, help="of a sample, at most")
@@ -146,15 +166,22 @@ def main() -> None:
     if options.model is None or options.prompts is None:
         parser.error("give --model and --prompts, or --images")
     options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()
+    if options.held_out:
+        options.held_out = options.held_out.resolve()
     if options.qwen:
         options.model = str(write_qwen(folder / "qwen", options.model))
 
     trl_python = ensure_trl(ROOT / ".venv-trl")
     shutil.rmtree(folder / "turns", ignore_errors=True)
     turns: dict[str, list[Steps]] = {"miles": [], "trl": []}
+    curves: dict[str, list[Curve]] = {"miles": [], "trl": []}
     for turn in range(options.turns):
-        turns["miles"].append(run_miles(options, folder / "turns" / f"miles-{turn}"))
-        turns["trl"].append(run_trl(options, folder / "turns" / f"trl-{turn}", trl_python))
+        for trainer, (steps, curve) in {
+            "miles": run_miles(options, folder / "turns" / f"miles-{turn}", turn + 1),
+            "trl": run_trl(options, folder / "turns" / f"trl-{turn}", turn + 1, trl_python),
+        }.items():
+            turns[trainer].append(steps)
+            curves[trainer].append(curve)
 
     median = {side: medians(measured) for side, measured in turns.items()}
     shared = sorted(set(median["miles"]) & set(median["trl"]))
@@ -164,11 +191,13 @@ def main() -> None:
         "median_seconds": median,
         "trl_over_miles": ratios,
         "last_rewards": {side: statistics.mean(values) for side, values in rewards.items()},
+        "held_out": {trainer: mean_curve(measured) for trainer, measured in curves.items()},
+        "held_out_by_seed": curves,
         "steps": turns,
         "trl": TRL_VERSION,
     }
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-    summary = ("median_seconds", "trl_over_miles", "last_rewards")
+    summary = ("median_seconds", "trl_over_miles", "last_rewards", "held_out")
     print(json.dumps({name: result[name] for name in summary}, indent=2))
 
 

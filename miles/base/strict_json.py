@@ -28,7 +28,7 @@ def loads(text: str) -> Any:
             more digits than Python reads, or more than ``MAX_DEPTH`` levels.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if "\n" not in text else f"line {error.lineno}, column {error.colno}"
         raise StrictJsonError(f"not JSON ({error.msg}, {place})") from error
@@ -52,6 +52,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise StrictJsonError(f"the key {one_line(twice, 80)!r} is in one object twice")
     return members
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once, as json.loads makes one per call
 
 
 def _too_deep() -> StrictJsonError:

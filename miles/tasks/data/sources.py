@@ -8,6 +8,7 @@ is made again.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -111,7 +112,7 @@ class _JsonLines(Rows):
 
 def _parse_line(line: bytes, where: str) -> Row:
     try:
-        value = strict_json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+        value = strict_json.loads(line.removeprefix(codecs.BOM_UTF8).decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
     except strict_json.StrictJsonError as error:

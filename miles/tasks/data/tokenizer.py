@@ -217,6 +217,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
         self._template = f"{self._kwargs.get('chat_template') or ''}{tokenizer.chat_template or ''}"
+        self._asks_for_null = _ASKS_FOR_NULL.search(self._template) is not None
         if self._kwargs and not self.uses_template:
             raise InputError("--apply-chat-template-kwargs: would be ignored; add --apply-chat-template, or drop it")
         if self.uses_template and not self._template:
@@ -362,7 +363,7 @@ class PromptRenderer:
             kwargs["tools"] = tools
         if _has_images(messages) and self._images is not None and self._images.template is not None:
             kwargs.setdefault("chat_template", self._images.template)
-        if _ASKS_FOR_NULL.search(self._template):
+        if self._asks_for_null:
             messages = [{**message, "content": message.get("content")} for message in messages]
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from math import isfinite
 from typing import Optional
 
@@ -82,7 +83,7 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
         """Whether a sample that the reward function fails on is dropped."""
         return self.on_error == "drop"
 
-    @property
+    @cached_property  # read for every row
     def weights(self) -> Mapping[str, float]:
         """The weight of each reward by name; ``custom`` is the weight of ``custom_rm_path``. Empty without a reward."""
         if self.rm_type is not None:
