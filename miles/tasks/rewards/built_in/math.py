@@ -51,6 +51,19 @@ _REPEATING = re.compile(
 _CUT_DECIMAL = re.compile(rf"(\.\d+)\s*{_DOTS}")
 _DOTTED_LIST = re.compile(rf"(?P<digit>\d?)\s*{_DOTS}")
 
+_SPACES = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))*"
+_SCALE_WORDS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(
+    rf"(?<![\d.])(?P<number>\d+(?:\.\d+)?){_SPACES}(?P<open>\\(?:text|mathrm)\s*\{{\s*)?"
+    rf"\b(?P<word>{'|'.join(_SCALE_WORDS)})\b"
+)
+_CHOICE = re.compile(
+    rf"\s*(?:\\(?:text[a-z]*|mathrm|mathbf)\s*\{{\s*)?\(?(?P<letter>[A-J])\s*[).:](?:\s*\}})?{_SPACES}(?P<value>\S.*)",
+    re.DOTALL,
+)
+_UNIT = r"\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}((?:\s*\^\s*\{?\d\}?)?)\s*\}"
+_UNIT_FRACTION = re.compile(rf"(?<=[\d}}]){_SPACES}\\[dt]?frac\s*{_UNIT}\s*{_UNIT}")
+
 _CURRENCY_WORD = re.compile(
     r"(?:\\(?:text|mathrm)\s*\{\s*)?\b(?:US|USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\b[\s}]*(?=[-+]?[\d.])"
     r"|\\(?:pounds|euro|yen)(?![A-Za-z])"
@@ -151,6 +164,7 @@ def readable(content: str) -> str:
         text = r"{}\frac{{{}}}{{{}}}".format(*mixed.groups())
     if set_of := _SET_OF.fullmatch(text):
         text = set_of[1]
+    text = _UNIT_FRACTION.sub(r"\\text{\1/\3}", text)
     text = _FUNCTION.sub(r"\\\1 ", text)
     return _WORDS.sub(_as_text, text)
 
@@ -319,21 +333,38 @@ def _of_response(response: str, boxed: str | None) -> list[Any]:
     """Return the readings of the box's content, else of the answer that math-verify finds in a response without one."""
     if boxed is not None:
         return _of_content(boxed)
-    readings = _parse(spelled_numbers(_MONEY.sub("", response)))
+    text = _MONEY.sub("", response)
+    readings = [value for text in dict.fromkeys((text, _scaled(text))) for value in _parse(spelled_numbers(text))]
     numbers = [value for value in readings if not isinstance(value, str) and not value.free_symbols]
     return [*numbers, *(value for text in readings if isinstance(text, str) for value in _of_content(text))]
 
 
 def _of_content(text: str) -> list[Any]:
-    """Return the readings of a formula: 2e-1 is 0.2, and in a formula with Euler's number it is 2e - 1."""
+    """Return the readings of a formula.
+
+    2e-1 is 0.2, and in a formula with Euler's number it is 2e - 1. 5 million is 5,000,000, and 5 of the unit million.
+    A choice with its value, (B) 42, is each of the two.
+    """
     from sympy import Set, Union
 
     if len(parts := _OR.split(text)) > 1:  # math-verify reads "or" as a comma, which joins inequalities otherwise
         regions = [_region(value) for part in parts for value in _parse(f"\\boxed{{{readable(part)}}}")[:1]]
         if all(isinstance(region, Set) and not region.is_FiniteSet for region in regions):
             return [Union(*regions)]
-    texts = [text, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", text)]
+    texts = [text, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", text), _scaled(text)]
+    if choice := _CHOICE.fullmatch(text):
+        texts = [*choice.groups(), *texts]
     return [value for text in dict.fromkeys(texts) for value in _parse(f"\\boxed{{{readable(text)}}}")]
+
+
+def _scaled(text: str) -> str:
+    """Return ``text`` with the value of numbers such as 1.5 million."""
+    if _SCALE.search(text) is None:
+        return text
+    return _SCALE.sub(
+        lambda scale: f"{Decimal(scale['number']) * 10 ** _SCALE_WORDS[scale['word']]:f}{scale['open'] or ''}",
+        _GROUPS.sub("", text),
+    )
 
 
 def _parse(text: str) -> list[Any]:
@@ -350,11 +381,26 @@ def _is_same(gold: Any, answer: Any) -> bool:
         global _equal_matrices
         _equal_matrices, grader.sympy_numeric_eq = grader.sympy_numeric_eq, equal_numbers
     pairs = [(gold, answer)]
+    if not isinstance(gold, str) and not isinstance(answer, str):
+        pairs.append((_with_imaginary_unit(gold), _with_imaginary_unit(answer)))
     names: set[Any] = getattr(gold, "free_symbols", set())
     others: set[Any] = getattr(answer, "free_symbols", set())
     if names == others or not (names and others):
         pairs.append((_region(gold), _region(answer)))
     return any(grader.verify(*pair, timeout_seconds=None, allow_set_relation_comp=True) for pair in pairs)
+
+
+def _with_imaginary_unit(value: Any) -> Any:
+    """Return ``value`` with the letter i as the imaginary unit, which math-verify reads as a variable.
+
+    In an inequality it is one.
+    """
+    from sympy import Eq, I
+    from sympy.core.relational import Relational
+
+    if value.atoms(Relational) - value.atoms(Eq):
+        return value
+    return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
 
 
 def _region(value: Any) -> Any:

@@ -50,6 +50,12 @@ SAME = [
     ("(-\\infty,1)\\cup(2,\\infty)", "x<1 \\text{ or } x>2", "x > 2 or x < 1"),
     ("\\sqrt{2}\\cdot 10^{6}", "1414213.56"),
     ("7/3", "2\\frac{1}{3}", "2 1/3", "2⅓"),
+    ("i", "\\sqrt{-1}", "e^{i\\pi/2}", "z = i"),
+    ("-1", "i^2", "e^{i\\pi}"),
+    ("3+4i", "4i+3", "3+4\\sqrt{-1}"),
+    ("i > 3", "3 < i", "(3,\\infty)"),
+    ("1500000", "1.5\\text{ million}", "1.5 million", "\\$1.5 \\text{ million dollars}", "1{,}500 thousand"),
+    ("9\\text{ m/s}", "9\\frac{\\text{m}}{\\text{s}}", "9\\,\\frac{\\mathrm{m}}{\\mathrm{s}^2}"),
     ("5\\text{ cm}", "5\\,\\text{cm}", "5\\ \\mathrm{cm}", "5 cm"),
     ("10\\%", "10\\,\\%"),
     ("30^\\circ", "30\\degree", "30^\\degree", "30°"),
@@ -74,6 +80,10 @@ DIFFERENT = [
     ("(1,2)", "1 \\le x < 2", "(1,2]", "(2,1)"),
     ("x>1", "y>1"),
     ("\\infty", "-\\infty"),
+    ("i", "-i", "1"),
+    ("2+3i", "2-3i", "3+2i"),
+    ("1500000", "1.5", "1.5\\text{ billion}"),
+    ("\\textbf{(B)}\\ 42", "C", "41", "\\textbf{(C)}\\ 41"),
 ]
 
 
@@ -111,6 +121,11 @@ def test_other_values_differ_in_label_and_answer(make_sample):
         ("The answer is $ACB$", "BCA", 0),
         (r"\boxed{1}", "x^2+y^2=1", 0),
         (r"\boxed{5}", "The answer is $5$.", 1),
+        ("The town has 1.5 million people.", "1500000", 1),
+        (r"\boxed{\textbf{(B)}\ 42}", "B", 1),
+        (r"\boxed{\text{(B) }42}", "42", 1),
+        (r"\boxed{B. 42}", "(B)", 1),
+        (r"\boxed{B}", "\\textbf{(B)}\\ 42", 1),
     ],
 )
 def test_the_last_box_is_the_answer(make_sample, response, label, reward):
