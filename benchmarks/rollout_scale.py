@@ -26,8 +26,8 @@ import psutil
 from fake_servers import answer_body, latency, start
 
 from miles.config.rollout import RolloutArguments
+from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine

@@ -36,8 +36,8 @@ from fake_servers import seen, start
 from miles.config.cluster import ClusterArguments
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
+from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SglangArguments
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate

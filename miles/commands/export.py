@@ -8,7 +8,6 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from miles.base.text import InputError, one_line
 from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun, on_this_machine, run_folder
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags
+from miles.config.servers.passed_on import PREFIXES
 from miles.observe.health import MetricsFile
 from miles.observe.run_files import METRICS
 from miles.tasks.data.settings import HUGGING_FACE
@@ -76,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
 
 LONGEST_CAUSE = 300
 MOST_ROWS = 12  # of the curve
-_PASSED_ON = dict(zip((field.name for field in fields(ServerFlags)), (SERVER, ROUTER, VLLM), strict=True))
 _CURVES = ("rollout/reward", "train/loss")  # the first that the run has, and the held-out ones
 
 
@@ -183,7 +181,7 @@ def _command(run: SavedRun) -> str:
     for section, values in run.header.settings.items():
         for name, value in values.items():
             if section == "server_flags":
-                words.append([_PASSED_ON[name] + word[2:] if word.startswith("--") else word for word in value])
+                words.append([PREFIXES[name] + word[2:] if word.startswith("--") else word for word in value])
             elif not run.header.is_default(section, name):
                 several = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
                 words.append([flag_name(name), *map(str, several)])

@@ -43,8 +43,8 @@ from miles.config.explain import explain
 from miles.config.megatron.rules import TRIED
 from miles.config.model import ModelArguments
 from miles.config.rollout import RolloutArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.settings import Settings
-from miles.config.sglang.flags import ServerFlags
 from miles.config.tracking import TrackingArguments
 from miles.config.validate import Validated, validate
 from miles.objective.settings import LossArguments

@@ -39,8 +39,8 @@ from miles.config.flags_view import CUSTOM_CONFIG
 from miles.config.functions import names_functions
 from miles.config.notes import OTHERS, Note, report
 from miles.config.parser import Command, FlagParser, judge, judge_with_hub, judge_without_hub, with_inputs
+from miles.config.servers.passed_on import is_passed_on
 from miles.config.settings import Settings, section_of
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import cut_spaced_words, group_words, repeated_flags
 from miles.config.validate import Validated
 
@@ -86,7 +86,7 @@ def rewrite(words: Sequence[str], errors: Errors) -> Rewritten:
 
 def _known_flags(words: Sequence[str]) -> Collection[str]:
     """Return the flags that exist, with those among ``words`` that are passed on to servers."""
-    passed_on = {word for word in words if word.startswith((SERVER, ROUTER, VLLM))}
+    passed_on = set(filter(is_passed_on, words))
     return parser.known_flags(words, FOREIGN_FLAGS) | FOREIGN_FLAGS.keys() | passed_on
 
 

@@ -18,7 +18,6 @@ from miles.base.text import one_line
 from miles.config.components import ENGINES, TRAIN_BACKENDS, EngineSpec, TrainBackendSpec
 from miles.config.model import readable_config
 from miles.config.settings import Settings
-from miles.config.sglang.flags import VLLM
 from miles.models.packing import is_compared_by_test, model_type, why_not_trained
 from miles.models.registry import BRIDGED, CONVERTED
 from miles.tasks.rewards.registry import deciding_part
@@ -223,16 +222,10 @@ def has_servers(settings: Settings) -> bool:
     return engine is not None and engine.has_servers
 
 
-def reads_sglang_flags(settings: Settings) -> bool:
-    """Return whether the engine generates in SGLang's servers."""
+def passes_on(settings: Settings, prefix: str) -> bool:
+    """Return whether the engine has servers that take the flags with this prefix."""
     engine = ENGINES.get(settings.rollout.rollout_engine)
-    return engine is not None and engine.reads_sglang_flags
-
-
-def reads_vllm_flags(settings: Settings) -> bool:
-    """Return whether the engine generates in vLLM's servers."""
-    engine = ENGINES.get(settings.rollout.rollout_engine)
-    return engine is not None and VLLM in engine.prefixes
+    return engine is not None and prefix in engine.prefixes
 
 
 def first_with(rows: Mapping[str, Spec], ability: str, wanted: bool = True) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from miles.config.servers.passed_on import ROUTER, SERVER, VLLM
+
 
 @dataclass(frozen=True)
 class TrainBackendSpec:
@@ -84,9 +86,8 @@ class EngineSpec:
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
-        prefixes: How the flags begin that choose it if no engine is named.
-        reads_sglang_flags: Whether the flags of SGLang and its router are passed on to its servers.
-        rules: The function ``check(settings, errors)`` that checks a run of its servers, as ``module:function``.
+        prefixes: How the flags begin that its servers take. They choose it if no engine is named.
+        rules: With servers, the function ``check(settings, errors)`` that checks a run of them, as ``module:function``.
         start_rules: The function that checks what only a start needs; empty if there is none.
     """
 
@@ -97,7 +98,6 @@ class EngineSpec:
     shares_servers: bool = False
     stop_text_limits: StopTextLimits | None = None
     prefixes: tuple[str, ...] = ()
-    reads_sglang_flags: bool = False
     rules: str = ""
     start_rules: str = ""
 
@@ -136,8 +136,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         reports_experts=True,
         shares_servers=True,
         stop_text_limits=StopTextLimits(32, 256),  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
-        prefixes=("--sglang-", "--router-"),
-        reads_sglang_flags=True,
+        prefixes=(SERVER, ROUTER),
         rules="miles.config.sglang.rules:check_servers",
     ),
     "vllm": EngineSpec(
@@ -145,7 +144,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         title="vLLM",
         has_servers=True,
         shares_servers=True,
-        prefixes=("--vllm-",),
+        prefixes=(VLLM,),
         rules="miles.config.vllm.rules:check_servers",
         start_rules="miles.config.vllm.rules:check_start",
     ),

@@ -17,8 +17,8 @@ from miles.config.notes import grouped
 from miles.config.parallel import explain_ranks
 from miles.config.profiling import explain_profiling
 from miles.config.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
+from miles.config.servers.flags import explain_servers
 from miles.config.settings import Settings
-from miles.config.sglang.flags import explain_servers
 from miles.config.tracking import explain_tracking
 from miles.config.training import explain_step, unused_in_training
 from miles.config.validate import Validated

@@ -26,8 +26,8 @@ from miles.base.secrets import HIDDEN, public
 from miles.base.shell_text import arithmetic
 from miles.base.text import one_line
 from miles.config.notes import written
+from miles.config.servers.passed_on import is_passed_on
 from miles.config.settings import SECTIONS, section_of
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import flags_in, group_words, most_values, without_flags
 from miles.config.suggest import suggestion
 
@@ -236,7 +236,7 @@ class _Reader:
         for flag in spellings:
             if flag in NO_SETTINGS:
                 raise _Refused("is not a setting of a run; give it on the command line")
-            if flag in self._actions or flag.startswith((SERVER, ROUTER, VLLM)):
+            if flag in self._actions or is_passed_on(flag):
                 own = self._sections.get(flag, section)
                 if section and own != section:
                     raise _Refused(f"belongs to the section {own}; move it there")

@@ -13,11 +13,11 @@ from typing import Any
 
 from miles.base.flags import count
 from miles.base.host import GIB, busy_cores, has_bf16, has_gpu, memory_bytes
-from miles.config.choice import reads_sglang_flags
+from miles.config.choice import passes_on
 from miles.config.components import engine_spec
 from miles.config.model import local_config
+from miles.config.servers.passed_on import SERVER, has_flag, value_of
 from miles.config.settings import Settings
-from miles.config.sglang.flags import has_flag, value_of
 from miles.models.packing import ROW_STEP, kv_bytes_per_token
 
 CACHE_SHARE = 0.25  # of the memory, for keys and values; the rest is the trainer's and for weights
@@ -74,7 +74,7 @@ def fit_to_host(settings: Settings, set_fields: Collection[str]) -> Settings:
         sequences = min(settings.rollout.torch_engine_max_batch_size, _rounded(fitting, SEQUENCES_STEP))
         return replace(settings, rollout=replace(settings.rollout, torch_engine_max_batch_size=sequences))
     passed_on = settings.server_flags
-    if not reads_sglang_flags(settings) or not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
+    if not passes_on(settings, SERVER) or not settings.num_engines or has_flag(passed_on.server, MOST_TOKENS):
         return settings
     words = (MOST_TOKENS, str(_server_tokens(settings, per_token)), *passed_on.server)
     return replace(settings, server_flags=replace(passed_on, server=words))
@@ -147,7 +147,7 @@ def host_line(settings: Settings) -> str:
         batch, tokens = f"{count(sequences, 'sequence')} at once", sequences * _row(settings)
     elif settings.num_engines:
         computing.append(f"{count(settings.num_engines, 'server')} of {name} of 1 thread")
-        if not reads_sglang_flags(settings):
+        if not passes_on(settings, SERVER):
             return f"{', '.join(computing)}; {settings.vllm.vllm_cpu_cache_gib} GiB for the cache of each"
         most = value_of(settings.server_flags.server, MOST_TOKENS) or str(SERVER_TOKENS)
         batch, tokens = f"{most} tokens in the cache of each", settings.num_engines * int(most if most.isdigit() else 0)

@@ -16,11 +16,12 @@ from typing import Any
 
 from miles.base.choices import Registry
 from miles.base.flags import changed, flag_name
-from miles.config.choice import has_servers, reads_megatron_flags, reads_vllm_flags
+from miles.config.choice import has_servers, passes_on, reads_megatron_flags
 from miles.config.lora import counts_experts
 from miles.config.model import has_vision_tower, readable_config
 from miles.config.notes import MEMORY, NO_EFFECT, OTHER_PART, REPORTING, SAME, Note, note_on
 from miles.config.parallel import same_budget
+from miles.config.servers.passed_on import VLLM
 from miles.config.settings import SECTIONS, Settings, section_of
 from miles.models.packing import why_not_shared
 from miles.objective.canary import mass_is_known
@@ -159,7 +160,7 @@ CONDITIONS = {
     ),
     "turns to bound": Condition(_bounds_turns, "the environment's library bounds the turns"),
     "servers": Condition(has_servers, _SERVERS, OTHER_PART),
-    "servers of vLLM": Condition(reads_vllm_flags, "vLLM's, and another engine generates", OTHER_PART),
+    "servers of vLLM": Condition(lambda s: passes_on(s, VLLM), "vLLM's, and another engine generates", OTHER_PART),
     "servers or deltas": Condition(lambda s: has_servers(s) or s.sends_deltas, _SERVERS, OTHER_PART),
     "engines on several devices": Condition(has_servers, "the torch engine runs on one device", OTHER_PART),
     "files of weights": Condition(

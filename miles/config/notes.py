@@ -10,6 +10,7 @@ from typing import Any
 from miles.base.flags import changed, flag_name
 from miles.base.secrets import public_words
 from miles.base.text import program
+from miles.config.components import ENGINES
 from miles.config.megatron.fields import DESTINATION
 from miles.config.settings import Settings
 
@@ -130,9 +131,7 @@ def _group(message: str, groups: Mapping[str, str]) -> str:
     name = flag[0]
     if name in groups:
         return groups[name]
-    if name.startswith("--vllm-"):
-        return "vllm"
-    return "sglang" if name.startswith(("--sglang-", "--router-")) else "megatron"
+    return next((engine for engine, row in ENGINES.items() if name.startswith(row.prefixes)), "megatron")
 
 
 def surprises(settings: Settings, set_fields: Collection[str], on_cpu: bool, has_bf16: bool) -> Iterator[str]:

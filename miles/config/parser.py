@@ -56,8 +56,8 @@ from miles.config.rules import (
     check_sources,
     notes_on_saved_samples,
 )
+from miles.config.servers.passed_on import ServerFlags, is_passed_on, split_server_flags
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM, ServerFlags, split_server_flags
 from miles.config.sglang.rules import check_server_files, check_server_heads, normalize_server_flags
 from miles.config.spelling import (
     cut_lists,
@@ -339,7 +339,7 @@ def known_flags(words: Sequence[str], elsewhere: Collection[str] = ()) -> set[st
     """
     flags = {*_own_flags()._option_string_actions, *(field.flag for field in MODEL_FLAGS)}
     known = {*flags, *elsewhere}
-    if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER, VLLM)) for flag in flags_in(words)):
+    if any(flag.split()[0] not in known and not is_passed_on(flag) for flag in flags_in(words)):
         flags |= {field.flag for field in installed_fields()}
     return flags
 
@@ -377,7 +377,7 @@ def _command(
     by_name = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
     settings = _settings(by_name, passed_on)
     backend = choose_backend(by_name.get("train_backend"), megatron, trained_without_megatron(settings))
-    servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER, VLLM))]
+    servers = [flag for flag in flags if is_passed_on(flag)]
     joined = _ask_cluster(settings.cluster)
     device = choose_device(settings.cluster.device, has_gpu(), joined)
     engine = choose_engine(by_name.get("rollout_engine"), servers, device)

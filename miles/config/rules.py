@@ -25,8 +25,9 @@ from miles.config.model import (
     vocab_size_of,
 )
 from miles.config.rollout import names_iteration, path_of_iteration
+from miles.config.servers.passed_on import SERVER, VLLM, has_flag, value_of
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SERVER, VLLM, has_flag, known_server_flags, value_of
+from miles.config.sglang.flags import known_server_flags
 from miles.models.packing import WITH_KNOWN_ROUTERS, longest_generated, longest_trained, model_type, reads_images
 from miles.models.reading import READ_AS, WITH_IMAGES
 from miles.objective.adaptive import check_adaptive_kl

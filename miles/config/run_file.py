@@ -15,7 +15,6 @@ from miles.config.evaluation import EvaluationArguments
 from miles.config.files import MEGATRON_CORE, SERVER_FLAGS
 from miles.config.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ROUTER, SERVER, VLLM
 from miles.config.spelling import group_words
 from miles.config.validate import validate
 
@@ -49,8 +48,7 @@ def run_config(settings: Settings, about: Iterable[str] = (), set_fields: Collec
     lines = [f"# {line}".rstrip() for line in about]
     for name, section in SECTIONS.items():
         lines += _section(name, list(_entries(getattr(settings, name), section)))
-    flags = settings.server_flags
-    passed_on = ((SERVER, flags.server), (ROUTER, flags.router), (VLLM, flags.vllm))
+    passed_on = settings.server_flags.by_prefix().items()
     lines += _section(SERVER_FLAGS, [entry for prefix, words in passed_on for entry in _server_flags(prefix, words)])
     lines += _section(MEGATRON_CORE, list(_megatron_core(settings.megatron_overrides)))
     return "\n".join(lines) + "\n"
@@ -92,7 +90,7 @@ def _entries(values: Any, section: type) -> Iterator[str]:
 
 
 def _server_flags(prefix: str, words: Iterable[str]) -> Iterator[str]:
-    """Yield the flags that are passed on to SGLang, under their names here."""
+    """Yield the flags that are passed on to servers, under their names here."""
     for flag, values in dict(group_words(words)).items():
         key = (prefix + flag.removeprefix("--"))[2:].replace("-", "_")
         texts = public_words([flag, *values])[1:]

@@ -19,7 +19,8 @@ from miles.config.parallel import ParallelArguments
 from miles.config.profiling import ProfilingArguments
 from miles.config.rehearsal import RehearsalArguments
 from miles.config.rollout import RolloutArguments
-from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.tracking import TrackingArguments
 from miles.config.training import TrainingArguments
 from miles.config.vllm.flags import VllmArguments

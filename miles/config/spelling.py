@@ -10,7 +10,7 @@ from miles.base.flags import LONGEST_VALUE
 from miles.base.secrets import public_words
 from miles.base.text import one_line
 from miles.config.notes import READ_AS, Note, written
-from miles.config.sglang.flags import ROUTER, ROUTER_ALIAS
+from miles.config.servers.passed_on import ROUTER, ROUTER_ALIAS
 from miles.config.suggest import whole_numbers
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it

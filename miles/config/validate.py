@@ -47,15 +47,10 @@ from miles.config.rules import (
     name_policy_loss,
     notes_on_model_context,
 )
+from miles.config.servers.passed_on import ServerFlags
+from miles.config.servers.rules import check_engine, check_rollout_workers, fill_rollout_num_gpus, fill_server_section
 from miles.config.settings import SECTIONS, Settings
-from miles.config.sglang.flags import ServerFlags
-from miles.config.sglang.rules import (
-    check_engine,
-    check_rollout_workers,
-    check_server_texts,
-    fill_rollout_num_gpus,
-    fill_server_section,
-)
+from miles.config.sglang.rules import check_server_texts
 from miles.config.tracking import check_tracking
 from miles.config.training import check_training, fill_global_batch_size, notes_on_training
 from miles.objective.aggregation import MODE_FLAGS, reconcile_aggregation

@@ -17,8 +17,8 @@ from miles.base.flags import refuse
 from miles.commands.rehearsal.meter import Message, OperationCounts, Phase
 from miles.commands.rehearsal.trace import prompt_length, response_length
 from miles.config.choice import has_servers
+from miles.config.servers.passed_on import value_of
 from miles.config.settings import Settings
-from miles.config.sglang.flags import value_of
 from miles.models.packing import kv_bytes_per_token
 
 # The devices whose speed is assumed, from their makers' data sheets, or from a file of measured figures.

@@ -1,4 +1,4 @@
-"""Check the engine that generates: its devices and addresses, who shares it, and the flags that are passed on to it."""
+"""Check a run that generates with SGLang's servers, and the flags that are passed on to them."""
 
 import json
 import math
@@ -8,29 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from miles.base.flags import Errors, changed, count, fault_of_text, flag_name
-from miles.config.choice import reads_sglang_flags
+from miles.config.choice import passes_on
 from miles.config.cluster import ClusterArguments
-from miles.config.components import ENGINES, call, engine_spec, names_with
-from miles.config.model import local_config, readable_config
+from miles.config.components import engine_spec
+from miles.config.model import readable_config
 from miles.config.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ROUTER, SERVER, ServerFlags, has_flag, value_of
+from miles.config.servers.rules import QUANTIZED_AT_START, can_count_engines
 from miles.config.settings import Settings
 from miles.config.sglang.flags import (
     ADMIN_KEY,
     ATTENTION_DATA_PARALLEL,
     DATA_PARALLEL,
     REPLACED,
-    ROUTER,
-    SERVER,
     SERVER_KEY,
     TENSOR_PARALLEL,
-    VLLM,
-    ServerFlags,
-    SglangArguments,
     check_server_flags,
-    has_flag,
     known_router_flags,
     known_server_flags,
-    value_of,
 )
 from miles.config.sglang.installed import (
     CONFIG,
@@ -44,7 +40,7 @@ from miles.config.sglang.installed import (
 )
 from miles.config.spelling import Group, group_words
 from miles.config.suggest import near_choice
-from miles.models.packing import reads_images, why_not_generated
+from miles.models.packing import reads_images
 
 # Check how SGLang's flags divide the devices of an engine, as SGLang does when a server starts.
 #
@@ -101,7 +97,7 @@ def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> 
 
 def check_server_heads(settings: Settings, errors: Errors) -> None:
     """Check that the devices that share one attention divide the model's heads. On CPU SGLang pads the heads."""
-    if not reads_sglang_flags(settings) or settings.sglang.rollout_external or not settings.generates:
+    if not passes_on(settings, SERVER) or settings.sglang.rollout_external or not settings.generates:
         return
     words, engine_size = settings.server_flags.server, settings.sglang.rollout_num_gpus_per_engine
     config = readable_config(settings.model) or {}
@@ -174,48 +170,13 @@ def _size_field(size: _Size) -> str:
     return size.flag.removeprefix("--")
 
 
-NOT_QUANTIZED = "SGLang quantizes weights when it starts, and not those that the trainer sends"
+NOT_QUANTIZED = f"SGLang {QUANTIZED_AT_START}"
 NOT_ALONE = "a server would read prompts or generate, and each engine here does both"
-
-
-def check_engine(settings: Settings, errors: Errors) -> None:
-    """Check the flags of servers if the chosen engine has servers, or that none are given."""
-    if rules := engine_spec(settings.rollout.rollout_engine).rules:
-        call(rules, settings, errors)
-    else:
-        _check_no_servers(settings, errors)
-
-
-def _check_no_servers(settings: Settings, errors: Errors) -> None:
-    passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
-    why, what_to_do = f"by --rollout-engine {settings.rollout.rollout_engine}", f"use --rollout-engine {others}"
-    _refuse_vllm(settings, errors)
-    for flag in (*passed_on.server_as_written, *passed_on.router_as_written):
-        errors.add(f"{flag}: would be ignored {why}; {what_to_do}, or drop {flag}")
-    if settings.generates and errors.none_about("hf_checkpoint"):
-        with errors.catching():
-            config = local_config(settings.model, "hf_checkpoint")
-            if config is not None and (fault := why_not_generated(config)):
-                errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *fault)
-
-
-def check_common(settings: Settings, errors: Errors) -> None:
-    """Check what concerns servers of any program: their numbers, devices, files of weights, and requests in flight."""
-    sglang = settings.sglang
-    if can_count_engines(errors) and not sglang.rollout_external:
-        _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
-        _check_nodes(settings.cluster, sglang, errors)
-    _check_weight_files(sglang, errors)
-    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
-        rule = "would end the requests in flight, which --fully-async continues with the new weights"
-        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
 
 
 def check_servers(settings: Settings, errors: Errors) -> None:
     """Check a run that generates with SGLang's servers."""
     sglang, passed_on = settings.sglang, settings.server_flags
-    check_common(settings, errors)
-    _refuse_vllm(settings, errors)
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     check_server_values(passed_on, errors)
@@ -228,7 +189,7 @@ def check_servers(settings: Settings, errors: Errors) -> None:
     _check_kind_of_server(settings, errors)
     if can_count_engines(errors):
         num_servers = settings.num_engines + len(sglang.external_addresses)
-        for written in passed_on.router_as_written if num_servers < 2 else ():
+        for written in passed_on.written([ROUTER]) if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
 
 
@@ -254,15 +215,6 @@ def _check_images(settings: Settings, errors: Errors) -> None:
         errors.refuse("rollout_external", True, rule, "give --freeze-vision-tower, or drop it")
 
 
-def _refuse_vllm(settings: Settings, errors: Errors) -> None:
-    name = settings.rollout.rollout_engine
-    why, what_to_do = f"by --rollout-engine {name}", "use --rollout-engine vllm"
-    for flag in settings.server_flags.vllm:
-        if flag.startswith("--"):
-            written = VLLM + flag[2:].split("=")[0]
-            errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
-
-
 def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
     """Refuse servers that cannot take the trainer's weights, or cannot answer a request alone."""
     words = settings.server_flags.server
@@ -274,14 +226,6 @@ def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
         errors.refuse("sglang_disaggregation_mode", mode, NOT_ALONE, "drop it")
 
 
-def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
-    mode = sglang.update_weight_transfer_mode
-    if sglang.writes_deltas and sglang.rollout_external:
-        rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
-        errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
-
-
-ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
 
@@ -324,32 +268,6 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
             errors.refuse("rollout_stop", text, f"SGLang {why}", "give a part of the text that occurs nowhere else")
 
 
-def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
-    """Return the cluster section with ``rollout_num_gpus``, the devices of one engine if servers are not counted."""
-    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
-    starts = engine_spec(settings.rollout.rollout_engine).has_servers and not settings.sglang.rollout_external
-    if not starts or cluster.colocate or cluster.rollout_num_gpus is not None or size < 1:
-        return cluster
-    return replace(cluster, rollout_num_gpus=size)
-
-
-def fill_server_section(settings: Settings) -> tuple[SglangArguments, list[str]]:
-    """Return the section with a mode of pauses that the engine has, and a note if another was read as this."""
-    sglang = settings.sglang
-    if sglang.pause_generation_mode != ABORT:
-        return sglang, []
-    why = "without --fully-async no request is in flight when weights change"
-    return replace(sglang, pause_generation_mode="retract"), [
-        f"--pause-generation-mode abort is read as retract: {why}"
-    ]
-
-
-def can_count_engines(errors: Errors) -> bool:
-    """Return whether the numbers of devices are valid, so that engines can be counted."""
-    devices = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine")
-    return errors.none_about(*devices)
-
-
 def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_on: ServerFlags, errors: Errors) -> None:
     if not sglang.rollout_external:
         return
@@ -362,57 +280,11 @@ def _check_external(cluster: ClusterArguments, sglang: SglangArguments, passed_o
             rule, what_to_do = "is not HOST:PORT", "write it as 127.0.0.1:30000"
             errors.refuse("rollout_external_engine_addrs", address, rule, what_to_do)
     keys = [SERVER + flag.removeprefix("--") for flag in (SERVER_KEY, ADMIN_KEY)]  # those that they were started with
-    for flag in (flag for flag in passed_on.server_as_written if flag not in keys):
+    for flag in (flag for flag in passed_on.written([SERVER]) if flag not in keys):
         errors.add(
             f"{flag}: would be ignored with --rollout-external, whose engines are already running; give it to them "
             f"when they start, or drop {flag}"
         )
-
-
-def _check_devices(cluster: ClusterArguments, devices: int, size: int, errors: Errors) -> None:
-    if devices % size:
-        subject = "the trainer's devices (--colocate)" if cluster.colocate else f"--rollout-num-gpus {devices}"
-        rule = f"{subject} are {devices}, which cannot be divided into engines of {size} devices"
-        multiple = "" if cluster.colocate else f", or --rollout-num-gpus {devices - devices % size + size}"
-        errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {devices}{multiple}")
-
-
-def _check_nodes(cluster: ClusterArguments, sglang: SglangArguments, errors: Errors) -> None:
-    """Check that an engine lies within a node, or has all devices of several nodes."""
-    size, per_node = sglang.rollout_num_gpus_per_engine, sglang.per_node(cluster)
-    if not errors.none_about("rollout_num_gpus_per_engine", "num_gpus_per_node"):
-        return
-    flag = "actor_num_gpus_per_node" if cluster.colocate else "num_gpus_per_node"
-    shared = cluster.colocate and per_node % size
-    if size % per_node and (size > per_node or shared):
-        rule = f"an engine lies within a node or has whole nodes, and a node has {flag_name(flag)} {per_node}"
-        what_to_do = f"give a divisor or a multiple of {per_node}"
-        if not cluster.colocate:
-            what_to_do += ", or the size of your nodes as --num-gpus-per-node"
-        errors.refuse("rollout_num_gpus_per_engine", size, rule, what_to_do)
-    elif size > per_node and sglang.update_weight_transfer_mode == "ipc":
-        rule = f"an engine of {size} devices spans nodes of {per_node}, and no memory is shared between nodes"
-        errors.refuse("update_weight_transfer_mode", "ipc", rule, "use --update-weight-transfer-mode broadcast")
-
-
-def check_rollout_workers(settings: Settings, errors: Errors) -> None:
-    """Check ``--num-rollout-workers``: the engine can be shared, and every process gets a share of each limit."""
-    name, rollout, sglang = "num_rollout_workers", settings.rollout, settings.sglang
-    workers = rollout.num_rollout_workers
-    if workers <= 1:
-        return
-    if not engine_spec(rollout.rollout_engine).shares_servers:
-        rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
-        errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
-        return
-    if rollout.agent_command is not None and 1 <= rollout.agent_concurrency < workers:
-        rule = f"leaves some of them without a program: --agent-concurrency {rollout.agent_concurrency} is for all"
-        errors.refuse(name, workers, rule, f"give --agent-concurrency {workers} or more, or fewer workers")
-    if can_count_engines(errors) and errors.none_about("sglang_server_concurrency", "rollout_external"):
-        requests = sglang.sglang_server_concurrency * (settings.num_engines + len(sglang.external_addresses))
-        if 0 < requests < workers:
-            rule = f"leaves some of them without a request: all servers together take {requests} at once"
-            errors.refuse(name, workers, rule, f"give at most {requests}, or a larger --sglang-server-concurrency")
 
 
 # Check the values of flags that are passed on to SGLang's server and router, as its parser would when it starts.
@@ -459,7 +331,7 @@ def check_server_texts(flags: ServerFlags, errors: Errors) -> None:
 
 def check_server_files(settings: Settings, errors: Errors) -> None:
     """Check that each file is there that a flag of the server names, unless the servers are on hosts of a cluster."""
-    if not reads_sglang_flags(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
+    if not passes_on(settings, SERVER) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
         return
     for flag, values in group_words(settings.server_flags.server):
         field = _field(SERVER, flag)
@@ -569,7 +441,7 @@ OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
     flags, notes = _normalize_adapters(settings.server_flags)
-    if not reads_sglang_flags(settings):
+    if not passes_on(settings, SERVER):
         groups = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
         dropped = [group for group in group_words(flags.server) if group not in groups]
         notes += [_note(OTHER_PART, group, "SGLang's, and another engine generates") for group in dropped]

@@ -13,9 +13,9 @@ from typing import Any
 from miles.base.flags import Errors, changed
 from miles.config.host_share import is_on_cpu
 from miles.config.model import readable_config
+from miles.config.servers.passed_on import VLLM, value_of
+from miles.config.servers.rules import QUANTIZED_AT_START
 from miles.config.settings import Settings
-from miles.config.sglang.flags import VLLM, value_of
-from miles.config.sglang.rules import NOT_QUANTIZED, check_common
 from miles.config.spelling import group_words
 from miles.config.suggest import nearest_flag
 from miles.config.vllm.environment import INSTALL, clean_environment, missing_vllm, vllm_python
@@ -57,7 +57,6 @@ os.write(out, json.dumps(verdict).encode())
 def check_servers(settings: Settings, errors: Errors) -> None:
     """Check a run that generates with vLLM's servers."""
     sglang, rollout, training = settings.sglang, settings.rollout, settings.training
-    check_common(settings, errors)
     _check_words(settings, errors)
     if sglang.rollout_external:
         rule = "names SGLang's servers: vLLM's calls for weights have no key, so a run starts its own"
@@ -79,10 +78,6 @@ def check_servers(settings: Settings, errors: Errors) -> None:
 
 def _check_words(settings: Settings, errors: Errors) -> None:
     flags, size = settings.server_flags, settings.sglang.rollout_num_gpus_per_engine
-    for written in (*flags.server_as_written, *flags.router_as_written):
-        errors.add(
-            f"{written}: would be ignored by --rollout-engine vllm; use --rollout-engine sglang, or drop {written}"
-        )
     for name, values in group_words(flags.vllm):
         written = f"{VLLM}{name[2:]}"
         if name in OWNED_BY_LAUNCHER:
@@ -100,7 +95,7 @@ def _check_words(settings: Settings, errors: Errors) -> None:
                 f"{written}: an engine here is tensor parallel; give --rollout-num-gpus-per-engine, and drop {written}"
             )
     if (quantization := value_of(flags.vllm, "--quantization")) is not None and not settings.rollout.debug_rollout_only:
-        errors.refuse("vllm_quantization", quantization, NOT_QUANTIZED.replace("SGLang", "vLLM"), "drop it")
+        errors.refuse("vllm_quantization", quantization, f"vLLM {QUANTIZED_AT_START}", "drop it")
 
 
 def _check_truncated(settings: Settings, errors: Errors) -> None:

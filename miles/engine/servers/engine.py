@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
-from miles.config.sglang.flags import SglangArguments
 from miles.engine.base import EngineHost, Generation, GenerationRequest, RemoteSenders, Server
 from miles.engine.servers.client import ServerClient
 from miles.engine.servers.health import Health

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from miles.base.disk_faults import WriteFailed
 from miles.base.text import one_line
 from miles.base.threads import gather_or_cancel
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.engine.base import EngineFailed
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
 from miles.engine.servers.requests import see_log

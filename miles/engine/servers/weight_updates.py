@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.engine.base import Server
 from miles.engine.servers.states import Failures, ManagedServer, Servers, ServerState
 from miles.engine.weight_sync.sender import WeightSender

@@ -14,7 +14,7 @@ import httpx
 
 from miles.base.host import num_cores
 from miles.base.secrets import split_secret_words
-from miles.config.sglang.flags import has_flag
+from miles.config.servers.passed_on import has_flag
 from miles.engine.base import ServerFailed
 from miles.engine.servers.keys import NO_KEYS, Keys, bearer
 from miles.engine.servers.launch import answers

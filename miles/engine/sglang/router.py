@@ -13,7 +13,7 @@ import httpx
 
 from miles.base.secrets import split_secret_words
 from miles.base.threads import in_thread
-from miles.config.sglang.flags import has_flag
+from miles.config.servers.passed_on import has_flag
 from miles.engine.base import ServerFailed
 from miles.engine.servers.client import EngineUnavailable
 from miles.engine.servers.keys import NO_KEYS, Keys, bearer

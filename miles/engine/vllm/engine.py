@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from miles.config.model import has_vision_tower
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.settings import Settings
-from miles.config.sglang.flags import ServerFlags
 from miles.config.vllm.environment import vllm_python
 from miles.engine.base import EngineHost, Server
 from miles.engine.servers.engine import ServersEngine, start_servers

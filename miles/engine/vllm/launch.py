@@ -11,7 +11,7 @@ from pathlib import Path
 
 import miles
 from miles.base.secrets import split_secret_words
-from miles.config.sglang.flags import has_flag
+from miles.config.servers.passed_on import has_flag
 from miles.config.vllm.environment import missing_vllm
 from miles.engine.servers.keys import Keys
 from miles.engine.servers.launch import answers

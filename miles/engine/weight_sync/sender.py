@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.engine.weight_sync.broadcast import BroadcastTransport
 from miles.engine.weight_sync.disk import DiskDeltaTransport, DiskTransport
 from miles.engine.weight_sync.shared_memory import SharedMemoryTransport

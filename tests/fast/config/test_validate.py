@@ -10,8 +10,8 @@ from miles.base.flags import FlagError, flag_choices
 from miles.config.explain import explain
 from miles.config.parallel import ParallelArguments
 from miles.config.parser import parse
+from miles.config.servers.flags import SglangArguments
 from miles.config.settings import SECTIONS
-from miles.config.sglang.flags import SglangArguments
 from miles.config.validate import validate
 from miles.objective.canary import CanarySchedule
 from miles.objective.settings import LossArguments

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.processes import ChildProcess, free_port

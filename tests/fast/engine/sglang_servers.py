@@ -7,7 +7,8 @@ import signal
 import psutil
 import torch
 
-from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.engine.servers.keys import keys_of
 from miles.engine.servers.launch import ServerOnHost
 from miles.engine.servers.server_log import LogFile

@@ -12,7 +12,7 @@ from vision_models import play, png, prompt_with, write_vision_model
 
 from miles.batch.collate import collate
 from miles.batch.convert import convert
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.base import EngineWrapper, GenerationRequest, SamplingParams
 from miles.engine.servers.launch import ServerOnHost

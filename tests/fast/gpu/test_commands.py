@@ -3,7 +3,7 @@
 import pytest
 
 from miles.config.parser import parse
-from miles.config.sglang.flags import ServerFlags
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.validate import validate
 from miles.engine.servers.keys import keys_of
 from miles.engine.sglang.engine import server_spec

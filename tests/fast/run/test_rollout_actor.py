@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles.config.rollout import RolloutArguments
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.observe.sample_records import StoredSamples
 from miles.rollout.collect import ScoredGroups

@@ -30,7 +30,7 @@ from miles.config.lora import LoraArguments
 from miles.config.megatron.settings import MegatronArguments
 from miles.config.model import ModelArguments
 from miles.config.rehearsal import RehearsalArguments
-from miles.config.sglang.flags import ServerFlags
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.training import TrainingArguments
 from miles.config.validate import validate
 from miles.models.registry import CONVERTED

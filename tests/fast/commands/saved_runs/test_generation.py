@@ -19,7 +19,7 @@ from miles.commands.saved_runs.generation import answer, estimates, evaluate_set
 from miles.commands.saved_runs.run import SavedRun
 from miles.commands.saved_runs.weights import hugging_face_folder
 from miles.config.megatron.settings import MegatronArguments
-from miles.config.sglang.flags import ServerFlags
+from miles.config.servers.passed_on import ServerFlags
 from miles.observe.run_files import RunHeader
 from miles.training.one_process import export_checkpoint, on_one_rank
 

@@ -8,8 +8,8 @@ import pytest
 
 from miles.base.flags import Errors, FlagError
 from miles.config.parser import parse
-from miles.config.sglang.flags import ServerFlags
-from miles.config.sglang.installed import Accepted, server_flags
+from miles.config.servers.passed_on import ServerFlags
+from miles.config.sglang.installed import Accepted, router_flags, server_flags
 from miles.config.sglang.rules import check_server_values
 from miles.config.validate import validate
 from tests.fast.support.rows import rows
@@ -68,6 +68,11 @@ def test_what_sglang_accepts_is_accepted(validated, flags):
 def test_key_is_not_shown(refused):
     (message,) = refused(SGLANG + "--sglang-ssl-keyfile-password s3cret s4cret")
     assert "takes one value" in message and "cret" not in message
+
+
+def test_installed_sglang_is_read_without_importing_it():
+    assert {"--tp-size", "--model", "--mem-fraction-static", "--disable-cuda-graph"} <= server_flags().keys()
+    assert {"--policy", "--health-check-interval-secs"} <= router_flags().keys()
 
 
 def test_choices_are_not_judged_beside_a_plugin(monkeypatch):

@@ -4,7 +4,7 @@ import httpx
 import psutil
 import pytest
 
-from miles.config.sglang.flags import ServerFlags
+from miles.config.servers.passed_on import ServerFlags
 from miles.engine.servers.client import RequestRefused
 from miles.engine.servers.keys import Keys, bearer, keys_of
 from miles.engine.sglang.client import SglangClient

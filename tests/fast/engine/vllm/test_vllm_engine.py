@@ -15,7 +15,8 @@ import pytest
 import torch
 from vision_models import png, write_vision_model
 
-from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
 from miles.engine.servers.client import EngineUnavailable, RequestRefused
 from miles.engine.servers.keys import keys_of

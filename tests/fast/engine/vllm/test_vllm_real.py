@@ -14,7 +14,8 @@ import torch
 from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from miles.config.sglang.flags import ServerFlags, SglangArguments
+from miles.config.servers.flags import SglangArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.vllm.environment import missing_vllm, vllm_python
 from miles.engine.base import GenerationRequest, LocalServer, SamplingParams
 from miles.engine.servers.keys import keys_of

@@ -4,7 +4,7 @@ from typing import get_args
 
 import torch
 
-from miles.config.sglang.flags import SglangArguments
+from miles.config.servers.flags import SglangArguments
 from miles.engine.weight_sync.sender import TRANSPORTS, SendingSide
 
 

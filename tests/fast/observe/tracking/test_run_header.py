@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from miles.config.cluster import ClusterArguments
+from miles.config.servers.passed_on import ServerFlags
 from miles.config.settings import Settings
-from miles.config.sglang.flags import ServerFlags
 from miles.config.tracking import TrackingArguments
 from miles.observe.run_files import FILE_NAME, RunHeader
 from miles.tasks.data.settings import DataArguments

@@ -1,10 +1,10 @@
-"""Flags of SGLang are separated from ours, and read from the installed version."""
+"""Flags of servers are separated from ours."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config.parser import parse
-from miles.config.sglang.flags import has_flag, known_router_flags, known_server_flags, split_server_flags, value_of
+from miles.config.servers.passed_on import PREFIXES, has_flag, split_server_flags, value_of
 
 OWN = {"--lr", "--sglang-server-concurrency", "--save"}
 VALUES = st.lists(st.sampled_from(["1", "-1", "x y", "{}", "float32", "a=b"]), max_size=3)
@@ -15,19 +15,20 @@ FLAGS = {
     "--sglang-cuda-graph-bs": "server",
     "--router-policy": "router",
     "--sglang-router-policy": "router",
+    "--vllm-max-num-seqs": "vllm",
 }
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(FLAGS)), VALUES)))
 def test_every_word_goes_to_one_parser_in_order(groups):
     ours, passed_on = split_server_flags([word for flag, values in groups for word in (flag, *values)], OWN)
-    expected = {"ours": [], "server": [], "router": []}
+    expected = {"ours": [], "server": [], "router": [], "vllm": []}
     for flag, values in groups:
         owner = FLAGS[flag]
-        stripped = {"server": "--sglang-", "router": "--sglang-router-" if "sglang" in flag else "--router-"}
-        named = flag if owner == "ours" else "--" + flag.removeprefix(stripped[owner])
+        stripped = "--sglang-router-" if flag.startswith("--sglang-router-") else PREFIXES.get(owner, "--")
+        named = "--" + flag.removeprefix(stripped)
         expected[owner] += [named, *values]
-    assert {"ours": ours, "server": [*passed_on.server], "router": [*passed_on.router]} == expected
+    assert {"ours": ours} | {name: [*words] for name, words in vars(passed_on).items()} == expected
 
 
 def test_equals_signs_and_spaced_words_are_understood():
@@ -36,11 +37,6 @@ def test_equals_signs_and_spaced_words_are_understood():
     assert value_of(passed_on.server, "--dtype") == "float32"
     assert value_of(passed_on.server, "--load-format") == "dummy"
     assert has_flag(passed_on.server, "--dtype") and not has_flag(passed_on.server, "--d")
-
-
-def test_installed_sglang_is_read_without_importing_it():
-    assert {"--tp-size", "--model", "--mem-fraction-static", "--disable-cuda-graph"} <= known_server_flags()
-    assert {"--policy", "--health-check-interval-secs"} <= known_router_flags()
 
 
 def test_flags_in_a_file_of_flags_are_passed_on(command, tmp_path):
