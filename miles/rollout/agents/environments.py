@@ -60,47 +60,20 @@ class EnvironmentGenerator(SessionGenerator):
         super().__init__(settings, f"--environment {rollout.environment}")
         self._make = environment_maker(rollout.environment)
         self._max_turns = rollout.max_turns
-        self._server: SessionServer | None = None
-        self._starting = asyncio.Lock()
-        self._closed = False
-        self._sessions: set[Session] = set()
-        self._nothing_plays = asyncio.Event()
-        self._nothing_plays.set()
 
     async def close(self) -> None:
         """End the trajectories, and the objects that the environments share. Later trajectories are ``ABORTED``."""
-        self._closed = True
-        for session in list(self._sessions):
-            await session.close()
-        await self._nothing_plays.wait()
-        async with self._starting:
-            if self._server is not None:
-                await self._server.close()
+        await super().close()
         close = getattr(self._make, "close", None)
         if close is not None:
             await close()
-
-    async def _started(self) -> SessionServer:
-        """Return the server that environments call by URL; the first call starts it."""
-        async with self._starting:
-            if self._server is None:
-                self._server = await SessionServer.start()
-            return self._server
 
     async def _run(self, trajectory: Trajectory) -> list[Sample]:
         """Play one trajectory."""
         if self._closed:
             return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
-        session = self._session(trajectory)
-        self._sessions.add(session)
-        self._nothing_plays.clear()
-        try:
+        async with self._recording(trajectory) as session:
             reward, failure = await self._play(trajectory, session)
-        finally:
-            await session.close()
-            self._sessions.discard(session)
-            if not self._sessions:
-                self._nothing_plays.set()
         if session.error is not None:
             raise session.error
         samples = session.samples(session.last_message, failure and f"{self._name} {failure}")

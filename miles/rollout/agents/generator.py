@@ -53,6 +53,12 @@ class SessionGenerator(ABC):
         self._takes_stop_texts = sees_text and not rollout.partial_rollout
         self._stop_text_limits = engine.stop_text_limits
         self._chat: ChatFormat | None = None
+        self._starting = asyncio.Lock()
+        self._server: SessionServer | None = None
+        self._closed = False
+        self._sessions: set[Session] = set()
+        self._nothing_runs = asyncio.Event()
+        self._nothing_runs.set()
 
     async def __call__(self, group: PromptGroup, engine: Engine, tokenizer: Any, spec: GroupSpec) -> PromptGroup:
         """Return the group with its trajectories. See ``GroupGenerator``.
@@ -67,22 +73,45 @@ class SessionGenerator(ABC):
 
     @abstractmethod
     async def _run(self, trajectory: Trajectory) -> list[Sample]:
-        """Make one trajectory."""
+        """Make one trajectory; ``ABORTED`` after ``close``."""
 
-    @abstractmethod
     async def close(self) -> None:
-        """End the trajectories in progress, and release what they share."""
+        """End the trajectories in progress, and stop the server. Later trajectories are ``ABORTED``."""
+        self._closed = True
+        for session in list(self._sessions):
+            await session.close()
+        await self._nothing_runs.wait()
+        async with self._starting:  # a server that is starting is stopped as well
+            if self._server is not None:
+                await self._server.close()
 
-    def _session(self, trajectory: Trajectory) -> Session:
-        """Return a session that records the calls of ``trajectory``."""
+    async def _started(self) -> SessionServer:
+        """Return the server that is called by URL; the first call starts it."""
+        async with self._starting:
+            if self._server is None:
+                self._server = await SessionServer.start()
+            return self._server
+
+    @asynccontextmanager
+    async def _recording(self, trajectory: Trajectory) -> AsyncIterator[Session]:
+        """Record the calls of ``trajectory`` inside the block. ``close`` ends the session, and waits for the block."""
         if self._chat is None:
             self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs, self._data)
-        return Session(
+        session = Session(
             trajectory,
             self._chat,
             takes_stop_texts=self._takes_stop_texts,
             stop_text_limits=self._stop_text_limits,
         )
+        self._sessions.add(session)
+        self._nothing_runs.clear()
+        try:
+            yield session
+        finally:
+            await session.close()
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._nothing_runs.set()
 
 
 # Run an agent program once: in a separate process group, within its time, and leave nothing of it behind.
@@ -259,54 +288,19 @@ class AgentGenerator(SessionGenerator):
                 f"{os.getcwd()}; give its path, or a name in PATH"
             )
         self._places = asyncio.Semaphore(rollout.agent_concurrency)
-        self._starting = asyncio.Lock()
-        self._server: SessionServer | None = None
-        self._closed = False
-        self._running = 0
-        self._nothing_runs = asyncio.Event()
-        self._nothing_runs.set()
-
-    async def close(self) -> None:
-        """End the programs, and stop the server. No further program starts: trajectories that wait are ``ABORTED``."""
-        self._closed = True
-        async with self._starting:  # a server that is starting is stopped as well
-            if self._server is not None:
-                await self._server.close()
-        await self._nothing_runs.wait()
-
-    async def _started(self) -> SessionServer | None:
-        """Return the server, which the first call starts; None after ``close``."""
-        async with self._starting:
-            if self._closed:
-                return None
-            if self._server is None:
-                self._server = await SessionServer.start()
-            return self._server
-
-    @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
-        """Count a program while it runs, for ``close``."""
-        self._running += 1
-        self._nothing_runs.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._nothing_runs.set()
 
     async def _run(self, trajectory: Trajectory) -> list[Sample]:
         """Run the program for one trajectory."""
         async with self._places:
-            server = await self._started()
-            if server is None:
+            if self._closed:
                 return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
-            session = self._session(trajectory)
-            async with server.serving(session) as key, self._counted():
-                environment = environment_of(server.url, key, MODEL, os.environ)
-                row = row_of(trajectory.sample.prompt)
-                end = await run_program(self._command, row, environment, session, self._seconds)
-                aborted = session.ended.is_set()
+            async with self._recording(trajectory) as session:
+                server = await self._started()
+                async with server.serving(session) as key:
+                    environment = environment_of(server.url, key, MODEL, os.environ)
+                    row = row_of(trajectory.sample.prompt)
+                    end = await run_program(self._command, row, environment, session, self._seconds)
+                    aborted = session.ended.is_set()
         if session.error is not None:
             raise session.error
         failure = "" if aborted else self._failure(session, end)

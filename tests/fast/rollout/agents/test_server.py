@@ -141,8 +141,8 @@ async def test_stop_texts_beyond_the_limits_of_sglang_are_refused(server, random
     engine = random_engine()
     trajectory = new_trajectory(engine)
     trajectory = replace(trajectory, sampling=replace(trajectory.sampling, stop_texts=of_run))
-    session = AgentGenerator(replace(Settings(), rollout=rollout))._session(trajectory)
-    async with server.serving(session) as key:
+    generator = AgentGenerator(replace(Settings(), rollout=rollout))
+    async with generator._recording(trajectory) as session, server.serving(session) as key:
         status, text = await post(server, key, {"messages": [USER], "stop": stops})
         error = json.loads(text)["error"]
         assert (status, error["param"]) == (400, "stop") and fault in error["message"]
