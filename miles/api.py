@@ -26,14 +26,15 @@ from miles.config.parser import Command, judge, judge_with_hub
 from miles.config.run_file import run_config
 from miles.config.validate import Validated, validate
 from miles.observe import run_files
-from miles.observe.health import MetricsFile, verdicts
+from miles.observe.health import verdicts
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import METRICS, SAMPLES, RunFiles, RunHeader, SampleFile
 from miles.run.launcher import launch
 
 if TYPE_CHECKING:
     import pandas
 
-    from miles.run.failures import FailureFiles
+    from miles.run.failure_files import FailureFiles
     from miles.run.stop_requests import StopRequests
 
 REWARD_LATER = "given:later"  # stands for the function that ``train`` will be given

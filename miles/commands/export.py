@@ -19,7 +19,7 @@ from miles.commands.saved_runs.run import SavedCheckpoint, SavedRun, on_this_mac
 from miles.commands.saved_runs.weights import add_step_flag, export, export_adapter
 from miles.config.command_parser import CommandParser
 from miles.config.servers.passed_on import PREFIXES
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import METRICS
 from miles.tasks.data.settings import HUGGING_FACE
 

@@ -1,304 +1,24 @@
-"""What the metrics of a run show: its curves, charts, figures and health, and whether it learns.
+"""Health verdicts: rules over the curves of a run. Each gives its measurement, its threshold, and flags to look at.
 
-metrics.jsonl is read as columns, as far as it has grown.
+A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
+gives no verdict before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may learn to
+do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import tomllib
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, cast
 
 from miles.base.flags import count
 from miles.config.choice import deciding_metric
 from miles.objective.estimators import ESTIMATORS
-from miles.objective.loss_types import LOSS_TYPES
-from miles.objective.settings import LossArguments
-from miles.observe import run_files
-from miles.types.metrics import held_out_metrics
-
-Settings = Mapping[str, Mapping[str, Any]]  # section to field to value, as run.json has them
-READ_AT_ONCE = 1 << 24
-_NUMBERS = {int, float}
-
-
-class MetricsFile:
-    """The metrics of a run, one column per name with one entry per step; NaN if a step lacks the metric.
-
-    ``refresh`` reads only what was added. A file that was cut or replaced (a run that resumed) is read again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps = array("q")
-        self._columns: dict[str, array[float]] = {}
-        self._identity: int | None = None
-        self._consumed = 0
-        self._line = 0
-
-    @property
-    def steps(self) -> Sequence[int]:
-        """The steps that have a row, in order."""
-        return self._steps
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all metrics, sorted."""
-        return sorted(self._columns)
-
-    @property
-    def revision(self) -> str:
-        """A text that changes whenever the columns do."""
-        return f"{self._identity}-{self._consumed}"
-
-    def column(self, name: str) -> Sequence[float]:
-        """Return one value per step; all NaN if no step has the metric."""
-        return self._columns.get(name) or array("d", [math.nan]) * len(self._steps)
-
-    def is_zero(self, name: str, least: float) -> bool:
-        """Return whether every measurement is ``least`` or nearer to zero."""
-        return all(not abs(value) > least for value in self.column(name))
-
-    def refresh(self) -> bool:
-        """Read the complete lines that were added; return whether anything changed.
-
-        Raises:
-            ValueError: A line is not a JSON object with a step; the message names file and line.
-        """
-        if not self._path.is_file():
-            changed = bool(self._steps)
-            self._forget()
-            return changed
-        with self._path.open("rb") as file:
-            status = self._path.stat()
-            if status.st_ino != self._identity or status.st_size < self._consumed:
-                self._forget()
-                self._identity = status.st_ino
-            before = self._consumed
-            file.seek(self._consumed)
-            while chunk := file.read(READ_AT_ONCE):
-                complete = chunk.rfind(b"\n") + 1
-                if not complete:  # a line that is still being written
-                    break
-                lines = chunk[: complete - 1].split(b"\n")
-                for number, line in enumerate(lines, self._line + 1):
-                    try:
-                        self._add(line, number)
-                    except OverflowError as error:
-                        raise ValueError(f"{self._path}:{number}: {error}; remove the line or the file") from error
-                self._line += len(lines)  # not before: after a line that cannot be read, all of these are read again
-                self._consumed += complete
-                file.seek(self._consumed)
-        return self._consumed != before
-
-    def _add(self, line: bytes, number: int) -> None:
-        row = run_files.parse_line(line.decode("utf-8", "replace"), self._path, number)
-        step = row.pop("step", None)
-        if not isinstance(step, int):
-            raise ValueError(f"{self._path}:{number}: the row has no step; remove the line or the file")
-        index = bisect_left(self._steps, step)
-        if index == len(self._steps):
-            self._steps.append(step)
-            if row.keys() == self._columns.keys() and _NUMBERS.issuperset(map(type, row.values())):
-                for name, value in row.items():  # most rows: every metric again
-                    self._columns[name].append(value)
-                return
-            for column in self._columns.values():
-                column.append(math.nan)
-        elif self._steps[index] != step:
-            self._steps.insert(index, step)
-            for column in self._columns.values():
-                column.insert(index, math.nan)
-        for name, value in row.items():
-            if value.__class__ is float or value.__class__ is int:  # not null, and no text
-                if name not in self._columns:
-                    self._columns[name] = array("d", [math.nan]) * len(self._steps)
-                self._columns[name][index] = value
-
-    def rows_between(self, first: float | None, last: float | None) -> range:
-        """Return the positions of the steps from ``first`` to ``last``, both included; None: no bound."""
-        begin = 0 if first is None else bisect_left(self._steps, math.ceil(first))
-        end = len(self._steps) if last is None else bisect_left(self._steps, math.floor(last) + 1)
-        return range(begin, max(begin, end))
-
-    def points(self, names: Sequence[str], first: float | None, last: float | None, limit: int) -> dict[str, Any]:
-        """Return ``{"steps": [...], "values": {name: [...]}}`` of a range of steps; None where nothing was measured.
-
-        If the range has more than ``limit`` steps, it is cut into ``limit / 2`` parts, and each part gives the
-        smallest and the largest value of each metric, in the order of their steps: no spike is lost. The steps are then
-        only near the steps of the values (``"exact"`` is False), and ``"last"`` has the last value of each metric.
-        """
-        rows = self.rows_between(first, last)
-        if len(rows) <= limit:
-            steps = list(self._steps[rows.start : rows.stop])
-            columns = {name: self.column(name)[rows.start : rows.stop] for name in names}
-            return {"steps": steps, "values": {n: [_or_none(v) for v in c] for n, c in columns.items()}, "exact": True}
-        count = max(limit // 2, 1)
-        bounds = [rows.start + len(rows) * part // count for part in range(count + 1)]
-        steps = [self._steps[i] for a, b in zip(bounds, bounds[1:], strict=False) for i in (a, (a + b) // 2)]
-        values = {name: _extremes(self.column(name), bounds) for name in names}
-        newest = {name: _or_none(_last(self.column(name)[rows.start : rows.stop])) for name in names}
-        return {"steps": steps, "values": values, "exact": False, "last": newest}
-
-
-def _extremes(column: Sequence[float], bounds: Sequence[int]) -> list[float | None]:
-    """Return two values of each part: its smallest and its largest, in order; None, None if nothing was measured."""
-    extremes: list[float | None] = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        part = [v for v in column[begin:end] if v == v]
-        if not part:
-            extremes += [None, None]
-            continue
-        low, high = min(part), max(part)
-        pair = (low, high) if part.index(low) <= part.index(high) else (high, low)
-        extremes += map(_or_none, pair)
-    return extremes
-
-
-def _last(column: Sequence[float]) -> float:
-    """Return the last value that was measured; NaN if there is none."""
-    return next((value for value in reversed(column) if value == value), math.nan)
-
-
-def _or_none(value: float) -> float | None:
-    """Return the value with six significant digits, None for a value that JSON cannot hold."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def to_json(value: Any) -> bytes:
-    """Return strict JSON in UTF-8; a lone surrogate, which UTF-8 cannot hold, becomes its escape."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-
-
-# The charts of the page: which metrics it shows, by question, under which name and unit.
-
-
-QUESTIONS = {
-    "learning": "Is it learning?",
-    "stability": "Is it stable?",
-    "engine": "What does generation do?",
-    "time": "Where does the time go?",
-}
-SHARE = "share"  # the unit of values between 0 and 1
-NOTHING = 1e-6  # a metric that stays below this is zero: a mean of float32 token losses has errors of this size
-_CHARTS: dict[str, list[list[str]]] = tomllib.loads((files(__package__) / "charts.toml").read_text(encoding="utf-8"))
-_ENGINE_PREFIXES = ("perf/", "engine/", "memory/", "weight_sync/", "rollout/staleness")
-_BELOW_ZERO = ("train/pg_loss", "train/loss")
-
-Chart = dict[str, Any]
-
-
-def evaluation_names(names: Iterable[str]) -> list[str]:
-    """Return the metrics of held-out reward, one per evaluation set."""
-    return [*held_out_metrics(names).values()]
-
-
-def _chart(question: str, title: str, unit: str, series: Mapping[str, str]) -> Chart:
-    first = next(iter(series))
-    return {
-        "question": question,
-        "title": title,
-        "unit": unit,
-        "series": [{"key": name, "label": label} for name, label in series.items()],
-        "range": [0, 1] if unit == SHARE else None,
-        "zero": first not in _BELOW_ZERO,
-        "least": 0.0 if first == "train/lr" else NOTHING,
-    }
-
-
-def charts(names: Sequence[str], main: Sequence[str] = ()) -> list[Chart]:
-    """Return the charts of the metrics ``names`` by question, the usual ones first; the seconds by phase are apart.
-
-    Args:
-        names: The metrics of a run, or of several.
-        main: Metrics whose charts are the large ones at the top, in this order.
-    """
-    sets = {name: evaluation_set for evaluation_set, name in held_out_metrics(names).items()}
-    charts = [_chart("learning", "Held-out reward", "reward, mean of an evaluation set", sets)] if sets else []
-    rows = ((question, *row) for question, rows in _CHARTS.items() for row in rows)
-    charts += [_chart(question, title, unit, {n: n}) for question, n, title, unit in rows if n in names]
-    keys = {series["key"] for chart in charts for series in chart["series"]}
-    for name in names:
-        if name not in keys and not name.startswith("time/"):
-            question = "engine" if name.startswith(_ENGINE_PREFIXES) else "learning"
-            unit = SHARE if name.endswith(("_fraction", "_frac", "clipfrac")) else ""
-            charts.append(_chart("stability" if name.startswith("train/") else question, name, unit, {name: name}))
-    large = {name: place for place, name in enumerate(main)}
-    for chart in charts:
-        if (first := chart["series"][0]["key"]) in large:
-            chart |= {"question": "main", "place": large[first]}
-    return sorted(charts, key=lambda chart: chart.get("place", len(large)))
-
-
-def run_charts(metrics: MetricsFile, settings: Settings) -> list[Chart]:
-    """Return the charts of one run; charts of metrics that are zero throughout are marked ``"is_zero"``."""
-    result = charts(metrics.names, main_metrics(metrics.names, settings))
-    for chart in result:
-        chart["is_zero"] = all(metrics.is_zero(series["key"], chart["least"]) for series in chart["series"])
-    return result
-
-
-def main_metrics(names: Sequence[str], settings: Settings) -> list[str]:
-    """Return the two metrics that say most about whether a run learns."""
-    held_out = evaluation_names(names)[:1]
-    if not learns_from_rewards(settings):
-        wanted = [*held_out_losses(names)[:1], "train/loss", *held_out, "train/grad_norm"]
-    else:
-        wanted = [*held_out, "rollout/reward", "rollout/response_length", "train/loss"]
-    return [name for name in wanted if name in names][:2]
-
-
-def held_out_losses(names: Iterable[str]) -> list[str]:
-    """Return the metrics of held-out losses, one per evaluation set."""
-    return sorted(name for name in names if name.startswith("eval/") and name.endswith("/loss"))
-
-
-def number(value: float) -> str:
-    """Return a value as people read it: four significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def tiles(metrics: MetricsFile) -> list[dict[str, str]]:
-    """Return the figures that summarize a run: label, value, remark."""
-    tiles = []
-    sets = {f"held-out {evaluation_set}": name for evaluation_set, name in held_out_metrics(metrics.names).items()}
-    for label, name in {"reward": "rollout/reward", **sets}.items():
-        values = [v for v in metrics.column(name) if math.isfinite(v)]
-        if values:
-            remark = f"from {number(values[0])}, best {number(max(values))}"
-            tiles.append({"label": label, "value": number(values[-1]), "remark": remark})
-    seconds = [v for v in metrics.column("time/step") if math.isfinite(v)]
-    if seconds:
-        remark = f"{number(fmean(seconds))} s per iteration"
-        tiles.append({"label": "wall time", "value": _duration(sum(seconds)), "remark": remark})
-    return tiles
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-# Health verdicts: rules over the curves of a run. Each gives its measurement, its threshold, and flags to look at.
-#
-# A rule compares the newest ``WINDOW`` measurements with its threshold, or with the first ``WINDOW`` of the run. It
-# gives no verdict before ``2 * WINDOW`` measurements: early steps are noisy, and a run that starts badly may learn to
-# do better. To add a rule, write a function from ``Curves`` to a ``Finding`` and add it to ``RULES``.
-
+from miles.observe.charts import Settings, evaluation_names, held_out_losses, learns_from_rewards, loss_of, number
+from miles.observe.metrics_file import MetricsFile
 
 WINDOW = 10
 NEAR = 0.7  # of a threshold: the rule may fire soon
@@ -309,17 +29,6 @@ State = Literal["ok", "may fire", "unhealthy", "no data"]
 def setting(settings: Settings, name: str) -> Any:
     """Return the value of a setting, whatever its section; None if run.json lacks it."""
     return next((fields[name] for fields in settings.values() if name in fields), None)
-
-
-def _loss(settings: Settings) -> LossArguments:
-    """Return the settings of the objective, with defaults for settings that run.json lacks."""
-    names = {field.name for field in dataclasses.fields(LossArguments)}
-    return LossArguments(**{name: value for name, value in settings.get("loss", {}).items() if name in names})
-
-
-def learns_from_rewards(settings: Settings) -> bool:
-    """Return whether the loss uses advantages, as all but SFT's do."""
-    return LOSS_TYPES[_loss(settings).loss_type].uses_advantages
 
 
 @dataclass(frozen=True)
@@ -548,7 +257,7 @@ def _times(value: float, of: float) -> str:
 
 def _compares_answers(settings: Settings) -> bool:
     """Return whether a group whose answers have one reward teaches nothing."""
-    loss = _loss(settings)
+    loss = loss_of(settings)
     return (
         learns_from_rewards(settings)
         and setting(settings, "n_samples_per_prompt") != 1

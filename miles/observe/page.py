@@ -19,7 +19,9 @@ from typing import Any
 from miles.base.disk_faults import naming_disk
 from miles.base.locks import is_held
 from miles.base.secrets import public
-from miles.observe.health import QUESTIONS, MetricsFile, judge, run_charts, tiles, to_json, verdicts
+from miles.observe.charts import QUESTIONS, run_charts, tiles
+from miles.observe.health import judge, verdicts
+from miles.observe.metrics_file import MetricsFile, to_json
 from miles.observe.report.ledger import is_recorded, ledger, share, token_columns
 from miles.observe.run_files import (
     METRICS,

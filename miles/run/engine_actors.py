@@ -21,8 +21,8 @@ from miles.config.settings import Settings
 from miles.engine.base import ServerFailed, ServerProcess
 from miles.rollout.workers.pool import WorkerLost
 from miles.run.cpu_tuning import importing
+from miles.run.liveness import DEATHS, HEARTBEAT_SECONDS, how_it_died
 from miles.run.local_access import private_session_root
-from miles.run.ray_watch import DEATHS, HEARTBEAT_SECONDS, how_it_died
 from miles.run.run_guard import RunGuard
 from miles.run.session import Placement
 from miles.run.worker_actor import WorkerActor, with_heartbeat

@@ -28,7 +28,7 @@ from miles.base.profiling import (
     threads_of,
 )
 from miles.config.profiling import FOLDER, ProfilingArguments
-from miles.run.ray_watch import Workers
+from miles.run.liveness import Workers
 from miles.run.rollout_actor import RolloutDriver
 from miles.run.train_actor import TrainDriver
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from miles.config.validate import Validated
     from miles.observe.sinks import Event, Notifier, Sink
     from miles.observe.tracker import Tracker
-    from miles.run.failures import FailureFiles
+    from miles.run.failure_files import FailureFiles
     from miles.run.iteration_profiler import IterationProfiler
     from miles.run.loop import RolloutCalls, TrainerCalls
     from miles.run.remote_checkpoints import Uploads
@@ -97,7 +97,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     from miles.observe.report.sink import ReportSink
     from miles.observe.sinks import PrometheusSink
     from miles.run.iteration_profiler import IterationProfiler
-    from miles.run.ray_watch import Workers
+    from miles.run.liveness import Workers
     from miles.run.rollout_actor import RolloutDriver
     from miles.run.train_actor import TrainDriver
 
@@ -365,7 +365,8 @@ def launch(
     """
     from miles.observe.console import as_json_lines
     from miles.observe.sinks import Notifier
-    from miles.run.failures import FailureFiles, notifying
+    from miles.run.failure_files import FailureFiles
+    from miles.run.failures import notifying
     from miles.run.remote_checkpoints import uploading
     from miles.run.resume import own_save_folder
     from miles.run.stop_requests import StopRequests

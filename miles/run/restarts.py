@@ -20,7 +20,8 @@ from miles.base.disk_faults import WriteFailed, reading
 from miles.base.text import program, tell
 from miles.config.checkpoint import NOT_OF_ITS_OWN
 from miles.config.settings import Settings
-from miles.run.failures import FailureFiles, cause_of, in_one_line, is_death, is_stopped_soon, show
+from miles.run.failure_files import FailureFiles
+from miles.run.failures import cause_of, in_one_line, is_death, is_stopped_soon, show
 from miles.run.resume import resume_point
 from miles.run.stop_requests import StopRequests
 from miles.training.checkpoint_files import newest

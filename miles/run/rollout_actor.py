@@ -38,8 +38,8 @@ from miles.rollout.pipeline import RolloutPipeline, build_pipeline
 from miles.run.cpu_tuning import importing, use_threads
 from miles.run.engine_actors import RayHost, worker_starter
 from miles.run.failures import cause_of, in_one_line
+from miles.run.liveness import END_SECONDS, ActorLost, Workers
 from miles.run.object_store import UpdateWeights, without_images
-from miles.run.ray_watch import END_SECONDS, ActorLost, Workers
 from miles.run.session import Placement
 from miles.run.worker_actor import REPORT, ProfiledActor, with_heartbeat
 from miles.tasks.data.stream import NoPromptsLeft

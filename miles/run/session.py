@@ -32,10 +32,12 @@ from miles.base.processes import importing_miles, kill_all
 from miles.base.text import few_lines, tell
 from miles.config.cluster import ClusterArguments
 from miles.run.cpu_tuning import malloc_environment
-from miles.run.failures import FailureFiles, cause_of, is_death, is_stopped_soon
+from miles.run.failure_files import FailureFiles
+from miles.run.failures import cause_of, is_death, is_stopped_soon
+from miles.run.liveness import ActorLost
 from miles.run.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.run.placement import GpuSlot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
-from miles.run.ray_watch import ActorLost, RayWatch, are_alive, own_node, parts_of_ray
+from miles.run.ray_watch import RayWatch, are_alive, own_node, parts_of_ray
 from miles.run.run_guard import END_SECONDS, RunGuard
 from miles.run.stop_requests import StopRequests, stops_later
 

@@ -35,8 +35,8 @@ from miles.engine.weight_sync.deltas import DeltaWriter
 from miles.run.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.run.checkpoints import BackgroundSave
 from miles.run.cpu_tuning import importing, use_threads
+from miles.run.liveness import Workers
 from miles.run.object_store import UpdateWeights, store, store_packed, with_images
-from miles.run.ray_watch import Workers
 from miles.run.session import Placement
 from miles.run.worker_actor import SAVING, WEIGHTS, ProfiledActor, with_heartbeat
 from miles.training import checkpoint_files

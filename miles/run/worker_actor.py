@@ -25,7 +25,7 @@ def with_heartbeat(worker: type) -> Any:
 
 
 class WorkerActor:
-    """The base of the actors that ``Workers`` (ray_watch.py) watches."""
+    """The base of the actors that ``Workers`` (liveness.py) watches."""
 
     def __init__(self) -> None:
         answer_requests()

@@ -26,7 +26,7 @@ from miles.base.storage import RemoteError, RemoteFolder, fault_of_url, is_url
 from miles.base.text import InputError
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.settings import Settings
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import FILE_NAME, METRICS, RunFiles, RunHeader
 from miles.run.best_checkpoint import BestCheckpoint, best_in
 from miles.run.remote_checkpoints import RUN_FILES, RemoteCheckpoints

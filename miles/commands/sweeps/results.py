@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from miles.base.flags import count
 from miles.commands.sweeps.definition import PAGE, TABLE_CSV, TABLE_JSON, Definition
 from miles.commands.sweeps.swept_run import RunStart, SweptRun
-from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
+from miles.observe.charts import QUESTIONS, charts, evaluation_names, main_metrics, number
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import single_file
 from miles.observe.report.comparison import differing_settings
 from miles.observe.run_files import METRICS, RunHeader

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from miles.base.flags import count
-from miles.observe.health import QUESTIONS, MetricsFile, charts, evaluation_names, main_metrics, number
+from miles.observe.charts import QUESTIONS, charts, evaluation_names, main_metrics, number
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import MOST_POINTS, setting_text, single_file
 from miles.observe.run_files import METRICS, RunHeader
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 from miles.base.connections import SECONDS_TO_ANSWER, SECONDS_TO_ASK, BoundedServer
 from miles.base.text import one_line
-from miles.observe.health import to_json
+from miles.observe.metrics_file import to_json
 from miles.observe.page import MOST_BARS, MOST_POINTS, SCRIPTS, STYLES, RunView, asset, live_page
 
 HOST = "127.0.0.1"

@@ -10,7 +10,8 @@ from types import TracebackType
 
 from miles.base.disk_faults import WriteFailed
 from miles.config.tracking import TrackingArguments
-from miles.observe.health import MetricsFile, judge, unhealthy, verdicts
+from miles.observe.health import judge, unhealthy, verdicts
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import RunView, write_page
 from miles.observe.report.server import ReportServer
 from miles.observe.run_files import METRICS, RunHeader

@@ -8,9 +8,9 @@ import psutil
 import pytest
 import ray
 
-from miles.run import ray_watch as liveness
+from miles.run import liveness
 from miles.run.failures import in_one_line
-from miles.run.ray_watch import ActorLost, Workers
+from miles.run.liveness import ActorLost, Workers
 from miles.run.worker_actor import with_heartbeat
 from tests.fast.run.actors.sleepers import FOR_EVER, Silent, Sleeper
 from tests.fast.run.actors.small_ray import small_ray

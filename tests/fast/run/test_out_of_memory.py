@@ -11,7 +11,7 @@ from miles.rollout.workers.pool import WorkerLost as GenerationWorkerLost
 from miles.run import engine_actors
 from miles.run.engine_actors import GenerationActor, RayWorker
 from miles.run.failures import in_one_line, is_death
-from miles.run.ray_watch import ActorLost, Workers
+from miles.run.liveness import ActorLost, Workers
 from miles.run.worker_actor import with_heartbeat
 from tests.fast.run.actors.small_ray import small_ray
 

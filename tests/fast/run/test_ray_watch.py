@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from miles.run import ray_watch
-from miles.run.ray_watch import Listener, OwnNode, OwnProcess, RayWatch, end_of
+from miles.run.liveness import end_of
+from miles.run.ray_watch import Listener, OwnNode, OwnProcess, RayWatch
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from miles.observe.sample_records import StoredSamples
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import CollectedIteration
+from miles.run.liveness import ActorLost
 from miles.run.object_store import UpdateWeights, store
-from miles.run.ray_watch import ActorLost
 from miles.run.rollout_actor import RolloutActor, RolloutDriver
 from miles.run.train_actor import TrainActor
 from miles.tasks.data.stream import NoPromptsLeft

@@ -11,7 +11,7 @@ from tolerance import RUN_ERROR, RUN_METRIC_ERROR
 
 from miles.commands import sweep as sweep_command
 from miles.commands.saved_runs.run import RunState, SavedRun
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 
 pytestmark = pytest.mark.timeout(900)
 

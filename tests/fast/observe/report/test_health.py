@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from run_folder import healthy_row, write_rows
 
-from miles.observe.health import RULES, WINDOW, MetricsFile, unhealthy, verdicts
+from miles.observe.health import RULES, WINDOW, unhealthy, verdicts
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import METRICS
 from scripts.pages.flags import flags_reference
 

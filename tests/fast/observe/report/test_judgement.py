@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from run_folder import SETTINGS, healthy_row, write_header, write_rows
 
 from miles.config.tracking import TrackingArguments
-from miles.observe.health import RULES, Judgement, MetricsFile, judge, main_metrics, run_charts, verdicts
+from miles.observe.charts import main_metrics, run_charts
+from miles.observe.health import RULES, Judgement, judge, verdicts
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import RunView
 from miles.observe.run_files import METRICS, RunFiles, RunHeader
 from miles.observe.tracker import Tracker

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.run_files import METRICS, RunFiles
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import phase_bars, seconds_by_phase
 from miles.observe.run_files import METRICS, RunFiles
 

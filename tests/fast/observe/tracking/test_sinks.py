@@ -246,7 +246,7 @@ def test_flags_are_checked(flags, message):
 
 def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
     from miles.run import train_actor
-    from miles.run.failures import FailureFiles
+    from miles.run.failure_files import FailureFiles
     from miles.run.launcher import train
 
     monkeypatch.setattr(train_actor.TrainDriver, "__init__", lambda *words: pytest.fail("the trainer started"))

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from miles.base.text import InputError
 from miles.config.checkpoint import CheckpointArguments
 from miles.config.tracking import TrackingArguments
-from miles.observe.health import MetricsFile
+from miles.observe.metrics_file import MetricsFile
 from miles.observe.page import RunView, report_data
 from miles.observe.report.sink import ReportSink
 from miles.observe.run_files import (

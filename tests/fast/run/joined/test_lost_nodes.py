@@ -15,9 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from miles.config.cluster import ClusterArguments
-from miles.run import ray_watch, session
-from miles.run import ray_watch as liveness
-from miles.run.ray_watch import ActorLost, RayWatch, Workers, parts_of_ray
+from miles.run import liveness, ray_watch, session
+from miles.run.liveness import ActorLost, Workers
+from miles.run.ray_watch import RayWatch, parts_of_ray
 from miles.run.session import LOCAL_RAY, RAY_DEFAULTS, EngineLayout, Placement, without_extras
 from miles.run.worker_actor import with_heartbeat
 from tests.fast.run.actors.sleepers import FOR_EVER, Sleeper

@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from miles.base.processes import RUN_FOLDER
-from miles.run import failures as failure_files
-from miles.run import failures as report_module
-from miles.run.failures import FailureFiles, collective_in
+from miles.run import failure_files
+from miles.run.failure_files import FailureFiles, collective_in
 
 STUCK = """
 import time
@@ -141,12 +140,12 @@ def test_all_calls_of_py_spy_share_one_deadline(tmp_path, monkeypatch):
         now[0] += 15.0
         raise subprocess.TimeoutExpired(command, timeout)
 
-    monkeypatch.setattr(report_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(report_module.subprocess, "run", run)
-    monkeypatch.setattr(report_module.shutil, "which", lambda program: program)
-    until = report_module.PY_SPY_SECONDS
+    monkeypatch.setattr(failure_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failure_files.subprocess, "run", run)
+    monkeypatch.setattr(failure_files.shutil, "which", lambda program: program)
+    until = failure_files.PY_SPY_SECONDS
     for _ in range(3):
-        assert report_module._by_py_spy(report_module._Process("a scheduler", 1, "", ""), until) == ""
+        assert failure_files._by_py_spy(failure_files._Process("a scheduler", 1, "", ""), until) == ""
     assert limits == [20.0, 5.0]
 
 
