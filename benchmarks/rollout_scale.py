@@ -29,6 +29,7 @@ from miles.config.rollout import RolloutArguments
 from miles.config.servers.flags import SglangArguments
 from miles.config.settings import Settings
 from miles.engine.base import Generation, GenerationRequest
+from miles.engine.servers.server_log import LogFile
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.router import Router
@@ -179,7 +180,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             routed = options.engines > 1 and not options.no_http
-            router = Router((), "127.0.0.1", folder / "router.log", options.in_flight) if routed else None
+            router = Router((), "127.0.0.1", LogFile(folder / "router.log"), options.in_flight) if routed else None
             print(json.dumps(asyncio.run(measure(options, urls, router, folder))))
     finally:
         server.terminate()

@@ -178,7 +178,7 @@ def foreseen_gib(settings: Settings) -> float | None:
     """Return the peak that ``--rehearse`` foresees, or None with a note of its reason on stderr."""
     with ForeseenMemory(settings) as foreseen:
         foreseen.wait()
-        metrics = foreseen.beside({})
+        metrics = foreseen.compare({})
     return metrics[FORESEEN].value if metrics else None
 
 

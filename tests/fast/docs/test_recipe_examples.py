@@ -263,6 +263,6 @@ def test_two_iterations_run(folder, tmp_path):
     command = ["bash", folder / "run.sh", "--smoke"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert re.search(rf"^{folder.name}: held-out accuracy \S+ -> \S+ in \d+ s$", ended.stdout, re.MULTILINE)
+    assert re.search(rf"^{folder.name}: held-out (accuracy|reward) \S+ -> \S+ in \d+ s$", ended.stdout, re.MULTILINE)
     rows = [json.loads(line) for line in (tmp_path / "smoke" / folder.name / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/reward" in row for row in rows) == 2
