@@ -142,7 +142,7 @@ def test_a_run_that_fails_twice_is_told_and_the_others_are_compared(sweep, tmp_p
     run = sweep(definition, "--jobs", 1)
     assert run.wait() == 1, run.out + run.err
     lines = run.out.splitlines()
-    assert sum("bad seed 1: failed with status 1" in line and "trying once more" in line for line in lines) == 1
+    assert sum("bad seed 1: failed with status 2" in line and "trying once more" in line for line in lines) == 1
     assert "[1/2] good seed 1: finished in" in run.out
     assert "1 run failed:" in run.err and "gold" in run.err and "log.txt" in run.err
     log = (tmp_path / "out" / "bad" / "seed-1" / "log.txt").read_text()
