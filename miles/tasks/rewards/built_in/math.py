@@ -2,212 +2,16 @@
 
 import logging
 import re
-import unicodedata
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
-from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
+from miles.tasks.rewards.answer_text import after_reasoning, reference_text
 from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
+from miles.tasks.rewards.math_text import contradict, final_boxes, readable, readings, scaled, spelled_numbers
 from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.types.sample import Prompt, Sample
-
-# How an answer is written: the boxes of a response, and spellings of numbers and words that math-verify misreads.
-
-
-_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
-# The text that may separate the boxes of one answer: "$x = \boxed{1}$ and $y = \boxed{2}$".
-_BETWEEN = re.compile(
-    r"(?:\s|[$,;&]|\\(?:q?quad|[()\[\],;! ])|\b(?:and|or)\b|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z]\w?\s*=)*"
-)
-_SEPARATOR = re.compile(r"[,;&]|and|or")
-_LONGEST_BETWEEN = 70
-
-_THIN = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}\N{PUNCTUATION SPACE}\N{THIN SPACE}\N{HAIR SPACE}"
-_GROUPS = re.compile(
-    rf"(?<=\d)(?:\{{\s*(?:,|\\,)\s*\}}|,?\\[,!;: ](?:\s*\\!)?|\\!,|,\\!|~|[{_THIN}])\s*(?=\d{{3}}(?!\d))"
-)
-_SPACED_GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
-_FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
-_SPACE = re.compile(r"(?<!\\)\\[,;:! ]")
-_BARE_ROOT = re.compile(r"(\\sqrt\s*\[[^][]+\])\s*(\w)")
-_EXPONENT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3})(?!\w|\.\d)")
-_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*10\s*(?=\^)")
-_SIGNED_POWER = re.compile(r"\^\s*([+-]\s*\d+)")
-_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-_SIGNS = {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
-_SIGNS |= {"≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "\N{FULLWIDTH COMMA}": ","}
-_SIGNS |= {r"\varnothing": r"\emptyset ", r"^\degree": r"^\circ ", r"\degree": r"^\circ "}
-_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
-_DOTS = r"(?:\\[lc]?dots[bc]?(?![A-Za-z])|\.{3})"
-_REPEATING = re.compile(
-    r"(?<![\d.])(?P<whole>\d*)\.(?P<start>\d*?)(?:\\(?:overline|bar)\s*\{?(?P<line>\d+)\}?|\((?P<round>\d+)\)"
-    r"|\\dot\{?(?P<first>\d)\}?(?:(?P<middle>\d*)\\dot\{?(?P<last>\d)\}?)?"
-    rf"|(?:(?P<digit>\d)(?P=digit){{2,}}|(?P<period>\d{{2,9}}?)(?P=period)+)\s*{_DOTS})"
-)
-_CUT_DECIMAL = re.compile(rf"(\.\d+)\s*{_DOTS}")
-_DOTTED_LIST = re.compile(rf"(?P<digit>\d?)\s*{_DOTS}")
-
-_SPACES = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))*"
-_SCALE_WORDS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(
-    rf"(?<![\d.])(?P<number>\d+(?:\.\d+)?){_SPACES}(?P<open>\\(?:text|mathrm)\s*\{{\s*)?"
-    rf"\b(?P<word>{'|'.join(_SCALE_WORDS)})\b"
-)
-_CHOICE = re.compile(
-    rf"\s*(?:\\(?:text[a-z]*|mathrm|mathbf)\s*\{{\s*)?\(?(?P<letter>[A-J])\s*[).:](?:\s*\}})?{_SPACES}(?P<value>\S.*)",
-    re.DOTALL,
-)
-_UNIT = r"\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}((?:\s*\^\s*\{?\d\}?)?)\s*\}"
-_UNIT_FRACTION = re.compile(rf"(?<=[\d}}]){_SPACES}\\[dt]?frac\s*{_UNIT}\s*{_UNIT}")
-
-_CURRENCY_WORD = re.compile(
-    r"(?:\\(?:text|mathrm)\s*\{\s*)?\b(?:US|USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\b[\s}]*(?=[-+]?[\d.])"
-    r"|\\(?:pounds|euro|yen)(?![A-Za-z])"
-)
-_END = re.compile(
-    r"(?:(?<!\\right)[.;:,]|(?<=[A-Za-z]{2})[!?]|\N{IDEOGRAPHIC FULL STOP}|\\[,;:! ]|\\\\|~|\s)+(?=[\s}]*$)"
-)
-_SET_OF = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|\||:)(.*)\\\}", re.DOTALL)
-_FUNCTION = re.compile(
-    r"(?<![\\A-Za-z])(sin|cos|tan|cot|csc|arcsin|arccos|arctan|log|ln|exp|pi)(?=$|[^A-Za-z])(?!\s+[A-Za-z]{2})"
-)
-_WORDS = re.compile(
-    r"\\(?P<wrapper>text[a-z]*|mbox|mathrm|mathbf|mathit|operatorname|begin|end|mathbb|mathcal|overline)\s*\{[^{}]*\}"
-    r"|\\[A-Za-z]+|(?<![_A-Za-z])[A-Za-z]+(?: +[A-Za-z]+)*(?![A-Za-z_])"
-)
-_READ_BY_NAME = {"infinity", "inf", "sqrt", "percent", "percentage", "pct", "mod", "in"}
-_AND_OR = re.compile(r"\b(and|or)\b")
-
-
-def final_boxes(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{}`` or ``\fbox{}``; None without a box, "" if it is cut off.
-
-    Boxes that only a comma, a semicolon, "and" or "or" separates are one answer of several parts.
-
-    >>> final_boxes(r"Not \boxed{12}. It is $\boxed{3}$ or $\boxed{\frac{1}{2}}$.")
-    '3,\\frac{1}{2}'
-    """
-    open_braces: list[tuple[int, int] | None] = []  # the starts of a box and of its content; None for another brace
-    boxes: list[tuple[int, int, int]] = []
-    for brace in _BRACE.finditer(text):
-        if brace["box"] or brace[0] == "{":
-            open_braces.append((brace.start(), brace.end()) if brace["box"] else None)
-        elif brace[0] == "}" and open_braces and (box := open_braces.pop()) is not None:
-            while boxes and boxes[-1][0] > box[0]:
-                boxes.pop()  # inside this one
-            boxes.append((*box, brace.start()))
-    unclosed = max((box[0] for box in open_braces if box is not None), default=-1)
-    if not boxes or unclosed > boxes[-1][0]:
-        return None if not boxes and unclosed < 0 else ""
-    last = len(boxes) - 1
-    while last and _are_parts(text[boxes[last - 1][2] + 1 : boxes[last][0]]):
-        last -= 1
-    contents = [text[start:end].strip() for _, start, end in boxes[last:]]
-    return ",".join(dict.fromkeys(_BRACE.sub(lambda b: "{" if b["box"] else b[0], content) for content in contents))
-
-
-def _are_parts(between: str) -> bool:
-    is_short = len(between) <= _LONGEST_BETWEEN and "\n\n" not in between
-    return is_short and bool(_SEPARATOR.search(between)) and bool(_BETWEEN.fullmatch(between))
-
-
-def spelled_numbers(text: str) -> str:
-    r"""Return ``text`` with its numbers as math-verify reads them: grouped, in e-notation, with repeating decimals.
-
-    >>> spelled_numbers(r"12\,345, 1.5e-3, 0.1\overline{6}")
-    '12345, 0.0015, \\frac{1}{6}'
-    """
-    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], with_plain_minus(text))
-    text = _FRACTION_SIGN.sub(lambda sign: r"\frac{{{}}}{{{}}}".format(*_parts_of(sign[0])), text)
-    text = _SUPERSCRIPTS.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
-    text = _GROUPS.sub("", with_plain_minus(text))
-    text = _EXPONENT.sub(lambda number: f"{Decimal(number[0]):f}", text)
-    text = _SIGNED_POWER.sub(r"^{\1}", _TIMES_TEN.sub(r"\\times 10", text))
-    text = _CUT_DECIMAL.sub(r"\1", _REPEATING.sub(_fraction, text))
-    return _DOTTED_LIST.sub(lambda dots: f"{dots['digit']}{',' * bool(dots['digit'])}\\text{{dots}}", text)
-
-
-def _parts_of(sign: str) -> list[str]:
-    return unicodedata.normalize("NFKC", sign).split("\N{FRACTION SLASH}")
-
-
-def _fraction(decimal: re.Match[str]) -> str:
-    parts = {name: digits or "" for name, digits in decimal.groupdict().items()}
-    period = decimal["line"] or decimal["round"] or decimal["digit"] or decimal["period"]
-    period = period or parts["first"] + parts["middle"] + parts["last"]
-    start = parts["start"]
-    value = Fraction(int(parts["whole"] + start or "0")) + Fraction(int(period), 10 ** len(period) - 1)
-    value /= 10 ** len(start)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def readable(content: str) -> str:
-    r"""Return the content of a box as math-verify reads it: also without currency signs, with words as text.
-
-    >>> readable(r"\$1{,}234.50."), readable("BCA"), readable("xy")
-    ('1234.50', '(\\text{BCA})', 'xy')
-    """
-    text = content.replace(r"\$", "$")
-    plain = "".join(c for c in text if unicodedata.category(c) != "Sc")
-    plain = re.sub(r"\\text\s*\{\s*\}", "", _CURRENCY_WORD.sub("", plain))
-    if plain != text:
-        plain = re.sub(r"(?<=\d),(?=\d\d)", "", plain) if re.fullmatch(r"[-+\s]*[\d,]+(?:\.\d+)?\s*", plain) else plain
-    text = spelled_numbers(plain).strip("*`\"' \n")
-    if _SPACED_GROUPS.fullmatch(text):
-        text = text.replace(" ", "")
-    text = _BARE_ROOT.sub(r"\1{\2}", _SPACE.sub(" ", _END.sub("", text)))
-    if mixed := _MIXED.fullmatch(text):
-        text = r"{}\frac{{{}}}{{{}}}".format(*mixed.groups())
-    if set_of := _SET_OF.fullmatch(text):
-        text = set_of[1]
-    text = _UNIT_FRACTION.sub(r"\\text{\1/\3}", text)
-    text = _FUNCTION.sub(r"\\\1 ", text)
-    return _WORDS.sub(_as_text, text)
-
-
-def _as_text(words: re.Match[str]) -> str:
-    wrapper, text = words["wrapper"], words[0]
-    if wrapper is None and text.startswith("\\") or wrapper in ("begin", "end", "mathbb", "mathcal", "overline"):
-        return text
-    if wrapper is not None:
-        text = text[text.index("{") + 1 : -1]
-        if text.strip(" ,") in ("and", "or") or (wrapper == "mathrm" and len(text) < 2):
-            return words[0]
-        return _wrapped(text, words)
-    parts = _AND_OR.split(text)
-    return "".join(
-        part if place % 2 or not part.strip() or _is_mathematics(part) else _wrapped(part, words if not place else None)
-        for place, part in enumerate(parts)
-    )
-
-
-def _wrapped(text: str, words: re.Match[str] | None) -> str:
-    """Mark ``text`` as words: of a unit, which math-verify leaves out, or in brackets, which keep it."""
-    before = "" if words is None else words.string[: words.start()].rstrip()[-4:]
-    is_answer = not before or before[-1] in "([{,;:=&<>+" or before.endswith((" and", " or"))
-    return rf"(\text{{{text}}})" if is_answer else rf"\text{{{text}}}"
-
-
-def _is_mathematics(words: str) -> bool:
-    """Whether letters are a product, not words or a sequence: ``xy``, but not ``BCA`` and not ``no``.
-
-    Products have small letters, no ``o``, and no vowels if they are long: ``abc`` aside, such letters spell words.
-    """
-    parts = words.split()
-    if words.replace(" ", "").isupper() and len(words.strip()) > 1:
-        return False
-    return all(
-        word in _READ_BY_NAME
-        or len(word) == 1
-        or (not word.isupper() and (len(word) == 2 and "o" not in word.lower() or not set("aeiou") & set(word.lower())))
-        or set(word) <= set("abc")
-        for word in parts
-    )
-
 
 SECONDS = 1.0  # of processor time per sample; an ordinary one takes about ten milliseconds
 LIMIT = f"{SECONDS:g} s"
@@ -246,7 +50,7 @@ class ComparedAsMathematics(Reward[None]):
 
 
 class Math(ComparedAsMathematics):
-    r"""1 if the answer found in the response equals the label mathematically, else 0.
+    r"""1 if the answer after the reasoning equals the label mathematically, else 0.
 
     The answer is the last box (``\boxed{}`` or ``\fbox{}``); without one, math-verify looks for LaTeX and plain
     expressions. math-verify also decides equality, except for numbers: exact ones are compared exactly, floats by their
@@ -259,8 +63,8 @@ class Math(ComparedAsMathematics):
     summary = "1 if the answer equals the label mathematically (math-verify)"
 
     def answer(self, response: str) -> str:
-        """Return the whole response."""
-        return response
+        """Return what follows the reasoning."""
+        return after_reasoning(response)
 
 
 def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
@@ -303,8 +107,8 @@ def is_equal(label: str, response: str) -> bool:
     """Whether ``response`` gives the value of ``label``. May never return."""
     gold, answer = _content_of_label(label), final_boxes(response)
     try:
-        if answer is not None and _squeezed(gold) == _squeezed(answer):
-            return True
+        if answer is not None and (contradict(gold, answer) or _squeezed(gold) == _squeezed(answer)):
+            return not contradict(gold, answer)
         golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
         return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
     except Exception:  # RecursionError and MemoryError too, on model output: it shows no equality
@@ -326,7 +130,8 @@ def _content_of_label(label: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\s", "", readable(text))
+    """Return ``text`` without wrappers and white space, except between digits."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\(?\\text\{([^{}]*)\}\)?", r"\1", readable(text)))
 
 
 def _of_response(response: str, boxed: str | None) -> list[Any]:
@@ -334,37 +139,20 @@ def _of_response(response: str, boxed: str | None) -> list[Any]:
     if boxed is not None:
         return _of_content(boxed)
     text = _MONEY.sub("", response)
-    readings = [value for text in dict.fromkeys((text, _scaled(text))) for value in _parse(spelled_numbers(text))]
-    numbers = [value for value in readings if not isinstance(value, str) and not value.free_symbols]
-    return [*numbers, *(value for text in readings if isinstance(text, str) for value in _of_content(text))]
+    values = [value for text in dict.fromkeys((text, scaled(text))) for value in _parse(spelled_numbers(text))]
+    numbers = [value for value in values if not isinstance(value, str) and not value.free_symbols]
+    return [*numbers, *(value for text in values if isinstance(text, str) for value in _of_content(text))]
 
 
 def _of_content(text: str) -> list[Any]:
-    """Return the readings of a formula.
-
-    2e-1 is 0.2, and in a formula with Euler's number it is 2e - 1. 5 million is 5,000,000, and 5 of the unit million.
-    A choice with its value, (B) 42, is each of the two.
-    """
+    """Return the values of a formula."""
     from sympy import Set, Union
 
     if len(parts := _OR.split(text)) > 1:  # math-verify reads "or" as a comma, which joins inequalities otherwise
         regions = [_region(value) for part in parts for value in _parse(f"\\boxed{{{readable(part)}}}")[:1]]
         if all(isinstance(region, Set) and not region.is_FiniteSet for region in regions):
             return [Union(*regions)]
-    texts = [text, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", text), _scaled(text)]
-    if choice := _CHOICE.fullmatch(text):
-        texts = [*choice.groups(), *texts]
-    return [value for text in dict.fromkeys(texts) for value in _parse(f"\\boxed{{{readable(text)}}}")]
-
-
-def _scaled(text: str) -> str:
-    """Return ``text`` with the value of numbers such as 1.5 million."""
-    if _SCALE.search(text) is None:
-        return text
-    return _SCALE.sub(
-        lambda scale: f"{Decimal(scale['number']) * 10 ** _SCALE_WORDS[scale['word']]:f}{scale['open'] or ''}",
-        _GROUPS.sub("", text),
-    )
+    return [value for reading in readings(text) for value in _parse(f"\\boxed{{{readable(reading)}}}")]
 
 
 def _parse(text: str) -> list[Any]:
