@@ -16,6 +16,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _OPENING = re.compile(  # in an item of a list too; with a mark, also after words
     r"(?:\s|[-*+]\s|\d{1,9}[.)]\s)*+(?P<words>[^`]++(?=`{3,}[\s{.]*+\w))?(?P<fence>`{3,}+|~{3,}+)(?P<info>[^`]*)$"
 )
+_INFO = re.compile(r"[\w{.]")  # begins right behind the fence; words after a space are the response's
 _MINUS_SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 
 
@@ -75,6 +76,8 @@ def last_code_block(response: str, *languages: str) -> str | None:
                 indent = len(line or "") - len(text) if begins["words"] else begins.start("fence")
                 language, content = _language(begins["info"]), ""
             continue
+        if line is None:
+            content = re.split(rf"(?m)(?<=\S){opening['fence']}[ \t]*$", content, maxsplit=1)[0]  # behind its last line
         if line is None or (deeper < 4 and _closes(text.rstrip(), opening["fence"])):
             if not language or language in languages:
                 blocks[bool(language), line is not None] = content
@@ -91,11 +94,12 @@ def _language(info: str) -> str:
 
 def _is_another(begins: re.Match[str], fence: str) -> bool:
     """Return whether a fence begins the next block though the block of ``fence`` was not closed."""
-    return not begins["words"] and bool(begins["info"].strip()) and begins["fence"].startswith(fence)
+    return not begins["words"] and bool(_INFO.match(begins["info"])) and begins["fence"].startswith(fence)
 
 
 def _closes(text: str, fence: str) -> bool:
-    return text.startswith(fence) and not text.strip(fence[0])
+    """Return whether a line closes a block; words may follow, as in ``` This works."""
+    return text.startswith(fence) and not _INFO.match(text.lstrip(fence[0]))
 
 
 # The reference answer of a prompt, as the built-in rewards want it.

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
@@ -83,7 +84,7 @@ def _mixed_percent(parts: re.Match[str]) -> str:
 _FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
-_REWRITES = [
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
@@ -161,11 +162,20 @@ def spelled_numbers(text: str) -> str:
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], with_plain_minus(text))
     text = _FRACTION_SIGN.sub(lambda sign: r"\frac{{{}}}{{{}}}".format(*_parts_of(sign[0])), text)
     text = _SUPERSCRIPTS.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", text)
-    text = _GROUPS.sub("", with_plain_minus(text))
+    text = without_groups(with_plain_minus(text))
     text = _EXPONENT.sub(lambda number: f"{Decimal(number[0]):f}", text)
     text = _SIGNED_POWER.sub(r"^{\1}", _TIMES_TEN.sub(r"\\times 10", text))
     text = _CUT_DECIMAL.sub(r"\1", _REPEATING.sub(_fraction, text))
     return _DOTTED_LIST.sub(lambda dots: f"{dots['digit']}{',' * bool(dots['digit'])}\\text{{dots}}", text)
+
+
+def without_groups(text: str) -> str:
+    r"""Return ``text`` without LaTeX's and Unicode's separators of thousands.
+
+    >>> without_groups(r"12\,345 and 1{,}234"), without_groups("1, 234")
+    ('12345 and 1234', '1, 234')
+    """
+    return _GROUPS.sub("", text)
 
 
 def _parts_of(sign: str) -> list[str]:
@@ -303,7 +313,7 @@ def scaled(text: str) -> str:
         return text
     return _SCALE.sub(
         lambda scale: f"{Decimal(scale['number']) * 10 ** _SCALE_WORDS[scale['word']]:f}{scale['open'] or ''}",
-        _GROUPS.sub("", text),
+        without_groups(text),
     )
 
 

@@ -90,6 +90,7 @@ def start():
     del names["__builtins__"]
     vars(builtins).update(names)
     sys.setrecursionlimit(50_000)
+    sys.set_int_max_str_digits(50_000)
     sys.argv[:] = ["answer.py"]
 start()
 del start
@@ -109,7 +110,7 @@ if request["function"]:
     function = scope.get(request["function"])
     if function is None and "Solution" in scope:
         function = getattr(scope["Solution"](), request["function"])
-    result = json.dumps(function(*request["arguments"]))
+    result = json.dumps(function(*request["arguments"]), default=lambda value: value.tolist())  # of numpy
 else:
     exec(compile(request["test"], "test.py", "exec"), scope)
     result = request["mark"]

@@ -14,11 +14,12 @@ _ANSWER = re.compile(r"answer[^\S\n]*:[\s*]*([^\n]+)", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<!\\)\$+([^$]+)(?<!\\)\$+|\\\((.+?)\\\)")
 _WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\\[!,;: ()\[\]]|\s|~|\\?\$|\\left|\\right")
-_DEGREES = re.compile(r"\^\{?\\circ\}?|\\%|%")
+_SET_ASIDE = re.compile(r"\^\{?\\circ\}?|\\%|%|\"")
+_METRES_OR_TH = re.compile(r"\\text\s*\{\s*m\s*\}(?:\^\{?[23]\}?)?|\\mathrm\s*\{\s*th\s*\}")
 _SHORT = re.compile(r"\\frac([0-9a-z])(?:([0-9a-z])|(?=\{))|\\sqrt([0-9a-z])")  # \frac12 is \frac{1}{2}
 _UNITS = re.compile(  # that the authors' code sets aside
     r"(?<=[0-9}])(?:square|ways|integers|dollars|mph|inches|ft|hours|km|units|points|feet|minutes|digits|cents|degrees|cm"
-    r"|gm|pounds|meters|meals|edges|students|childrentickets|multiples)+$"
+    r"|gm|pounds|meters|meals|edges|students|childrentickets|multiples)+(?:\^\{?[23]\}?)?$"
 )
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _WHOLE = re.compile(r"([+-]?)0*([0-9]+)(?:\.0*)?")
@@ -30,9 +31,9 @@ class Dapo(Reward[None]):
     The answer is what follows ``Answer:`` on the last line that has it, within the last 300 characters, as the paper's
     prompt asks for ("Answer: $Answer"); if nothing follows on that line, the next line that is not blank. If it has one
     formula, this is the answer. Delimiters, dollar signs, a box, a left-hand side (``x =``), text and space commands,
-    thousands separators, ``%``, degree signs and the authors' list of English units are set aside; then the texts must
-    be the same. The labels of DAPO-Math-17k are whole numbers, for which this is equality. Other words of an answer
-    count, so ``5 apples`` is not ``5``.
+    thousands separators, ``%``, degree signs, quotation marks and the authors' list of English units are set aside;
+    then the texts must be the same. The labels of DAPO-Math-17k are whole numbers, for which this is equality. Other
+    words of an answer count, so ``5 apples`` is not ``5``.
     """
 
     name = "dapo"
@@ -75,7 +76,7 @@ def plain_value(text: str) -> str:
         text = formulas[0][1] or formulas[0][2]
     boxed = last_box(text)
     value = (text if boxed is None else boxed).rpartition("=")[2]
-    value = _DEGREES.sub("", _SPACES.sub("", _WRAPPERS.sub(r"\1", value)))
+    value = _SET_ASIDE.sub("", _SPACES.sub("", _WRAPPERS.sub(r"\1", _METRES_OR_TH.sub("", value))))
     value = value.replace("dfrac", "frac").replace("tfrac", "frac").strip("*").removesuffix(".").strip("*")
     value = _UNITS.sub("", _SHORT.sub(_written_out, value))
     if _THOUSANDS.fullmatch(value):

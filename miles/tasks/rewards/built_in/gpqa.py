@@ -10,13 +10,17 @@ from miles.tasks.rewards.built_in.deepscaler import last_box
 from miles.types.sample import Prompt, Sample
 
 LETTERS = 4  # of a prompt without a list of choices
-_WRAPPED = (
-    r"[\s*_$(\[{{\\]{{0,8}}(?:(?:text|mathrm|textbf|mathbf)\s{{0,2}}\{{\s{{0,2}})?\(?([A-{last}])(?![A-Za-z0-9'])"
-)
+_OPENING = r"[\s*_$(\[{{\\\"'`“‘]{{0,8}}"
+_WRAPPED = _OPENING + r"(?:(?:text|mathrm|textbf|mathbf)\s{{0,2}}\{{\s{{0,2}})?\(?([A-{last}])(?![A-Za-z0-9]|'[a-z])"
 _NAMED = r"[\s*_]{{0,4}}(?i:option\b|choice\b)?" + _WRAPPED
+_TEXT_NAMED = r"\\text\{{(?i:option|choice)\b" + _WRAPPED
 # "Answer: B", "the answer is B", "the answer that I choose is B".
-_ANSWER = r"(?i:answer)\b(?:[^.\n:=]{{0,40}}?\bis\b[\s*_]{{0,4}}:?|[\s*_]{{0,4}}[:=])" + _NAMED
+_ANSWER = (
+    r"(?i:answer)\b(?:[^.\n:=]{{0,40}}?\bis\b(?:\s{{1,4}}(?:therefore|thus|hence|clearly))?[\s*_]{{0,4}}:?|[\s*_]{{0,4}}[:=])"
+    + _NAMED
+)
 _CHOICE = r"(?i:choice|option)\b[\s*_]{{0,4}}(?:is\b|:|=)" + _NAMED
+_CALLED_RIGHT = r"(?i:choice|option)" + _WRAPPED + r"[)\]}}*_$\"'`”’]{{0,4}} is (?:the )?(?i:correct|right|best)\b"
 # The text after one letter that makes it several: "A, B", "A or B", "A/B".
 _ANOTHER = r"[)\]}}*_$.\s]{{0,8}}(?:,|/|&|;|\+|and\b|or\b)[\s*_$(\[{{\\]{{0,8}}[A-{last}](?![A-Za-z0-9'])"
 
@@ -26,9 +30,9 @@ class Gpqa(Reward[None]):
 
     Looked at, in this order, is what follows the reasoning (``</think>``): the content of ``<answer>``, the content of
     the last ``\boxed{}``, the last statement such as "the answer is (B)" or "Answer: B", the last one such as "the
-    right choice is B", and a response that begins with the letter and is at most a line. A statement of several letters
-    is no answer, and neither is a letter beyond the choices. The metadata may hold ``choices``, a list; else there are
-    four.
+    right choice is B", then "option B is correct", and a response that begins with the letter and is at most a line. A
+    statement of several letters is no answer, and neither is a letter beyond the choices. The metadata may hold
+    ``choices``, a list; else there are four.
     """
 
     name = "gpqa"
@@ -58,7 +62,7 @@ def chosen_letter(response: str, number: int = LETTERS) -> str | None:
     if boxed is not None:
         return _only_letter(boxed, number)
     if tagged is None:
-        for statement in (_ANSWER, _CHOICE):
+        for statement in (_ANSWER, _CHOICE, _CALLED_RIGHT):
             stated = None
             for stated in _pattern(statement, number).finditer(text):  # noqa: B007 (the last one is what we want)
                 pass
@@ -75,10 +79,10 @@ def _pattern(text: str, number: int) -> re.Pattern[str]:
 def _only_letter(text: str, number: int) -> str | None:
     """Return the letter that a line begins with; None if there is another line, or another letter after it."""
     text = text.strip()
-    match = _pattern(_WRAPPED, number).match(text)
+    match = _pattern(_NAMED, number).match(text) or _pattern(_TEXT_NAMED, number).match(text)
     if match is None or "\n" in text or _pattern(_ANOTHER, number).match(text, match.end(1)):
         return None
-    rest = text[match.end(1) :].lstrip("*_$ ")
+    rest = text[match.end(1) :].lstrip("*_$\"'`”’ ")
     return match[1] if not rest or rest[0] in ")]}.:" else None
 
 

@@ -6,6 +6,7 @@ from decimal import Decimal
 
 from miles.tasks.rewards.answer_text import reference_text, with_plain_minus
 from miles.tasks.rewards.base import Reward, Rewards
+from miles.tasks.rewards.math_text import without_groups
 from miles.types.sample import Prompt, Sample
 
 # A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
@@ -22,10 +23,10 @@ _NUMBER = re.compile(
 
 
 class LastNumber(Reward[None]):
-    """1 if the last number in the response equals the last number in the label, else 0.
+    r"""1 if the last number in the response equals the last number in the label, else 0.
 
-    Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
-    whole derivation that ends with its answer.
+    Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, and 1,234, 1{,}234 and 1\,234 are 1234. So
+    a label may hold a whole derivation that ends with its answer.
     """
 
     name = "last_number"
@@ -48,7 +49,7 @@ def find_last_number(text: str) -> Decimal | None:
     Decimal('4000.50')
     """
     last = None
-    for last in _NUMBER.finditer(with_plain_minus(text)):  # noqa: B007 (the last one is what we want)
+    for last in _NUMBER.finditer(without_groups(with_plain_minus(text))):  # noqa: B007 (the last one is what we want)
         pass
     if last is None:
         return None

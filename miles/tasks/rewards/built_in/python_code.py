@@ -54,7 +54,8 @@ class PythonCode(Reward[PythonCodeFlags]):
 
     - ``inputs`` and ``outputs``: texts for standard input, and the output of each. White space at the ends of lines
       does not count, that at their starts does; numbers with a fraction are the same up to ``TOLERANCE``.
-    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and the result of the function for each.
+    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and the result of the function for each, which may
+      be in a list of its own.
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
@@ -127,9 +128,11 @@ def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:
         return is_same_output(outcome.result, expected)
     if test.function:
         try:
-            return is_same(strict_json.loads(outcome.result), expected)
+            result = strict_json.loads(outcome.result)
         except ValueError:
             return False
+        is_wrapped = isinstance(expected, list) and len(expected) == 1  # as rows of APPS and TACO have it
+        return is_same(result, expected) or (is_wrapped and is_same(result, expected[0]))
     return True
 
 

@@ -50,6 +50,10 @@ anything = st.text(st.sampled_from("ABCD answeris():,.\n*$\\boxed{}<>/think0123"
         ("Answer: $2\\sqrt3$", "2\\sqrt{3}", 1),
         ("Answer: 12 cm", "12", 1),
         ("Answer: $12\\text{ square units}$", "12", 1),
+        ("Answer: $12\\text{ cm}^2$", "12", 1),
+        ("Answer: $12\\text{ m}$", "12", 1),
+        ("Answer: $12\\mathrm{th}$", "12", 1),
+        ('Answer: "12"', "12", 1),
         ("Answer: 12 apples", "12", -1),
         ("Answer: 6" + " " * 300, "6", -1),  # only the last 300 characters count
         ("Answer:", "6", -1),
@@ -81,6 +85,12 @@ def test_dapo_reads_a_whole_number_in_every_spelling(number):
         ("So the answer is B.\nOption C was close.", "B"),
         ("The answer I choose is B.", "B"),
         ("The answer is B, I think", "B"),
+        ('The answer is "B".', "B"),
+        ("The answer is 'B'.", "B"),
+        ("\\boxed{\\text{Option B}}", "B"),
+        ("The answer is therefore B", "B"),
+        ("So option B is correct.", "B"),
+        ("The answer is A, because option B is wrong", "A"),
         ("The answer is E", None),  # there are four choices
         ("Option C was close.", None),
         ("Answer: A, B, C, D", None),
@@ -181,6 +191,9 @@ def test_the_last_closed_block_of_code_counts():
     assert last_code_block("<think>```\na\n```</think>", "python") is None
     assert last_code_block("```python\ndraft\nSo:\n```python\na\n```\n", "python") == "a\n"
     assert last_code_block("The code: ```python\na\n```\nIt prints ```7```.", "python") == "a\n"
+    assert last_code_block("```python\na\n```</answer>", "python") == "a\n"
+    assert last_code_block("```python\na\n``` This works.", "python") == "a\n"
+    assert last_code_block("```python\na\nb```\n", "python") == "a\nb"
     assert last_code_block("````python\n```py\n```\n````\n```a```\nUse ```\n", "python", "py") == "```py\n```\n"
 
 

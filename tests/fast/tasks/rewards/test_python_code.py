@@ -72,6 +72,17 @@ def test_functions_are_called_with_arguments(make_sample, isolated):
     assert REWARD([make_sample(block(text), label) for text in (good, cheat, "pair = 3")]) == [1, 0, 0]
 
 
+def test_a_result_may_be_in_a_list_of_its_own_and_of_numpy(make_sample, isolated):
+    label = json.dumps({"fn_name": "f", "inputs": [[3], [4]], "outputs": [[3], [4]]})
+    programs = ["def f(x): return x", "import numpy as np\ndef f(x): return np.int64(x)", "def f(x): return [3]"]
+    assert REWARD([make_sample(block(text), label) for text in programs]) == [1, 1, 0]
+
+
+def test_a_number_may_have_more_digits_than_python_prints(make_sample, isolated):
+    sample = make_sample(block("print(10 ** 5000)"), metadata={"inputs": [""], "outputs": ["1" + "0" * 5000]})
+    assert REWARD([sample]) == [1]
+
+
 def test_statements_follow_the_program(make_sample, isolated):
     tests = {"tests": ["assert double(2) == 4", "assert double('a') == 'aa'"]}
     programs = ["def double(x): return 2 * x", "import sys; sys.exit(0)", "import os; os._exit(0)"]
