@@ -31,7 +31,7 @@ _SIGNED_POWER = re.compile(r"\^\s*([+-]\s*\d+)")
 _SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SIGNS = {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup "}
 _SIGNS |= {"≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "…": r"\ldots ", "\N{FULLWIDTH COMMA}": ","}
-_SIGNS |= {"º": r"^\circ ", "≈": r"\approx ", "√": r"\sqrt ", "′": "'", "″": "''"}
+_SIGNS |= {"º": r"^\circ ", "≈": r"\approx ", "′": "'", "″": "''"}
 _SIGNS |= {r"\varnothing": r"\emptyset ", r"^\degree": r"^\circ ", r"\degree": r"^\circ "}
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _DOTS = r"(?:\\[lc]?dots[bc]?(?![A-Za-z])|\.{3})"
@@ -84,37 +84,35 @@ def _mixed_percent(parts: re.Match[str]) -> str:
 _FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
-_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
-        (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r"\1"),
-        (r"\\color\s*\{[^{}]*\}", ""),
-        (r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}"),
-        (r"\\mathrm\s*(?:\{\s*([ie])\s*\}|([ie])(?![A-Za-z]))", r"\1\2"),
-        (
-            r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*((?:\\?%)?)\s*((?:[A-Za-z][^{}]*)?)\}",
-            r"\1\2\\text{\3}",  # a number with its unit
-        ),
-        (r"(?:\{\s*:\s*\}|\\text\s*\{\s*:\s*\})", ":"),
-        (r"(?<=[\d}])\s*(?:\\text\s*\{\s*|\b)(?:percent|pct)\b\s*\}?", r"\\%"),
-        (r"(\d+)\s*\\[dt]?frac\s*\{?(\d+)\}?\s*\{?(\d+)\}?\s*\\?%", _mixed_percent),
-        (rf"(\d+){_DEGREES}(\d+)\s*(?:'|\^\s*\{{?\s*\\prime\s*\}}?)", r"\\frac{\1*60+\2}{60}^\\circ "),
-        (rf"({_DEGREES})(?:\\(?:text|mathrm)\s*\{{\s*)?[CF]\b\s*\}}?", r"\1"),
-        (rf"\\(sin|cos|tan|cot|sec|csc)\s*[({{]?\s*(\d+(?:\.\d+)?){_DEGREES}[)}}]?", r"\\\1(\\frac{\2\\pi}{180})"),
-        (r"\\([bp]?mod)\s*(\d+)", r"\\\1{\2}"),
-        (r"\\(?:overrightarrow|vec|overline)\s*\{\s*([A-Za-z]{2,})\s*\}", r"v_{\1}"),
-        (r"\\(?:triangle|angle|Delta)\s*([A-Z]{2,})", r"a_{\1}"),
-        (r"(?<![A-Za-z])([A-Za-z])('+)", lambda prime: f"{prime[1]}_{{{'p' * len(prime[2])}}}"),
-        (r"(?<=[A-Za-z])_\s*(\w)", r"_{\1}"),
-        (r"(?<![A-Za-z\\])([Ee])_\{(\w+)\}", r"x_{\1\2}"),  # a symbol, not Euler's number
-        (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
-        (r"(?:^|(?<=[=,(]))\s*\N{EN DASH}\s*(?=[\d\\])", "-"),
-        (r"^\s*\\approx", ""),
-        (r"^\s*(?=[<>]|\\(?:[lg]eq?|[lg]t|neq?|[lg]eqslant)(?![A-Za-z]))", "x "),
-        (r"(?<=\d)\s*\\q?quad\s*(?=[-+]?\d)", ","),
-    ]
+_MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
+    (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r"\1"),
+    (r"\\color\s*\{[^{}]*\}", ""),
+    (r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\mathrm\s*(?:\{\s*([ie])\s*\}|([ie])(?![A-Za-z]))", r"\1\2"),
+    (
+        r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*((?:\\?%)?)\s*((?:[A-Za-z][^{}]*)?)\}",
+        r"\1\2\\text{\3}",  # a number with its unit
+    ),
+    (r"(?:\{\s*:\s*\}|\\text\s*\{\s*:\s*\})", ":"),
+    (r"(?<=[\d}])\s*(?:\\text\s*\{\s*|\b)(?:percent|pct)\b\s*\}?", r"\\%"),
+    (r"(\d+)\s*\\[dt]?frac\s*\{?(\d+)\}?\s*\{?(\d+)\}?\s*\\?%", _mixed_percent),
+    (rf"(\d+){_DEGREES}(\d+)\s*(?:'|\^\s*\{{?\s*\\prime\s*\}}?)", r"\\frac{\1*60+\2}{60}^\\circ "),
+    (rf"({_DEGREES})(?:\\(?:text|mathrm)\s*\{{\s*)?[CF]\b\s*\}}?", r"\1"),
+    (rf"\\(sin|cos|tan|cot|sec|csc)\s*[({{]?\s*(\d+(?:\.\d+)?){_DEGREES}[)}}]?", r"\\\1(\\frac{\2\\pi}{180})"),
+    (r"\\([bp]?mod)\s*(\d+)", r"\\\1{\2}"),
+    (r"\\(?:overrightarrow|vec|overline)\s*\{\s*([A-Za-z]{2,})\s*\}", r"v_{\1}"),
+    (r"\\(?:triangle|angle|Delta)\s*([A-Z]{2,})", r"a_{\1}"),
+    (r"(?<![A-Za-z])([A-Za-z])('+)", lambda prime: f"{prime[1]}_{{{'p' * len(prime[2])}}}"),
+    (r"(?<=[A-Za-z])_\s*(\w)", r"_{\1}"),
+    (r"(?<![A-Za-z\\])([Ee])_\{(\w+)\}", r"x_{\1\2}"),  # a symbol, not Euler's number
+    (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+    (r"(?:^|(?<=[=,(]))\s*\N{EN DASH}\s*(?=[\d\\])", "-"),
+    (r"^\s*\\approx", ""),
+    (r"^\s*(?=[<>]|\\(?:[lg]eq?|[lg]t|neq?|[lg]eqslant)(?![A-Za-z]))", "x "),
+    (r"(?<=\d)\s*\\q?quad\s*(?=[-+]?\d)", ","),
 ]
+_REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _MISREAD]
 _APART = re.compile(r"(?<=\d)\s+(?=\d+(?!\d|\s*/))")
 _UNIT_BEFORE_NUMBER = re.compile(r"(?<=\d)\s*\\text\{[^{}]*\}\s*(?=\d)")
 _READ_BY_NAME = {"infinity", "inf", "sqrt", "percent", "percentage", "pct", "mod", "in"}
