@@ -117,7 +117,8 @@ def _score(sample: Sample, flags: PythonCodeFlags) -> float:
         return passed[-1] or bool(flags.code_share)
 
     isolated = not flags.allow_unsandboxed_code
-    run_tests(program, tests, limits, isolated=isolated, prelude=prelude(program), goes_on=goes_on)
+    names = prelude("\n".join([program, *(test.code for test in tests)]))
+    run_tests(program, tests, limits, isolated=isolated, prelude=names, goes_on=goes_on)
     return sum(passed) / len(tests) if flags.code_share else float(sum(passed) == len(tests))
 
 

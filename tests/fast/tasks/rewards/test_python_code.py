@@ -84,7 +84,7 @@ def test_a_number_may_have_more_digits_than_python_prints(make_sample, isolated)
 
 
 def test_statements_follow_the_program(make_sample, isolated):
-    tests = {"tests": ["assert double(2) == 4", "assert double('a') == 'aa'"]}
+    tests = {"tests": ["assert double(2) == 4", "assert double('a') == 'aa'", "assert math.isclose(double(2), 4.0)"]}
     programs = ["def double(x): return 2 * x", "import sys; sys.exit(0)", "import os; os._exit(0)"]
     assert REWARD([make_sample(block(text), metadata=tests) for text in programs]) == [1, 0, 0]
 
