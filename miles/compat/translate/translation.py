@@ -722,6 +722,14 @@ def write_template(translation: Translation, key: str) -> None:
         translation.take([key, *names])
 
 
+def write_no_warmup(translation: Translation, keys: Sequence[str]) -> None:
+    """Record that Hugging Face's schedule ``constant`` ignores its warm-up, which ``keys`` state."""
+    for key in keys:
+        if translation.has(key) and translation.number(key):
+            translation.differ(key, "has no effect there: constant_with_warmup is the schedule with a warm-up")
+    translation.take(keys)
+
+
 def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:
     """Record a warm-up that counts iterations of ``each`` optimizer steps there, as verl's and NeMo-RL's do."""
     words = "--lr-warmup-iters", int(steps) * each

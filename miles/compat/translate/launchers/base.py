@@ -126,6 +126,9 @@ class CommandLine(Launcher):
     def translate(self, translation: Translation) -> ForeignObjective:
         """Sort the flags by their verdict here."""
         own = {*map(flag_name, section_of()), *(field.flag for field in installed_fields())}
+        ahead = any(word.endswith("train_async.py") for word in translation.document.words)
+        if ahead and not translation.has("--async-steps"):
+            translation.carry("train_async.py", "--async-steps", 1)
         for flag, setting in translation.document.settings.items():
             value = setting.value
             if isinstance(value, Expression):

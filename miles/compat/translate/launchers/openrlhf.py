@@ -19,6 +19,7 @@ from miles.compat.translate.translation import (
     token_mean_of_micro_batches,
     write_estimator,
     write_kl_in_rewards,
+    write_no_warmup,
 )
 
 ESTIMATORS: dict[str, str] = table_of("openrlhf").names["estimators"]
@@ -157,6 +158,7 @@ def _policy(translation: Translation) -> None:
     translation.carry(bounds if translation.has(bounds) else low, "--eps-clip", ends[0], "--eps-clip-high", ends[1])
     if translation.has("--actor.dual_clip"):
         translation.carry("--actor.dual_clip", "--eps-clip-c", translation.number("--actor.dual_clip"))
+    translation.take([low])
 
 
 def _correction(translation: Translation) -> None:
@@ -239,7 +241,10 @@ def _schedule(translation: Translation) -> None:
         translation.carry(key, "--lr-decay-style", name.removesuffix("_with_warmup"))
     else:
         translation.miss(key, f"{name}: the shapes here are constant, cosine, linear")
-    translation.carry(warm, "--lr-warmup-fraction", translation.number(warm))
+    if name == "constant":
+        write_no_warmup(translation, [warm])
+    else:
+        translation.carry(warm, "--lr-warmup-fraction", translation.number(warm))
     translation.take([least])
 
 

@@ -19,6 +19,7 @@ from miles.compat.translate.translation import (
     token_mean_of_generation,
     token_mean_of_micro_batches,
     write_images,
+    write_no_warmup,
     write_template,
 )
 from miles.objective.aggregation import Aggregation
@@ -195,7 +196,9 @@ def _schedule(translation: Translation) -> None:
     least = translation.number(extra + "min_lr", rate * translation.number(extra + "min_lr_rate"))
     translation.carry(key, "--lr-decay-style", SHAPES[style], *(["--min-lr", f"{least:.12g}"] if least else []))
     steps, ratio = translation.number("warmup_steps"), translation.number("warmup_ratio")
-    if steps >= 1:
+    if style == "constant":
+        write_no_warmup(translation, ["warmup_steps", "warmup_ratio"])
+    elif steps >= 1:
         translation.carry("warmup_steps", "--lr-warmup-iters", int(steps))
     elif steps or ratio:  # a number below 1 is a share of all steps
         translation.carry("warmup_steps" if steps else "warmup_ratio", "--lr-warmup-fraction", steps or ratio)

@@ -689,6 +689,30 @@ RIGHT = [
         "--disable-grpo-std-normalization --policy-loss=dppo_tv --dppo-tv-delta=0.2 --use-rollout-logprobs",
         "--eps-clip",
     ),
+    ("a.sh", f"{OPENRLHF} --eps_clip_low_high 0.1 0.28", "--eps-clip=0.1 --eps-clip-high=0.28", ""),
+    (
+        "a.sh",
+        f"{OPENRLHF} --actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4",
+        "--eps-clip=3e-4 --eps-clip-high=4e-4",
+        "",
+    ),
+    ("a.sh", f"{OPENRLHF} --eps_clip_low_high $LOW 0.28", "--num-epoch=1", "--eps-clip"),
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant", "--lr-decay-style=constant", "--lr-warmup-fraction"),
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant_with_warmup", "--lr-warmup-fraction=0.03", ""),
+    (
+        "a.yaml",
+        TRL + "lr_scheduler_type: constant\nwarmup_steps: 5\n",
+        "--lr-decay-style=constant",
+        "--lr-warmup-iters",
+    ),
+    ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
+]
+
+WARM = "has no effect there: constant_with_warmup is the schedule with a warm-up"
+# What differs there, and must be in the report: the file, the setting and a part of the sentence.
+DIFFERENT = [
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant --lr_warmup_ratio 0.1", "--lr_warmup_ratio", WARM),
+    ("a.yaml", TRL + "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", "warmup_ratio", WARM),
 ]
 
 
@@ -698,6 +722,13 @@ def test_the_command_is_the_run_of_the_file(tmp_path, name, text, has, lacks):
     groups = {" ".join(group).replace(" ", "=", 1) for group in translation.groups}
     assert {*has.split()} <= groups
     assert not {*lacks.split()} & (groups | {group.partition("=")[0] for group in groups})
+    parse(translation.words)
+
+
+@pytest.mark.parametrize(("name", "text", "setting", "sentence"), DIFFERENT)
+def test_what_differs_is_named(tmp_path, name, text, setting, sentence):
+    _, translation, _ = translated(tmp_path, name, text)
+    assert [entry for entry in translation.differences if entry.label.startswith(setting) and sentence in entry.why]
     parse(translation.words)
 
 
