@@ -740,6 +740,23 @@ def write_warmup(translation: Translation, key: str, steps: float, each: int) ->
         translation.carry(key, *words)
 
 
+def write_support(translation: Translation) -> None:
+    """Record that log-probs are over the whole vocabulary there, if sampling keeps fewer tokens."""
+    values = {flag: values[0] for flag, *values in translation.groups if values}
+    top_p, top_k, min_p, temperature = (
+        float(values.get(f"--rollout-{name}", default))
+        for name, default in (("top-p", 1), ("top-k", -1), ("min-p", 0), ("temperature", 1))
+    )
+    if not temperature or (top_p == 1 and top_k < 1 and not min_p):
+        return
+    key, is_vllm = "log-probs of truncated sampling", values.get("--rollout-engine") == "vllm"
+    if "--use-rollout-logprobs" in translation.words or (is_vllm and temperature != 1):
+        why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"
+        translation.differ(key, why, worst=0)
+    else:
+        translation.carry(key, "--no-support-replay")
+
+
 # Write an estimator with the flags that it needs here, and a KL that is subtracted from rewards.
 
 

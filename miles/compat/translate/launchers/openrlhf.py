@@ -20,6 +20,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_kl_in_rewards,
     write_no_warmup,
+    write_support,
 )
 
 ESTIMATORS: dict[str, str] = table_of("openrlhf").names["estimators"]
@@ -47,7 +48,7 @@ class OpenRlhf(Launcher):
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
         parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl)
-        for part in (*parts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply):
+        for part in (*parts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
 

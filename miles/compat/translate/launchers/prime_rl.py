@@ -11,6 +11,7 @@ from miles.compat.translate.translation import (
     apply,
     token_mean,
     token_mean_of_ranks,
+    write_support,
 )
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
@@ -31,7 +32,19 @@ class PrimeRl(Launcher):
         """Translate the settings of ``packages/prime-rl-configs``; later names too."""
         settings = {_earlier_name(key): each for key, each in translation.document.settings.items()}
         translation.document = replace(translation.document, settings=settings)
-        parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _order, apply)
+        parts = (
+            _model,
+            _batch,
+            _lengths,
+            _sampling,
+            _async,
+            _advantages,
+            _loss,
+            _optimizer,
+            _order,
+            apply,
+            write_support,
+        )
         for part in parts:
             translation.attempt(part)
         return translation.attempt(_objective)

@@ -20,6 +20,7 @@ from miles.compat.translate.translation import (
     token_mean_of_micro_batches,
     write_images,
     write_no_warmup,
+    write_support,
     write_template,
 )
 from miles.objective.aggregation import Aggregation
@@ -57,6 +58,7 @@ class Trl(Launcher):
             translation.attempt(part)
         translation.attempt(_correction)
         translation.attempt(apply)
+        translation.attempt(write_support)
         return translation.attempt(_objective)
 
 

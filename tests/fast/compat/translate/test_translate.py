@@ -397,7 +397,7 @@ def test_the_command_has_what_its_flags_need(tmp_path, name, text, expected, abs
     parse(translation.words)
 
 
-ACTOR = "actor_rollout_ref.actor."
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NEMO_LENGTHS = """grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
 policy: {max_total_sequence_length: 512, generation: {max_new_tokens: 512}}
 data: {max_input_seq_length: 512}
@@ -445,6 +445,8 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: trackio\n", "--report-to trackio"),
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
+        ("a.yaml", f"{TRL_SIZES}top_p: 0.9\n", "--no-support-replay"),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay"),
     ],
 )
 def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, expected):
@@ -706,13 +708,22 @@ RIGHT = [
         "--lr-warmup-iters",
     ),
     ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
+    ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
+    ("a.yaml", TRL + "min_p: 0.1\ntemperature: 0\n", "--rollout-min-p=0.1", "--no-support-replay"),
+    ("a.sh", f"{OPENRLHF} --top_p 0.9", "--no-support-replay", ""),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50", "--no-support-replay --rollout-top-k=50", ""),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay", ""),
 ]
 
+WHOLE = "over the whole vocabulary there; over the tokens that sampling keeps here"
 WARM = "has no effect there: constant_with_warmup is the schedule with a warm-up"
 # What differs there, and must be in the report: the file, the setting and a part of the sentence.
 DIFFERENT = [
     ("a.sh", f"{OPENRLHF} --lr_scheduler constant --lr_warmup_ratio 0.1", "--lr_warmup_ratio", WARM),
     ("a.yaml", TRL + "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", "warmup_ratio", WARM),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "log-probs", WHOLE),
+    ("a.toml", "[orchestrator]\nbatch_size = 8\ngroup_size = 8\nsampling.top_p = 0.9\n", "log-probs", WHOLE),
+    ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
 ]
 
 
@@ -795,6 +806,8 @@ def test_images_are_read_from_their_column(tmp_path):
         ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo made.up=1", False),
         ("a.sh", f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {ACTOR}entropy_coeff=0.01", False),
         ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=geo_mean", False),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50", True),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", False),
         ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=kl_cov", False),
         ("a.yaml", "num_generations: 8\nloss_type: grpo\nbeta: 0.1\n", True),
         ("a.yaml", "num_generations: 8\nloss_type: bnpo\n", False),
