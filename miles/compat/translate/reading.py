@@ -169,7 +169,10 @@ def scalar(text: str) -> Any:
 
 CALLS = ("GRPOConfig",)
 TRAINERS = ("GRPOTrainer",)
-_OTHER_TRAINERS = re.compile(r"(SFT|DPO|KTO|ORPO|CPO|Reward|GKD|PRM|BCO|XPO|NashMD|OnlineDPO)(Config|Trainer)$")
+_OTHER_TRAINERS = re.compile(
+    r"(SFT|DPO|OnlineDPO|KTO|ORPO|CPO|Reward|PRM|BCO|XPO|NashMD|A2PO|TPO|RLOO|PPO|GKD|GOLD|MiniLLM|SDFT|SDPO|IWOPD"
+    r"|\w*Distillation)(Config|Trainer)$"
+)
 OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # in its order
 # The arguments of peft's LoraConfig by their names in TRL's ModelConfig, with peft's defaults.
 ADAPTER: dict[str, tuple[str, float | None]] = {
@@ -309,13 +312,14 @@ def _counts() -> dict[str, float]:
 
 # The contents of the words of a training command, and how its settings are written. The later ones are no RL, or a
 # script whose flags are TRL's.
+_METHODS = "sft|dpo|kto|orpo|reward|rloo|ppo|cpo|bco|xpo|nash_md|prm|gkd|gold|minillm|sdft|sdpo|distillation"
 COMMANDS = (
     (re.compile(r"main_ppo|main_dapo|main_spin|main_prime"), "overrides"),
     (re.compile(r"^openrlhf\.cli\.|train_ppo_ray"), "flags"),
     (re.compile(r"(^|/)train(_async)?\.py$"), "flags"),
     (re.compile(r"^verl\.|(^|/)(main_\w+|fsdp_sft_trainer)\.py$"), "overrides"),
     (
-        re.compile(r"(^|/)\w*(g[rs]po|sft|dpo|kto|orpo|reward|rloo|ppo)\w*\.py$|^(grpo|sft|dpo|kto|orpo|reward|rloo)$"),
+        re.compile(rf"(^|/)\w*(g[rs]po|{_METHODS})\w*\.py$|^(grpo|{_METHODS})$"),
         "trl",
     ),
     (re.compile(r"^\+{0,2}actor_rollout_ref\."), "settings"),  # of a program that is built on verl

@@ -80,6 +80,8 @@ class Verl(Launcher):
 
 def _program(translation: Translation) -> None:
     """Name a program that is built on verl: its own losses, filters and settings are not read."""
+    if translation.switch("distillation.enabled"):
+        translation.fail("distillation.enabled", "distillation from a teacher is not translated (here --use-opd)")
     words = translation.document.words
     modules = [word for before, word in zip(words, words[1:], strict=False) if before == "-m"]
     scripts = [word for word in words if word.endswith(".py")]

@@ -109,6 +109,10 @@ EXPECTED = {
 }
 
 
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
+VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+
+
 def translated(tmp_path, name, text=None):
     path = tmp_path / name
     path.write_text(FILES[name] if text is None else text)
@@ -200,6 +204,21 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
         ("a.yaml", "dpo: {max_num_steps: 5}\npolicy: {model_name: a}\n", "dpo.max_num_steps is DPO"),
         ("config_sft.yaml", "model_name_or_path: a\nlearning_rate: 1e-5\n", "config_sft.yaml is SFT"),
         ("sft.toml", 'max_steps = 5\nmodel.name = "a"\n', "sft.toml is SFT"),
+        ("a.sh", "accelerate launch examples/scripts/rloo.py --num_generations 4", "rloo.py is RLOO of TRL"),
+        ("a.sh", "trl rloo --num_generations 4", "trl rloo is RLOO of TRL"),
+        ("a.sh", "python ppo.py --num_ppo_epochs 4", "ppo.py is PPO of TRL"),
+        ("a.sh", "python trl/experimental/gkd/gkd.py --lmbda 1", "gkd.py is distillation"),
+        ("a.sh", "python scripts/distillation.py --num_generations 1", "distillation.py is distillation"),
+        ("a.sh", "python dpo.py --beta 0.1", "dpo.py is DPO"),
+        ("a.sh", "python nash_md.py --beta 0.1", "nash_md.py is another method"),
+        ("a.yaml", "num_generations: 4\nnormalize_advantages: true\n", "normalize_advantages is RLOO of TRL"),
+        ("a.yaml", "num_generations: 4\nreward_clip_range: [-1, 1]\n", "reward_clip_range is RLOO of TRL"),
+        ("a.yaml", "lmbda: 1\nmax_new_tokens: 64\n", "lmbda is distillation"),
+        ("a.sh", f"{VERL_SH} distillation.enabled=True", "distillation.enabled = True: distillation from a teacher"),
+        *(
+            ("a.py", f"{name}Trainer(args={name}Config())", f"{name}Trainer is ")
+            for name in ("RLOO", "PPO", "GKD", "GOLD", "OnlineDPO", "XPO", "TPO", "SDFT", "IWOPD", "AsyncDistillation")
+        ),
     ],
 )
 def test_what_is_not_translated_is_refused_by_its_name(tmp_path, capsys, name, text, feature):
@@ -356,10 +375,6 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
         assert cli.main(["translate", str(tmp_path / name)]) == 2
         output = capsys.readouterr().err
         assert fault in output and len(output.splitlines()) == 1
-
-
-OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
-VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
 
 
 @pytest.mark.parametrize(
