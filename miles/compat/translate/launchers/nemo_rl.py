@@ -244,20 +244,22 @@ def _torch_schedule(translation: Translation, key: str) -> None:
         arguments = {name[len(prefix) :]: translation.raw(name) for name in names}
         stages = [{"name": translation.text(key + ".name"), "kwargs": arguments}]
     words: list[object] = []
-    shape, why = "constant", ""
+    shape, why, warm = "constant", "", 0
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
         if not isinstance(kwargs, dict) or not all(_is_finite(kwargs.get(each, 0)) for each in _NUMBERS):
             translation.fail(key, f"the kwargs of {name or 'a scheduler'} must be finite numbers")
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
-            words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5)) * each]
+            warm = int(kwargs.get("total_iters", 5))
+            words += ["--lr-warmup-iters", warm * each]
             first = kwargs.get("start_factor", 1 / 3)
             why = f"the warm-up begins at {first:.3g} of the learning rate there, at 0 here"
             why += f", and counts iterations of {each} optimizer steps" if each > 1 else ""
         elif name == "CosineAnnealingLR":
             shape = "cosine"
-            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", int(kwargs.get("T_max", 0)) * each]
+            whole = warm + int(kwargs.get("T_max", 0))  # here the decay includes the warm-up
+            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", whole * each]
         elif name not in ("ConstantLR", "") or (name == "ConstantLR" and kwargs.get("factor", 1.0) != 1.0):
             translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
             return

@@ -239,6 +239,9 @@ def _policy(translation: Translation) -> None:
         translation.carry("epsilon_high", "--eps-clip-high", high)
         if level == "sequence":
             translation.carry("importance_sampling_level", "--policy-loss", "gspo")
+    if level == "sequence" and loss in ("cispo", "sapo"):
+        why = f"{loss} takes the ratio of the sequence there, of each token here"
+        translation.differ("importance_sampling_level", why, worst=0)
     translation.take(["epsilon", "epsilon_high", "importance_sampling_level"])
 
 

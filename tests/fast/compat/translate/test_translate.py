@@ -575,6 +575,7 @@ BASE=$((1024 * 2))
 COMMON="data.train_batch_size=$N actor_rollout_ref.model.path=$HOME/model data.max_response_length=$BASE"
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $COMMON actor_rollout_ref.rollout.n=$GROUP
 """
+PRIME = "orchestrator.batch_size = 8\norchestrator.group_size = 8\n"
 TRL = "num_generations: 8\nper_device_train_batch_size: 8\n"
 VERL_LOSS = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: %s}%s}}\n"
 # Other trainers' own defaults and objectives: the file, the flags that must be there, and those that must not.
@@ -724,6 +725,30 @@ RIGHT = [
     ),
     ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
     ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 50}}, "
+        "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 450}}, {milestones: [50]}], "
+        "train_global_batch_size: 512}\n",
+        "--lr-warmup-iters=50 --lr-decay-iters=500",
+        "",
+    ),
+    (
+        "a.toml",
+        PRIME + "[trainer.scheduler]\ntype = 'linear'\n",
+        "--lr-decay-style=constant --lr-warmup-iters=10",
+        "--min-lr --lr-decay-iters",
+    ),
+    (
+        "a.toml",
+        f"max_steps = 100\n{PRIME}[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 90\nmin_lr = 1e-7\n",
+        "--lr-decay-style=linear --lr-warmup-iters=10 --min-lr=1e-07",
+        "",
+    ),
+    ("a.toml", PRIME + "[trainer.scheduler]\ntype = 'cosine'\n", "--lr-decay-style=cosine --lr-warmup-iters=10", ""),
+    ("a.toml", PRIME + "trainer.model.lora.rank = 8\n", "--lora-rank=8 --lora-alpha=32", ""),
+    ("a.toml", PRIME + "trainer.model.lora.alpha = 64\n", "--lora-rank=16 --lora-alpha=64", ""),
+    ("a.toml", PRIME + "[trainer.model.lora]\n", "--lora-rank=16 --lora-alpha=32", ""),
     ("a.yaml", TRL + "min_p: 0.1\ntemperature: 0\n", "--rollout-min-p=0.1", "--no-support-replay"),
     ("a.sh", f"{OPENRLHF} --top_p 0.9", "--no-support-replay", ""),
     ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50", "--no-support-replay --rollout-top-k=50", ""),
@@ -737,8 +762,18 @@ DIFFERENT = [
     ("a.sh", f"{OPENRLHF} --lr_scheduler constant --lr_warmup_ratio 0.1", "--lr_warmup_ratio", WARM),
     ("a.yaml", TRL + "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", "warmup_ratio", WARM),
     ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "log-probs", WHOLE),
-    ("a.toml", "[orchestrator]\nbatch_size = 8\ngroup_size = 8\nsampling.top_p = 0.9\n", "log-probs", WHOLE),
+    ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
     ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
+    ("a.toml", PRIME + "trainer.scheduler.type = 'linear'\n", "trainer.scheduler.type", "over the last 10 steps there"),
+    *(
+        (
+            "a.yaml",
+            f"{TRL}loss_type: {loss}\nimportance_sampling_level: sequence\n",
+            "importance",
+            "of the sequence there",
+        )
+        for loss in ("cispo", "sapo")
+    ),
 ]
 
 
@@ -826,6 +861,8 @@ def test_images_are_read_from_their_column(tmp_path):
         ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=kl_cov", False),
         ("a.yaml", "num_generations: 8\nloss_type: grpo\nbeta: 0.1\n", True),
         ("a.yaml", "num_generations: 8\nloss_type: bnpo\n", False),
+        ("a.yaml", "num_generations: 8\nloss_type: cispo\n", True),
+        ("a.yaml", "num_generations: 8\nloss_type: cispo\nimportance_sampling_level: sequence\n", False),
         ("a.yaml", "num_generations: 8\ndelta: 1.1\n", False),
         ("a.yaml", "grpo: {num_prompts_per_step: 8}\n", False),
     ],
