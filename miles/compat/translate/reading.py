@@ -273,6 +273,8 @@ def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
         keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
         if keywords in ({}, {"split": "'train'"}):
             node = node.args[0]
+    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
+        node = ast.Dict([ast.Constant(each.arg) for each in node.keywords], [each.value for each in node.keywords])
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -408,7 +410,23 @@ def _training(
     if style == "trl":  # TRL's flags are the names of its settings
         settings = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in settings]
         settings = [replace(each, key="--config") if each.key == "config" else each for each in settings]
+        settings = [*_processes(path, words), *settings]
     return Document(path, "shell", by_key(settings), words, by_key(others))
+
+
+def _processes(path: str, words: Sequence[str]) -> list[Setting]:
+    """Return the number of processes in the file of ``accelerate launch --config_file``, if the file is there."""
+    match = re.search(r" --config[-_]file[= ](\S+)", " ".join(words))
+    file = _alongside(path, match[1]) if match else None
+    settings = {} if file is None else read_yaml(file, read_text(file)).settings
+    return [each for each in settings.values() if each.key == "num_processes"]
+
+
+def _alongside(path: str, name: str, above: int = 5) -> str | None:
+    """Return a file that is named in ``path``: in its folder, up to ``above`` folders above it, or the current one."""
+    relative, here = _FIRST_FOLDER.sub("", name), Path(path).resolve()
+    bases = [*here.parents[: above + 1], Path()]
+    return next((str(base / relative) for base in bases if os.path.isfile(base / relative)), None)
 
 
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
@@ -561,16 +579,14 @@ def _parents(document: Document) -> Iterator[tuple[Setting, str, str]]:
 def _with_parent(document: Document, setting: Setting, name: str, folder: str, depth: int) -> Document:
     """Return a document with the settings of a file that it names below its own."""
     relative = os.path.join(_FIRST_FOLDER.sub("", folder), _FIRST_FOLDER.sub("", name))
-    here = Path(document.path).resolve()
-    bases = [here.parent, *(here.parents[1:6] if document.kind == "shell" else []), Path()]
-    file = next((base / relative for base in bases if os.path.isfile(base / relative)), None)
+    file = _alongside(document.path, relative, 5 if document.kind == "shell" else 0)
     if file is None or "$" in relative:
         document.fail(
             setting.line,
             f"{setting.label}: the settings that are not written here are those of {relative}, which is not there: put "
             "it alongside this file, or give a file that is whole",
         )
-    parent = _read_document(str(file), depth + 1).settings
+    parent = _read_document(file, depth + 1).settings
     replaced = tuple(f"{key.removesuffix('._override_')}." for key in document.settings)
     below = {key: replace(each, line=None) for key, each in parent.items() if not key.startswith(replaced)}
     return replace(document, settings={**below, **document.settings})

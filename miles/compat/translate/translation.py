@@ -8,12 +8,14 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from miles.base import strict_json
 from miles.base.secrets import public
 from miles.base.text import InputError, one_line
 from miles.objective.aggregation import MODES, Aggregation, step_denominators
@@ -313,6 +315,17 @@ def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]
         else:
             settings.append(Setting(key, part, line.get(key)))
     return settings
+
+
+def parts_of(setting: Setting) -> list[Setting]:
+    """Return the settings within an object, which may be written as JSON in a text; another setting alone."""
+    value = setting.value
+    if isinstance(value, str) and value.startswith("{"):
+        with suppress(strict_json.StrictJsonError):
+            value = strict_json.loads(value)
+    if not isinstance(value, dict) or not value:
+        return [setting]
+    return [replace(each, line=setting.line) for each in flatten(value, {}, f"{setting.key}.")]
 
 
 @dataclass(frozen=True)

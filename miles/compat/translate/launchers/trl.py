@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
@@ -11,7 +12,9 @@ from miles.compat.translate.translation import (
     Reduction,
     Translation,
     apply,
+    by_key,
     over_longest,
+    parts_of,
     sequence_mean,
     sequence_sum_mean,
     table_of,
@@ -52,6 +55,8 @@ class Trl(Launcher):
 
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate ``GRPOConfig``."""
+        settings = by_key(part for each in translation.document.settings.values() for part in parts_of(each))
+        translation.document = replace(translation.document, settings=settings)
         translation.take(["--config", "--config-path"])
         parts = (_prompts, _reports, _step, _generation, _end, _sampling, _precision, _adapter, _schedule, _advantages)
         for part in (*parts, _policy, _own_loss, _delta, _kl, _top_entropy, _reference, _adaptive_entropy):
@@ -85,12 +90,13 @@ def _reports(translation: Translation) -> None:
 
 def _processes(translation: Translation) -> int | None:
     """Return the number of trainer processes, if the file or its command states it."""
-    if translation.has("num_processes"):
-        return translation.count("num_processes")
     words = " ".join(translation.document.words).replace("-", "_")
-    matches = [re.search(rf"__{name}[= ](\d+)", words) for name in ("num_processes", "nproc_per_node", "nnodes")]
-    counts = [int(match[1]) if match else None for match in matches]
-    return counts[0] or (counts[1] * (counts[2] or 1) if counts[1] else None)
+    names = ("num_processes", "nproc_per_node|num_gpus", "nnodes|num_nodes")
+    matches = [re.search(rf"__(?:{name})[= ](\d+)", words) for name in names]
+    whole, each, nodes = (int(match[1]) if match else None for match in matches)
+    if whole or each:
+        return whole or (each or 1) * (nodes or 1)
+    return translation.count("num_processes") if translation.has("num_processes") else None
 
 
 def _assumed(translation: Translation) -> int:

@@ -726,6 +726,28 @@ RIGHT = [
     ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
     ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
     (
+        "a.sh",
+        "deepspeed --num_gpus 8 grpo.py --num_generations 8 --per_device_train_batch_size 4",
+        "--global-batch-size=32 --rollout-batch-size=4",
+        "",
+    ),
+    *(
+        (
+            "a.py",
+            f"GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={each})",
+            "--min-lr=1e-07",
+            "",
+        )
+        for each in ("{'min_lr_rate': 0.1}", "dict(min_lr_rate=0.1)")
+    ),
+    (
+        "a.sh",
+        "trl grpo --num_generations 4 --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs "
+        "'{\"min_lr_rate\": 0.1}'",
+        "--lr-decay-style=cosine --min-lr=1e-07",
+        "",
+    ),
+    (
         "a.yaml",
         "grpo: {seed: 1}\npolicy: {scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 50}}, "
         "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 450}}, {milestones: [50]}], "
@@ -805,6 +827,16 @@ def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
     assert "base.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "samples"), [("", 64), (" --num_processes 2", 16)])
+def test_the_number_of_processes_is_in_the_file_of_accelerate(tmp_path, words, samples):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 8\n")
+    text = f"accelerate launch --config_file recipes/zero3.yaml{words} grpo.py --num_generations 8\n"
+    translation = translated(tmp_path, "run.sh", text)[1]
+    assert f"--global-batch-size {samples}" in " ".join(translation.words) and translation.unread == []
+    assert not [entry for entry in translation.differences if "number of processes" in entry.why]
+
+
 def test_references_within_a_file_are_followed(tmp_path):
     text = (
         "grpo: {num_prompts_per_step: 4}\npolicy: {max_total_sequence_length: 512, train_micro_batch_size: 4,\n"
@@ -829,6 +861,8 @@ def test_the_arguments_of_the_chat_template_are_written(tmp_path):
     for name, text in (
         ("a.sh", f"{VERL_GRPO} +data.apply_chat_template_kwargs.enable_thinking=False"),
         ("a.yaml", "num_generations: 4\nchat_template_kwargs: {enable_thinking: false}\n"),
+        ("a.py", "GRPOConfig(chat_template_kwargs={'enable_thinking': False})"),
+        ("b.sh", "trl grpo --num_generations 4 --chat_template_kwargs '{\"enable_thinking\": false}'"),
         ("b.yaml", "grpo: {seed: 1}\npolicy: {tokenizer: {chat_template_kwargs: {enable_thinking: false}}}\n"),
     ):
         groups = translated(tmp_path, name, text)[1].groups
