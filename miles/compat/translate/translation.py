@@ -699,9 +699,24 @@ def _write_prompts(translation: Translation, key: str, row: KnownSetting) -> Non
     _write(translation, key, row if name.startswith(HUGGING_FACE) else KnownSetting(flag=row.flag), name)
 
 
-def prompts_of(translation: Translation, key: str) -> str:
-    """Take a file of prompts, or a name of the Hub, as it is given here."""
-    name = translation.text(key)
+def write_sets(translation: Translation, key: str, sources: Sequence[str], weights: Sequence[object] = ()) -> None:
+    """Record the training prompts: one source, or a mix of several."""
+    if len(sources) > 1:
+        more = ["--prompt-mix-weights", *weights] if weights else []
+        translation.carry(key, "--prompt-mix", *named_sets("set", sources), *more)
+    else:
+        translation.carry(key, "--prompt-data", *sources)
+
+
+def named_sets(name: str, sources: Sequence[str]) -> list[str]:
+    """Return sources, each after the name of its set; the names of several end in their number."""
+    names = [name] if len(sources) == 1 else [f"{name}{number}" for number in range(len(sources))]
+    return [word for pair in zip(names, sources, strict=True) for word in pair]
+
+
+def prompts_of(translation: Translation, key: str, name: str = "") -> str:
+    """Take a file of prompts, or a name of the Hub, as it is given here: ``name``, or else the value of ``key``."""
+    name = name or translation.text(key)
     sibling = Path(translation.document.path).parent / name
     is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(sibling)
     return f"{HUGGING_FACE}{name}" if HUB_NAME.fullmatch(name) and not is_file else name
@@ -795,11 +810,11 @@ def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, 
     """
     words = translation.words
     name = words[words.index("--advantage-estimator") + 1] if "--advantage-estimator" in words else "grpo"
-    if "kl_coef" in ESTIMATORS[name].reads:
-        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
-    elif "--use-kl-loss" in words:
-        translation.miss(key, f"subtracted from rewards there, which {name} does not do here; the loss has a KL too")
+    if "--use-kl-loss" in words:
+        translation.miss(key, "subtracted from rewards there; the loss has a KL too, and the flags here are for one")
         return False
+    elif "kl_coef" in ESTIMATORS[name].reads:
+        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
     else:
         why = f"subtracted from rewards there, which {name} does not do here: a term of the loss with a KL's gradient"
         if "--disable-grpo-std-normalization" not in words and name.startswith("grpo"):

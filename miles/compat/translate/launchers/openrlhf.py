@@ -11,6 +11,7 @@ from miles.compat.translate.translation import (
     Table,
     Translation,
     apply,
+    named_sets,
     prompts_of,
     sequence_mean,
     sequence_mean_of_unmasked,
@@ -20,6 +21,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_kl_in_rewards,
     write_no_warmup,
+    write_sets,
     write_support,
 )
 
@@ -48,7 +50,18 @@ class OpenRlhf(Launcher):
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
         parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl)
-        for part in (*parts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply, write_support):
+        for part in (
+            *parts,
+            _prompts,
+            _filter,
+            _optimizer,
+            _schedule,
+            _evaluation,
+            _engines,
+            _order,
+            apply,
+            write_support,
+        ):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -249,10 +262,20 @@ def _schedule(translation: Translation) -> None:
     translation.take([least])
 
 
+def _prompts(translation: Translation) -> None:
+    key, shares = "--data.prompt_dataset", "--data.prompt_probs"
+    names = translation.text(key).split(",")
+    if len(names) > 1:
+        weights = translation.text(shares).split(",") if translation.has(shares) else []
+        write_sets(translation, key, [prompts_of(translation, key, name.strip()) for name in names], weights)
+        translation.take([shares])
+
+
 def _evaluation(translation: Translation) -> None:
     steps, files = "--eval.steps", "--eval.dataset"
     if translation.number(steps) > 0 and translation.has(files):
-        translation.carry(files, "--eval-prompt-data", "eval", prompts_of(translation, files))
+        names = [prompts_of(translation, files, name.strip()) for name in translation.text(files).split(",")]
+        translation.carry(files, "--eval-prompt-data", *named_sets("eval", names))
         translation.carry(steps, "--eval-interval", translation.number(steps))
     else:
         translation.take(key for key in translation.table.rows if key.startswith("--eval."))

@@ -8,6 +8,7 @@ from miles.compat.translate.translation import (
     Reduction,
     Translation,
     apply,
+    named_sets,
     over_longest,
     over_padded_width,
     sequence_mean,
@@ -18,6 +19,7 @@ from miles.compat.translate.translation import (
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_sets,
     write_support,
     write_template,
     write_warmup,
@@ -111,11 +113,7 @@ def _prompts(translation: Translation) -> None:
     if not translation.has(key):
         return
     files = translation.raw(key)
-    names = files if isinstance(files, list) else [files]
-    if len(names) > 1:
-        translation.carry(key, "--prompt-mix", *names)
-    else:
-        translation.carry(key, "--prompt-data", *names)
+    write_sets(translation, key, files if isinstance(files, list) else [files])
 
 
 def _evaluation(translation: Translation) -> None:
@@ -126,8 +124,7 @@ def _evaluation(translation: Translation) -> None:
         return
     value = translation.raw(files)
     names = value if isinstance(value, list) else [value]
-    sets = [("val" if len(names) == 1 else f"val{number}", name) for number, name in enumerate(names)]
-    translation.carry(files, "--eval-prompt-data", *(word for pair in sets for word in pair))
+    translation.carry(files, "--eval-prompt-data", *named_sets("val", names))
     translation.carry("trainer.test_freq", "--eval-interval", frequency)
     if not translation.switch("trainer.val_before_train"):
         translation.carry("trainer.val_before_train", "--skip-eval-before-train")
@@ -164,29 +161,41 @@ def _optimizer(translation: Translation) -> None:
     key = ACTOR + "optim.betas"
     if betas := translation.pair(key):
         translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-    earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default
-    key = earlier if translation.has(earlier) else ACTOR + "optim.clip_grad"
+    earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default, and Megatron's
+    key = earlier if translation.has(earlier) and not _is_megatron(translation) else ACTOR + "optim.clip_grad"
     translation.carry(key, "--clip-grad", translation.number(key))
 
 
 def _schedule(translation: Translation) -> None:
-    optim = ACTOR + "optim."
-    key = optim + ("warmup_style" if translation.has(optim + "warmup_style") else "lr_scheduler_type")
+    optim, is_megatron = ACTOR + "optim.", _is_megatron(translation)
+    names = ("lr_decay_style",) if is_megatron else ("warmup_style", "lr_scheduler_type")
+    key = next((optim + name for name in names if translation.has(optim + name)), optim + names[-1])
     style = translation.text(key)
-    if style not in ("constant", "cosine"):
-        translation.miss(key, f"{style}: the shapes of verl are constant and cosine")
+    if style not in ("constant", "cosine", *(["linear"] if is_megatron else [])):
+        translation.miss(key, f"{style}: the shapes here are constant, linear, cosine")
         return
     translation.carry(key, "--lr-decay-style", style)
-    ratio = optim + "min_lr_ratio"
-    if style == "cosine":
+    each = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
+    each = max(each, 1) * translation.count(ACTOR + "ppo_epochs")
+    ratio, least, end = (optim + name for name in ("min_lr_ratio", "min_lr", "lr_decay_steps"))
+    if style != "constant" and is_megatron:
+        translation.carry(least, "--min-lr", translation.number(least))
+        if translation.has(end):
+            translation.carry(end, "--lr-decay-iters", translation.count(end) * each)
+    elif style != "constant":
         translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
     steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
     if translation.number(steps) > 0:
-        each = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
-        passes = translation.count(ACTOR + "ppo_epochs")
-        write_warmup(translation, steps, translation.number(steps), max(each, 1) * passes)
+        write_warmup(translation, steps, translation.number(steps), each)
     elif translation.number(share):
         translation.carry(share, "--lr-warmup-fraction", translation.number(share))
+    translation.take([ratio, least, end] if is_megatron else [ratio])
+
+
+def _is_megatron(translation: Translation) -> bool:
+    name = translation.document.settings.get("--config-name")
+    words = translation.text("model_engine"), translation.text(ACTOR + "strategy"), name.value if name else ""
+    return any("megatron" in str(word) for word in words)
 
 
 def _adapter(translation: Translation) -> None:
@@ -338,10 +347,10 @@ def _kl_in_rewards(translation: Translation) -> None:
 def _engine(translation: Translation) -> None:
     engine = translation.text(ROLLOUT + "name")
     translation.carry(ROLLOUT + "name", "--rollout-engine", engine if engine in ENGINES else "sglang")
-    backend, name = ACTOR + "strategy", translation.document.settings.get("--config-name")
-    named = [translation.text("model_engine"), translation.text(backend), str(name.value) if name is not None else ""]
-    if "megatron" in (named[0], named[1]) or "megatron" in named[2]:
-        translation.carry(backend, "--train-backend", "megatron")
+    nodes = "trainer.n_gpus_per_node"
+    if _is_megatron(translation):  # whose ways to share the model are for that many
+        translation.carry(ACTOR + "strategy", "--train-backend", "megatron")
+        translation.carry(nodes, "--actor-num-gpus-per-node", translation.count(nodes))
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
 

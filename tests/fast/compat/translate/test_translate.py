@@ -384,6 +384,25 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
         ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
         ("a.sh", f"{OPENRLHF} --prompt_data here/rows", "--prompt-data here/rows", "hf:"),
         ("a.sh", f"{OPENRLHF} --prompt_data owner/rows.jsonl", "--prompt-data owner/rows.jsonl", "hf:"),
+        (
+            "a.sh",
+            f"{OPENRLHF} --prompt_data a.jsonl,owner/b --prompt_data_probs 0.7,0.3",
+            "--prompt-mix set0 a.jsonl set1 hf:owner/b --prompt-mix-weights 0.7 0.3",
+            "--prompt-data",
+        ),
+        (
+            "a.sh",
+            f"{OPENRLHF} --data.prompt_dataset a.jsonl,b.jsonl",
+            "--prompt-mix set0 a.jsonl set1 b.jsonl",
+            "weights",
+        ),
+        (
+            "a.sh",
+            f"{OPENRLHF} --eval.steps 5 --eval.dataset a.jsonl,b.jsonl",
+            "--eval-prompt-data eval0 a.jsonl eval1 b.jsonl",
+            "none",
+        ),
+        ("a.sh", f"{VERL_SH} data.train_files=[a,b]", "--prompt-mix set0 a set1 b", "--prompt-data"),
         ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5", "", "--save-interval"),
         ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5 --ckpt.path b", "--save-interval 5", "none"),
         ("a.sh", f"{OPENRLHF} --save_steps 5 --max_ckpt_num 3", "", "--save-"),
@@ -461,6 +480,11 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: trackio\n", "--report-to trackio"),
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
         ("a.yaml", f"{TRL_SIZES}top_p: 0.9\n", "--no-support-replay"),
+        (
+            "a.sh",
+            f"{VERL_KL.format('reinforce_plus_plus')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
+            "--kl-loss-type low_var_kl",
+        ),
         ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay"),
     ],
 )
@@ -725,6 +749,19 @@ RIGHT = [
     ),
     ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
     ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
+    (
+        "a.sh",
+        f"{VERL_GRPO} model_engine=megatron {ACTOR}megatron.tensor_model_parallel_size=4",
+        "--tensor-model-parallel-size=4 --actor-num-gpus-per-node=8",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {ACTOR}strategy=megatron {ACTOR}optim.lr_decay_style=cosine {ACTOR}optim.min_lr=1e-7 "
+        f"{ACTOR}optim.lr_decay_steps=300 {ACTOR}optim.lr_warmup_steps=10",
+        "--lr-decay-style=cosine --min-lr=1e-07 --lr-decay-iters=1200 --lr-warmup-iters=40",
+        "",
+    ),
     (
         "a.sh",
         "deepspeed --num_gpus 8 grpo.py --num_generations 8 --per_device_train_batch_size 4",
