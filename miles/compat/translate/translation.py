@@ -750,6 +750,15 @@ def write_template(translation: Translation, key: str) -> None:
         translation.take([key, *names])
 
 
+def write_critic(translation: Translation, policy: str, critic: str, names: Iterable[str]) -> None:
+    """Record which settings of the critic's optimizer are others than the policy's, whose optimizer it has here."""
+    for name in names:
+        if critic + name in translation.table.rows:
+            value = translation.raw(critic + name)
+            if not _same(value, translation.raw(policy + name)):
+                translation.differ(critic + name, "the critic has the policy's value here")
+
+
 def write_no_warmup(translation: Translation, keys: Sequence[str]) -> None:
     """Record that Hugging Face's schedule ``constant`` ignores its warm-up, which ``keys`` state."""
     for key in keys:

@@ -11,6 +11,7 @@ from miles.compat.translate.translation import (
     apply,
     sequence_mean_of_unmasked,
     token_mean,
+    write_critic,
     write_estimator,
     write_images,
     write_kl_in_rewards,
@@ -97,6 +98,9 @@ def _estimator(translation: Translation) -> None:
     translation.take([f"grpo.{each}" for each in own])
 
 
+_OF_ADAM = tuple(f"optimizer.kwargs.{name}" for name in ("weight_decay", "betas", "eps"))
+
+
 def _critic(translation: Translation) -> None:
     if translation.text("grpo.adv_estimator.name") == "gae":
         is_megatron = translation.switch("value.megatron_cfg.enabled")
@@ -106,6 +110,10 @@ def _critic(translation: Translation) -> None:
         clip = "value_loss_fn.cliprange"
         if translation.has(clip):
             translation.carry(clip, "--value-clip", translation.number(clip))
+        names = filter(lambda name: translation.has(f"value.{name}"), ("max_grad_norm", *_OF_ADAM))
+        write_critic(translation, "policy.", "value.", names)
+    else:
+        translation.take(["value.scheduler", "value.max_grad_norm", *(f"value.{name}" for name in _OF_ADAM)])
     translation.take(["value.megatron_cfg.optimizer.lr", "value.optimizer.kwargs.lr", "value_loss_fn.cliprange"])
     passes = "grpo.critic_ppo_epochs"
     if translation.has(passes) and translation.number(passes) == translation.number("grpo.ppo_epochs"):

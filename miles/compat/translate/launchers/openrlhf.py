@@ -18,6 +18,7 @@ from miles.compat.translate.translation import (
     table_of,
     token_mean,
     token_mean_of_micro_batches,
+    write_critic,
     write_estimator,
     write_kl_in_rewards,
     write_no_warmup,
@@ -49,19 +50,9 @@ class OpenRlhf(Launcher):
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
-        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl)
-        for part in (
-            *parts,
-            _prompts,
-            _filter,
-            _optimizer,
-            _schedule,
-            _evaluation,
-            _engines,
-            _order,
-            apply,
-            write_support,
-        ):
+        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _critic, _policy, _correction)
+        more = (_kl, _prompts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply, write_support)
+        for part in (*parts, *more):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -159,6 +150,21 @@ def _estimator(translation: Translation) -> None:
     if name != "gae":
         translation.take(key for key in translation.table.rows if key.startswith("--critic."))
     translation.take(OF_ESTIMATORS)
+
+
+def _critic(translation: Translation) -> None:
+    if translation.text("--algo.advantage.estimator") != "gae":
+        return
+    start = "--critic." if _has_dots(translation) else "--actor."  # which earlier releases have for both
+    style = translation.text(start + "lr_scheduler", "cosine_with_min_lr")
+    warm, least = translation.number(start + "lr_warmup_ratio"), translation.number(start + "min_lr_ratio", 0.1)
+    if style != "constant":
+        why = f"reached after {warm:g} of the steps there, at once here without --critic-lr-warmup-iters"
+        why += f"; ends at {least:g} times this there, at --min-lr here" if style == "cosine_with_min_lr" else ""
+        translation.differ("--critic.adam.lr", why)
+    names = ("lr_scheduler", "max_norm", "adam.betas", "adam.eps", "adam.weight_decay")
+    write_critic(translation, "--actor.", "--critic.", names)
+    translation.take([start + "lr_warmup_ratio", start + "min_lr_ratio"] if _has_dots(translation) else [])
 
 
 def _policy(translation: Translation) -> None:

@@ -16,6 +16,7 @@ from miles.compat.translate.translation import (
     table_of,
     token_mean,
     token_sum,
+    write_critic,
     write_estimator,
     write_images,
     write_kl_in_rewards,
@@ -242,6 +243,14 @@ def _critic(translation: Translation) -> None:
             translation.miss(model, "the critic starts from the policy's model here")
         for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
             translation.carry(key, flag, translation.number(key))
+        names = ("lr_scheduler_type", "weight_decay", "betas", "clip_grad")
+        write_critic(translation, ACTOR, "critic.", ("grad_clip", *(f"optim.{name}" for name in names)))
+        policy, critic = (
+            translation.number(f"{start}optim.lr") * translation.number(f"{start}optim.min_lr_ratio")
+            for start in (ACTOR, "critic.")
+        )
+        if policy != critic:
+            translation.differ("critic.optim.min_lr_ratio", f"ends at {critic:g} there, at --min-lr here")
     else:
         keys = [*translation.document.settings, *translation.table.rows]
         translation.take(key for key in keys if key.startswith(("critic.", "trainer.critic_warmup")))

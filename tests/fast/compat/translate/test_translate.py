@@ -823,6 +823,18 @@ DIFFERENT = [
     ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "log-probs", WHOLE),
     ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
     ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
+    ("a.sh", OPENRLHF, "--critic.adam.lr", "reached after 0.03 of the steps there"),
+    ("a.sh", f"{OPENRLHF} --critic_learning_rate 1e-5", "--critic_learning_rate", "ends at 0.1 times this there"),
+    ("a.sh", f"{OPENRLHF} --critic.max_norm 0.5", "--critic.max_norm", "the policy's value here"),
+    (
+        "a.sh",
+        f"{VERL_KL.format('gae')} {ACTOR}optim.weight_decay=0.1",
+        "critic.optim.weight_decay",
+        "policy's value here",
+    ),
+    ("a.sh", f"{VERL_KL.format('gae')} {ACTOR}grad_clip=0.5", "critic.grad_clip", "policy's value here"),
+    ("a.sh", f"{VERL_KL.format('gae')} critic.optim.lr_scheduler_type=cosine", "critic.optim.lr_sch", "policy's value"),
+    ("a.yaml", "ppo: {seed: 1}\nvalue: {max_grad_norm: 0.5}\n", "value.max_grad_norm", "the policy's value here"),
     ("a.toml", PRIME + "trainer.scheduler.type = 'linear'\n", "trainer.scheduler.type", "over the last 10 steps there"),
     *(
         (
