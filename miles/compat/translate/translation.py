@@ -369,6 +369,7 @@ class Table:
         quiet: Patterns of further names that do not change learning.
         rows: The settings by name.
         names: Names that it registers, by their kind, and our words for them.
+        switches: Names that switch off the settings alongside them, if a file states false.
         proven: Our flags of the losses whose gradients are equal (docs/conformance.md).
     """
 
@@ -378,6 +379,7 @@ class Table:
     rows: Mapping[str, KnownSetting]
     names: Mapping[str, Any] = field(default_factory=dict)
     proven: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
     def row(self, key: str) -> KnownSetting:
         """Return the row of ``key``. A name that the table lacks may change learning."""
@@ -400,6 +402,7 @@ def table_of(name: str) -> Table:
         rows,
         table.get("names", {}),
         tuple(table.get("proven", ())),
+        tuple(table.get("switches", ())),
     )
 
 
@@ -668,6 +671,10 @@ def apply(translation: Translation) -> None:
     A default that changes learning is written like a value of the file.
     """
     rows = translation.table.rows
+    for name in filter(translation.has, translation.table.switches):
+        if _same(translation.document.settings[name].value, False):
+            start = name.rpartition(".")[0] + "."
+            translation.take(key for key in translation.document.settings if key.startswith(start))
     for key in sorted((key for key in rows if not translation.takes(key)), key=lambda key: bool(rows[key].needs)):
         row = rows[key]
         is_set = translation.has(key)

@@ -189,6 +189,8 @@ def _optimizer(translation: Translation) -> None:
         start = MEGATRON + "optimizer."
         names = {"lr": "--lr", "weight_decay": "--weight-decay", "adam_eps": "--adam-eps"}
         names |= {"clip_grad": "--clip-grad", "adam_beta1": "--adam-beta1", "adam_beta2": "--adam-beta2"}
+        if translation.has(start + "clip_grad"):
+            translation.idle(["policy.max_grad_norm"], "optimizer.clip_grad takes precedence")
     else:
         start, names = OPTIMIZER, {"lr": "--lr", "weight_decay": "--weight-decay", "eps": "--adam-eps"}
         if pair := translation.pair(betas):

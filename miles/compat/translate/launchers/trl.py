@@ -150,12 +150,16 @@ def _generation(translation: Translation) -> None:
         translation.carry(key, "--rollout-batch-size", samples // group)
 
 
+def _steps_of_iteration(translation: Translation) -> int:
+    """Return the optimizer steps with one generation."""
+    once = max(_per_generation(translation) // _per_step(translation), 1)
+    return once * translation.count("num_iterations")
+
+
 def _end(translation: Translation) -> None:
     steps, epochs = translation.number("max_steps"), translation.number("num_train_epochs")
     if steps > 0:
-        per_iteration = max(_per_generation(translation) // _per_step(translation), 1)
-        per_iteration *= translation.count("num_iterations")
-        translation.carry("max_steps", "--num-rollout", math.ceil(steps / per_iteration))
+        translation.carry("max_steps", "--num-rollout", math.ceil(steps / _steps_of_iteration(translation)))
     elif epochs == int(epochs):
         translation.carry("num_train_epochs", "--num-epoch", epochs)
     else:
@@ -302,8 +306,13 @@ def _reference(translation: Translation) -> None:
     switch, alpha, steps = "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"
     if translation.switch(switch) and translation.number("beta"):
         translation.carry(alpha, "--ref-mixup-alpha", translation.number(alpha))
-        why = "counts optimizer steps there, iterations here"
-        translation.differ(steps, why, "--ref-update-interval", int(translation.number(steps)))
+        count, each = translation.count(steps), _steps_of_iteration(translation)
+        words = ("--ref-update-interval", max(count // each, 1))
+        if count % each:
+            why = f"counts optimizer steps there, iterations of {each} here"
+            translation.differ(steps, why, *words)
+        else:
+            translation.carry(steps, *words)
     translation.take([alpha, steps])
 
 

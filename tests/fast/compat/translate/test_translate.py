@@ -750,6 +750,24 @@ RIGHT = [
     ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
     ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
     (
+        "a.yaml",
+        TRL + "beta: 0.1\nsync_ref_model: true\nref_model_sync_steps: 64\nnum_iterations: 4\n",
+        "--ref-update-interval=16",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.5}}}\n",
+        "--clip-grad=0.5",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: false, optimizer: {clip_grad: 0.5}}}\n",
+        "--clip-grad=5",
+        "",
+    ),
+    (
         "a.sh",
         f"{VERL_GRPO} model_engine=megatron {ACTOR}megatron.tensor_model_parallel_size=4",
         "--tensor-model-parallel-size=4 --actor-num-gpus-per-node=8",
@@ -862,6 +880,20 @@ def test_what_differs_is_named(tmp_path, name, text, setting, sentence):
     _, translation, _ = translated(tmp_path, name, text)
     assert [entry for entry in translation.differences if entry.label.startswith(setting) and sentence in entry.why]
     parse(translation.words)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", f"{VERL_SH} reward_model.overlong_buffer.len=8 reward_model.overlong_buffer.enable={{}}\n"),
+        ("a.yaml", "grpo: {{reward_shaping: {{overlong_buffer_length: 8, enabled: {}}}}}\n"),
+    ],
+)
+def test_what_is_switched_off_is_not_listed(tmp_path, name, text, is_on):
+    _, translation, _ = translated(tmp_path, name, text.format(is_on))
+    listed = [entry.label for entry in translation.differences] + [setting.key for setting in translation.unread]
+    assert any("buffer" in label for label in listed) is is_on
 
 
 def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
