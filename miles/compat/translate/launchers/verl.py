@@ -176,21 +176,25 @@ def _schedule(translation: Translation) -> None:
         translation.miss(key, f"{style}: the shapes here are constant, linear, cosine")
         return
     translation.carry(key, "--lr-decay-style", style)
-    each = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
-    each = max(each, 1) * translation.count(ACTOR + "ppo_epochs")
     ratio, least, end = (optim + name for name in ("min_lr_ratio", "min_lr", "lr_decay_steps"))
     if style != "constant" and is_megatron:
         translation.carry(least, "--min-lr", translation.number(least))
         if translation.has(end):
-            translation.carry(end, "--lr-decay-iters", translation.count(end) * each)
+            translation.carry(end, "--lr-decay-iters", translation.count(end) * _steps_of_iteration(translation))
     elif style != "constant":
         translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
     steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
     if translation.number(steps) > 0:
-        write_warmup(translation, steps, translation.number(steps), each)
+        write_warmup(translation, steps, translation.number(steps), _steps_of_iteration(translation))
     elif translation.number(share):
         translation.carry(share, "--lr-warmup-fraction", translation.number(share))
     translation.take([ratio, least, end] if is_megatron else [ratio])
+
+
+def _steps_of_iteration(translation: Translation) -> int:
+    """Return the optimizer steps of an iteration, which the schedules count there."""
+    steps = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
+    return max(steps, 1) * translation.count(ACTOR + "ppo_epochs")
 
 
 def _is_megatron(translation: Translation) -> bool:
