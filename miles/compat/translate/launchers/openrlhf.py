@@ -158,10 +158,13 @@ def _critic(translation: Translation) -> None:
     start = "--critic." if _has_dots(translation) else "--actor."  # which earlier releases have for both
     style = translation.text(start + "lr_scheduler", "cosine_with_min_lr")
     warm, least = translation.number(start + "lr_warmup_ratio"), translation.number(start + "min_lr_ratio", 0.1)
-    if style != "constant":
-        why = f"reached after {warm:g} of the steps there, at once here without --critic-lr-warmup-iters"
-        why += f"; ends at {least:g} times this there, at --min-lr here" if style == "cosine_with_min_lr" else ""
-        translation.differ("--critic.adam.lr", why)
+    why = []
+    if warm and style != "constant":
+        why.append(f"reached after {warm:g} of the steps there, at once here without --critic-lr-warmup-iters")
+    if style == "cosine_with_min_lr":
+        why.append(f"ends at {least:g} times this there, at --min-lr here")
+    if why:
+        translation.differ("--critic.adam.lr", "; ".join(why))
     names = ("lr_scheduler", "max_norm", "adam.betas", "adam.eps", "adam.weight_decay")
     write_critic(translation, "--actor.", "--critic.", names)
     translation.take([start + "lr_warmup_ratio", start + "min_lr_ratio"] if _has_dots(translation) else [])

@@ -64,19 +64,8 @@ class Verl(Launcher):
         """Translate the settings of ``ppo_trainer.yaml``."""
         translation.take(["--config-path", "--config-name"])
         parts = (_program, _rows, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
-        more = (
-            _filter,
-            _critic,
-            _policy,
-            _kl_in_loss,
-            _kl_in_rewards,
-            _evaluation,
-            _engine,
-            _correction,
-            apply,
-            write_support,
-        )
-        for part in (*parts, *more):
+        more = (_filter, _critic, _policy, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply)
+        for part in (*parts, *more, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
 
