@@ -37,6 +37,7 @@ _TESTS: dict[str, Callable[[str, str], bool]] = {
 _BRANCHES = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)")  # in arithmetic
 _JOINED = re.compile(r"^([^#'\n]*\S)\\\n(?=\S)", re.MULTILINE)  # a word that continues in the next line
+_COMMENT = re.compile(r"`#[^`\n]*`")  # a command substitution of a comment alone: no word
 _OPERATIONS: dict[type[ast.AST], Callable[..., int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -121,7 +122,7 @@ class _Reader:
         import tree_sitter_bash
         from tree_sitter import Language, Parser
 
-        text = _JOINED.sub(r"\1", text)
+        text = _JOINED.sub(r"\1", _COMMENT.sub("", text))
         root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
         if root.has_error and not is_sourced:
             self._script.fault_line = _fault_line(root)

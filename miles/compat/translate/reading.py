@@ -169,7 +169,10 @@ def scalar(text: str) -> Any:
 
 CALLS = ("GRPOConfig",)
 TRAINERS = ("GRPOTrainer",)
-_OTHER_TRAINERS = re.compile(r"(SFT|DPO|KTO|ORPO|CPO|Reward|GKD|PRM|BCO|XPO|NashMD|OnlineDPO)(Config|Trainer)$")
+_OTHER_TRAINERS = re.compile(
+    r"(SFT|DPO|OnlineDPO|KTO|ORPO|CPO|Reward|PRM|BCO|XPO|NashMD|A2PO|TPO|RLOO|PPO|GKD|GOLD|MiniLLM|SDFT|SDPO|IWOPD"
+    r"|\w*Distillation)(Config|Trainer)$"
+)
 OF_THE_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")  # in its order
 # The arguments of peft's LoraConfig by their names in TRL's ModelConfig, with peft's defaults.
 ADAPTER: dict[str, tuple[str, float | None]] = {
@@ -270,6 +273,8 @@ def _value(node: ast.expr, constants: dict[str, ast.expr]) -> Any:
         keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
         if keywords in ({}, {"split": "'train'"}):
             node = node.args[0]
+    if isinstance(node, ast.Call) and _name(node.func) == "dict" and not node.args:
+        node = ast.Dict([ast.Constant(each.arg) for each in node.keywords], [each.value for each in node.keywords])
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -309,13 +314,14 @@ def _counts() -> dict[str, float]:
 
 # The contents of the words of a training command, and how its settings are written. The later ones are no RL, or a
 # script whose flags are TRL's.
+_METHODS = "sft|dpo|kto|orpo|reward|rloo|ppo|cpo|bco|xpo|nash_md|prm|gkd|gold|minillm|sdft|sdpo|distillation"
 COMMANDS = (
     (re.compile(r"main_ppo|main_dapo|main_spin|main_prime"), "overrides"),
     (re.compile(r"^openrlhf\.cli\.|train_ppo_ray"), "flags"),
     (re.compile(r"(^|/)train(_async)?\.py$"), "flags"),
     (re.compile(r"^verl\.|(^|/)(main_\w+|fsdp_sft_trainer)\.py$"), "overrides"),
     (
-        re.compile(r"(^|/)\w*(g[rs]po|sft|dpo|kto|orpo|reward|rloo|ppo)\w*\.py$|^(grpo|sft|dpo|kto|orpo|reward|rloo)$"),
+        re.compile(rf"(^|/)\w*(g[rs]po|{_METHODS})\w*\.py$|^(grpo|{_METHODS})$"),
         "trl",
     ),
     (re.compile(r"^\+{0,2}actor_rollout_ref\."), "settings"),  # of a program that is built on verl
@@ -404,7 +410,23 @@ def _training(
     if style == "trl":  # TRL's flags are the names of its settings
         settings = [replace(each, key=each.key.removeprefix("--").replace("-", "_")) for each in settings]
         settings = [replace(each, key="--config") if each.key == "config" else each for each in settings]
+        settings = [*_processes(path, words), *settings]
     return Document(path, "shell", by_key(settings), words, by_key(others))
+
+
+def _processes(path: str, words: Sequence[str]) -> list[Setting]:
+    """Return the number of processes in the file of ``accelerate launch --config_file``, if the file is there."""
+    match = re.search(r" --config[-_]file[= ](\S+)", " ".join(words))
+    file = _alongside(path, match[1]) if match else None
+    settings = {} if file is None else read_yaml(file, read_text(file)).settings
+    return [each for each in settings.values() if each.key == "num_processes"]
+
+
+def _alongside(path: str, name: str, above: int = 5) -> str | None:
+    """Return a file that is named in ``path``: in its folder, up to ``above`` folders above it, or the current one."""
+    relative, here = _FIRST_FOLDER.sub("", name), Path(path).resolve()
+    bases = [*here.parents[: above + 1], Path()]
+    return next((str(base / relative) for base in bases if os.path.isfile(base / relative)), None)
 
 
 def _set_elsewhere(word: Word, script: Script, sources: _Sources) -> Setting:
@@ -557,16 +579,14 @@ def _parents(document: Document) -> Iterator[tuple[Setting, str, str]]:
 def _with_parent(document: Document, setting: Setting, name: str, folder: str, depth: int) -> Document:
     """Return a document with the settings of a file that it names below its own."""
     relative = os.path.join(_FIRST_FOLDER.sub("", folder), _FIRST_FOLDER.sub("", name))
-    here = Path(document.path).resolve()
-    bases = [here.parent, *(here.parents[1:6] if document.kind == "shell" else []), Path()]
-    file = next((base / relative for base in bases if os.path.isfile(base / relative)), None)
+    file = _alongside(document.path, relative, 5 if document.kind == "shell" else 0)
     if file is None or "$" in relative:
         document.fail(
             setting.line,
             f"{setting.label}: the settings that are not written here are those of {relative}, which is not there: put "
             "it alongside this file, or give a file that is whole",
         )
-    parent = _read_document(str(file), depth + 1).settings
+    parent = _read_document(file, depth + 1).settings
     replaced = tuple(f"{key.removesuffix('._override_')}." for key in document.settings)
     below = {key: replace(each, line=None) for key, each in parent.items() if not key.startswith(replaced)}
     return replace(document, settings={**below, **document.settings})

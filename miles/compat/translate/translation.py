@@ -8,12 +8,14 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from miles.base import strict_json
 from miles.base.secrets import public
 from miles.base.text import InputError, one_line
 from miles.objective.aggregation import MODES, Aggregation, step_denominators
@@ -315,6 +317,17 @@ def flatten(value: Any, line: dict[str, int], prefix: str = "") -> list[Setting]
     return settings
 
 
+def parts_of(setting: Setting) -> list[Setting]:
+    """Return the settings within an object, which may be written as JSON in a text; another setting alone."""
+    value = setting.value
+    if isinstance(value, str) and value.startswith("{"):
+        with suppress(strict_json.StrictJsonError):
+            value = strict_json.loads(value)
+    if not isinstance(value, dict) or not value:
+        return [setting]
+    return [replace(each, line=setting.line) for each in flatten(value, {}, f"{setting.key}.")]
+
+
 @dataclass(frozen=True)
 class KnownSetting:
     """Describe a setting of another trainer.
@@ -356,6 +369,7 @@ class Table:
         quiet: Patterns of further names that do not change learning.
         rows: The settings by name.
         names: Names that it registers, by their kind, and our words for them.
+        switches: Names that switch off the settings alongside them, if a file states false.
         proven: Our flags of the losses whose gradients are equal (docs/conformance.md).
     """
 
@@ -365,6 +379,7 @@ class Table:
     rows: Mapping[str, KnownSetting]
     names: Mapping[str, Any] = field(default_factory=dict)
     proven: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
     def row(self, key: str) -> KnownSetting:
         """Return the row of ``key``. A name that the table lacks may change learning."""
@@ -387,6 +402,7 @@ def table_of(name: str) -> Table:
         rows,
         table.get("names", {}),
         tuple(table.get("proven", ())),
+        tuple(table.get("switches", ())),
     )
 
 
@@ -655,6 +671,10 @@ def apply(translation: Translation) -> None:
     A default that changes learning is written like a value of the file.
     """
     rows = translation.table.rows
+    for name in filter(translation.has, translation.table.switches):
+        if _same(translation.document.settings[name].value, False):
+            start = name.rpartition(".")[0] + "."
+            translation.take(key for key in translation.document.settings if key.startswith(start))
     for key in sorted((key for key in rows if not translation.takes(key)), key=lambda key: bool(rows[key].needs)):
         row = rows[key]
         is_set = translation.has(key)
@@ -686,9 +706,24 @@ def _write_prompts(translation: Translation, key: str, row: KnownSetting) -> Non
     _write(translation, key, row if name.startswith(HUGGING_FACE) else KnownSetting(flag=row.flag), name)
 
 
-def prompts_of(translation: Translation, key: str) -> str:
-    """Take a file of prompts, or a name of the Hub, as it is given here."""
-    name = translation.text(key)
+def write_sets(translation: Translation, key: str, sources: Sequence[str], weights: Sequence[object] = ()) -> None:
+    """Record the training prompts: one source, or a mix of several."""
+    if len(sources) > 1:
+        more = ["--prompt-mix-weights", *weights] if weights else []
+        translation.carry(key, "--prompt-mix", *named_sets("set", sources), *more)
+    else:
+        translation.carry(key, "--prompt-data", *sources)
+
+
+def named_sets(name: str, sources: Sequence[str]) -> list[str]:
+    """Return sources, each after the name of its set; the names of several end in their number."""
+    names = [name] if len(sources) == 1 else [f"{name}{number}" for number in range(len(sources))]
+    return [word for pair in zip(names, sources, strict=True) for word in pair]
+
+
+def prompts_of(translation: Translation, key: str, name: str = "") -> str:
+    """Take a file of prompts, or a name of the Hub, as it is given here: ``name``, or else the value of ``key``."""
+    name = name or translation.text(key)
     sibling = Path(translation.document.path).parent / name
     is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(sibling)
     return f"{HUGGING_FACE}{name}" if HUB_NAME.fullmatch(name) and not is_file else name
@@ -722,6 +757,23 @@ def write_template(translation: Translation, key: str) -> None:
         translation.take([key, *names])
 
 
+def write_critic(translation: Translation, policy: str, critic: str, names: Iterable[str]) -> None:
+    """Record which settings of the critic's optimizer are others than the policy's, whose optimizer it has here."""
+    for name in names:
+        if critic + name in translation.table.rows:
+            value = translation.raw(critic + name)
+            if not _same(value, translation.raw(policy + name)):
+                translation.differ(critic + name, "the critic has the policy's value here")
+
+
+def write_no_warmup(translation: Translation, keys: Sequence[str]) -> None:
+    """Record that Hugging Face's schedule ``constant`` ignores its warm-up, which ``keys`` state."""
+    for key in keys:
+        if translation.has(key) and translation.number(key):
+            translation.differ(key, "has no effect there: constant_with_warmup is the schedule with a warm-up")
+    translation.take(keys)
+
+
 def write_warmup(translation: Translation, key: str, steps: float, each: int) -> None:
     """Record a warm-up that counts iterations of ``each`` optimizer steps there, as verl's and NeMo-RL's do."""
     words = "--lr-warmup-iters", int(steps) * each
@@ -730,6 +782,23 @@ def write_warmup(translation: Translation, key: str, steps: float, each: int) ->
         translation.differ(key, why, *words)
     else:
         translation.carry(key, *words)
+
+
+def write_support(translation: Translation) -> None:
+    """Record that log-probs are over the whole vocabulary there, if sampling keeps fewer tokens."""
+    values = {flag: values[0] for flag, *values in translation.groups if values}
+    top_p, top_k, min_p, temperature = (
+        float(values.get(f"--rollout-{name}", default))
+        for name, default in (("top-p", 1), ("top-k", -1), ("min-p", 0), ("temperature", 1))
+    )
+    if not temperature or (top_p == 1 and top_k < 1 and not min_p):
+        return
+    key, is_vllm = "log-probs of truncated sampling", values.get("--rollout-engine") == "vllm"
+    if "--use-rollout-logprobs" in translation.words or (is_vllm and temperature != 1):
+        why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"
+        translation.differ(key, why, worst=0)
+    else:
+        translation.carry(key, "--no-support-replay")
 
 
 # Write an estimator with the flags that it needs here, and a KL that is subtracted from rewards.
@@ -757,11 +826,11 @@ def write_kl_in_rewards(translation: Translation, key: str, coefficient: float, 
     """
     words = translation.words
     name = words[words.index("--advantage-estimator") + 1] if "--advantage-estimator" in words else "grpo"
-    if "kl_coef" in ESTIMATORS[name].reads:
-        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
-    elif "--use-kl-loss" in words:
-        translation.miss(key, f"subtracted from rewards there, which {name} does not do here; the loss has a KL too")
+    if "--use-kl-loss" in words:
+        translation.miss(key, "subtracted from rewards there; the loss has a KL too, and the flags here are for one")
         return False
+    elif "kl_coef" in ESTIMATORS[name].reads:
+        translation.carry(key, "--kl-coef", coefficient, "--kl-loss-type", kind)
     else:
         why = f"subtracted from rewards there, which {name} does not do here: a term of the loss with a KL's gradient"
         if "--disable-grpo-std-normalization" not in words and name.startswith("grpo"):

@@ -5,7 +5,10 @@ import pkgutil
 import re
 import tomllib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from miles.base.flags import flag_name
 from miles.compat.translate import launchers
@@ -59,26 +62,32 @@ def all_launchers() -> dict[str, Launcher]:
     return by_name
 
 
-def refuse_without_rl(document: Document) -> None:
-    """Refuse a file that trains without RL, by the name of its method.
+def refuse_other_methods(document: Document) -> None:
+    """Refuse a file that trains without RL, or with another trainer of TRL than GRPO, by the name of its method.
 
     Raises:
-        InputError: It trains on pairs or demonstrations, or a reward model, or generates.
+        InputError: It trains on pairs or demonstrations, or a reward model, or generates, or is TRL's RLOO.
     """
     table = tomllib.loads(Path(__file__).parents[1].joinpath("not_rl.toml").read_text(encoding="utf-8"))
-    sought = {"words": document.words, "settings": tuple(document.settings), "files": (Path(document.path).name,)}
-    if any(re.match(table["rl"], name) for name in (*document.words, *document.settings)):
+    names = (*document.words, *document.settings)
+    if any(re.match(table["rl"], name) for name in names):
         return
+    _refuse(document, table["trl"], "GRPO is the one trainer of TRL that is translated")
+    if not any(re.match(table["grpo"], name) for name in names):
+        demonstrations = "(--loss-type sft_loss trains on demonstrations here)"
+        _refuse(document, table, f"only reinforcement learning is translated {demonstrations}")
+
+
+def _refuse(document: Document, table: Mapping[str, Any], rule: str) -> None:
+    """Refuse a file with a word, a setting or a name that matches a pattern of ``table``."""
+    words = (*document.words, *map(" ".join, pairwise(document.words)))
+    sought = {"words": words, "settings": tuple(document.settings), "files": (Path(document.path).name,)}
     for kind, texts in sought.items():
-        for pattern, what in table[kind].items():
+        for pattern, what in table.get(kind, {}).items():
             match = next((text for text in texts if re.search(pattern, text)), None)
             if match is not None:
                 setting = document.settings.get(match)
-                document.fail(
-                    None if setting is None else setting.line,
-                    f"{match} is {what}, and only reinforcement learning is translated (--loss-type sft_loss trains on "
-                    "demonstrations here)",
-                )
+                document.fail(None if setting is None else setting.line, f"{match} is {what}, and {rule}")
 
 
 def launcher_of(document: Document, name: str | None) -> Launcher:
@@ -88,7 +97,7 @@ def launcher_of(document: Document, name: str | None) -> Launcher:
         InputError: The trainer is not configured by such files, or not exactly one recognizes the file.
     """
     known = all_launchers()
-    refuse_without_rl(document)
+    refuse_other_methods(document)
     if name is not None:
         if document.kind not in known[name].reads:
             kinds = " or ".join(known[name].reads)
@@ -126,6 +135,9 @@ class CommandLine(Launcher):
     def translate(self, translation: Translation) -> ForeignObjective:
         """Sort the flags by their verdict here."""
         own = {*map(flag_name, section_of()), *(field.flag for field in installed_fields())}
+        ahead = any(word.endswith("train_async.py") for word in translation.document.words)
+        if ahead and not translation.has("--async-steps"):
+            translation.carry("train_async.py", "--async-steps", 1)
         for flag, setting in translation.document.settings.items():
             value = setting.value
             if isinstance(value, Expression):

@@ -11,6 +11,7 @@ from miles.compat.translate.translation import (
     apply,
     sequence_mean_of_unmasked,
     token_mean,
+    write_critic,
     write_estimator,
     write_images,
     write_kl_in_rewards,
@@ -97,6 +98,9 @@ def _estimator(translation: Translation) -> None:
     translation.take([f"grpo.{each}" for each in own])
 
 
+_OF_ADAM = tuple(f"optimizer.kwargs.{name}" for name in ("weight_decay", "betas", "eps"))
+
+
 def _critic(translation: Translation) -> None:
     if translation.text("grpo.adv_estimator.name") == "gae":
         is_megatron = translation.switch("value.megatron_cfg.enabled")
@@ -106,6 +110,10 @@ def _critic(translation: Translation) -> None:
         clip = "value_loss_fn.cliprange"
         if translation.has(clip):
             translation.carry(clip, "--value-clip", translation.number(clip))
+        names = filter(lambda name: translation.has(f"value.{name}"), ("max_grad_norm", *_OF_ADAM))
+        write_critic(translation, "policy.", "value.", names)
+    else:
+        translation.take(["value.scheduler", "value.max_grad_norm", *(f"value.{name}" for name in _OF_ADAM)])
     translation.take(["value.megatron_cfg.optimizer.lr", "value.optimizer.kwargs.lr", "value_loss_fn.cliprange"])
     passes = "grpo.critic_ppo_epochs"
     if translation.has(passes) and translation.number(passes) == translation.number("grpo.ppo_epochs"):
@@ -181,6 +189,8 @@ def _optimizer(translation: Translation) -> None:
         start = MEGATRON + "optimizer."
         names = {"lr": "--lr", "weight_decay": "--weight-decay", "adam_eps": "--adam-eps"}
         names |= {"clip_grad": "--clip-grad", "adam_beta1": "--adam-beta1", "adam_beta2": "--adam-beta2"}
+        if translation.has(start + "clip_grad"):
+            translation.idle(["policy.max_grad_norm"], "optimizer.clip_grad takes precedence")
     else:
         start, names = OPTIMIZER, {"lr": "--lr", "weight_decay": "--weight-decay", "eps": "--adam-eps"}
         if pair := translation.pair(betas):
@@ -244,20 +254,22 @@ def _torch_schedule(translation: Translation, key: str) -> None:
         arguments = {name[len(prefix) :]: translation.raw(name) for name in names}
         stages = [{"name": translation.text(key + ".name"), "kwargs": arguments}]
     words: list[object] = []
-    shape, why = "constant", ""
+    shape, why, warm = "constant", "", 0
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, dict) else "?"
         kwargs = stage.get("kwargs") or {} if isinstance(stage, dict) else {}
         if not isinstance(kwargs, dict) or not all(_is_finite(kwargs.get(each, 0)) for each in _NUMBERS):
             translation.fail(key, f"the kwargs of {name or 'a scheduler'} must be finite numbers")
         if name == "LinearLR" and kwargs.get("end_factor", 1.0) == 1.0:
-            words += ["--lr-warmup-iters", int(kwargs.get("total_iters", 5)) * each]
+            warm = int(kwargs.get("total_iters", 5))
+            words += ["--lr-warmup-iters", warm * each]
             first = kwargs.get("start_factor", 1 / 3)
             why = f"the warm-up begins at {first:.3g} of the learning rate there, at 0 here"
             why += f", and counts iterations of {each} optimizer steps" if each > 1 else ""
         elif name == "CosineAnnealingLR":
             shape = "cosine"
-            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", int(kwargs.get("T_max", 0)) * each]
+            whole = warm + int(kwargs.get("T_max", 0))  # here the decay includes the warm-up
+            words += ["--min-lr", kwargs.get("eta_min", 0), "--lr-decay-iters", whole * each]
         elif name not in ("ConstantLR", "") or (name == "ConstantLR" and kwargs.get("factor", 1.0) != 1.0):
             translation.miss(key, f"{name}: the shapes here are constant, linear, cosine, after a linear warm-up")
             return

@@ -11,14 +11,19 @@ from miles.compat.translate.translation import (
     Table,
     Translation,
     apply,
+    named_sets,
     prompts_of,
     sequence_mean,
     sequence_mean_of_unmasked,
     table_of,
     token_mean,
     token_mean_of_micro_batches,
+    write_critic,
     write_estimator,
     write_kl_in_rewards,
+    write_no_warmup,
+    write_sets,
+    write_support,
 )
 
 ESTIMATORS: dict[str, str] = table_of("openrlhf").names["estimators"]
@@ -45,8 +50,9 @@ class OpenRlhf(Launcher):
             now = {key: row.now or key for key, row in table_of("openrlhf_underscores").rows.items()}
             renamed = {now.get(key, key): setting for key, setting in translation.document.settings.items()}
             translation.document = replace(translation.document, settings=renamed)
-        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _policy, _correction, _kl)
-        for part in (*parts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply):
+        parts = (_wandb, _images, _lengths, _step, _tokens, _end, _async, _estimator, _critic, _policy, _correction)
+        more = (_kl, _prompts, _filter, _optimizer, _schedule, _evaluation, _engines, _order, apply, write_support)
+        for part in (*parts, *more):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -146,6 +152,24 @@ def _estimator(translation: Translation) -> None:
     translation.take(OF_ESTIMATORS)
 
 
+def _critic(translation: Translation) -> None:
+    if translation.text("--algo.advantage.estimator") != "gae":
+        return
+    start = "--critic." if _has_dots(translation) else "--actor."  # which earlier releases have for both
+    style = translation.text(start + "lr_scheduler", "cosine_with_min_lr")
+    warm, least = translation.number(start + "lr_warmup_ratio"), translation.number(start + "min_lr_ratio", 0.1)
+    why = []
+    if warm and style != "constant":
+        why.append(f"reached after {warm:g} of the steps there, at once here without --critic-lr-warmup-iters")
+    if style == "cosine_with_min_lr":
+        why.append(f"ends at {least:g} times this there, at --min-lr here")
+    if why:
+        translation.differ("--critic.adam.lr", "; ".join(why))
+    names = ("lr_scheduler", "max_norm", "adam.betas", "adam.eps", "adam.weight_decay")
+    write_critic(translation, "--actor.", "--critic.", names)
+    translation.take([start + "lr_warmup_ratio", start + "min_lr_ratio"] if _has_dots(translation) else [])
+
+
 def _policy(translation: Translation) -> None:
     key, low, bounds = "--actor.policy_loss_type", "--actor.eps_clip", "--actor.eps_clip_low_high"
     name = translation.text(key)
@@ -157,6 +181,7 @@ def _policy(translation: Translation) -> None:
     translation.carry(bounds if translation.has(bounds) else low, "--eps-clip", ends[0], "--eps-clip-high", ends[1])
     if translation.has("--actor.dual_clip"):
         translation.carry("--actor.dual_clip", "--eps-clip-c", translation.number("--actor.dual_clip"))
+    translation.take([low])
 
 
 def _correction(translation: Translation) -> None:
@@ -239,14 +264,27 @@ def _schedule(translation: Translation) -> None:
         translation.carry(key, "--lr-decay-style", name.removesuffix("_with_warmup"))
     else:
         translation.miss(key, f"{name}: the shapes here are constant, cosine, linear")
-    translation.carry(warm, "--lr-warmup-fraction", translation.number(warm))
+    if name == "constant":
+        write_no_warmup(translation, [warm])
+    else:
+        translation.carry(warm, "--lr-warmup-fraction", translation.number(warm))
     translation.take([least])
+
+
+def _prompts(translation: Translation) -> None:
+    key, shares = "--data.prompt_dataset", "--data.prompt_probs"
+    names = translation.text(key).split(",")
+    if len(names) > 1:
+        weights = translation.text(shares).split(",") if translation.has(shares) else []
+        write_sets(translation, key, [prompts_of(translation, key, name.strip()) for name in names], weights)
+        translation.take([shares])
 
 
 def _evaluation(translation: Translation) -> None:
     steps, files = "--eval.steps", "--eval.dataset"
     if translation.number(steps) > 0 and translation.has(files):
-        translation.carry(files, "--eval-prompt-data", "eval", prompts_of(translation, files))
+        names = [prompts_of(translation, files, name.strip()) for name in translation.text(files).split(",")]
+        translation.carry(files, "--eval-prompt-data", *named_sets("eval", names))
         translation.carry(steps, "--eval-interval", translation.number(steps))
     else:
         translation.take(key for key in translation.table.rows if key.startswith("--eval."))

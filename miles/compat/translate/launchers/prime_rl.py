@@ -11,10 +11,12 @@ from miles.compat.translate.translation import (
     apply,
     token_mean,
     token_mean_of_ranks,
+    write_support,
 )
 
 OLD_SOURCE = "prime-rl d5106a4, src/prime_rl/trainer/rl/train.py"
 LOSS = "trainer.loss."
+STEPS = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
 
 
 class PrimeRl(Launcher):
@@ -31,8 +33,8 @@ class PrimeRl(Launcher):
         """Translate the settings of ``packages/prime-rl-configs``; later names too."""
         settings = {_earlier_name(key): each for key, each in translation.document.settings.items()}
         translation.document = replace(translation.document, settings=settings)
-        parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _order, apply)
-        for part in parts:
+        parts = (_model, _batch, _lengths, _sampling, _async, _advantages, _loss, _optimizer, _schedule, _adapter)
+        for part in (*parts, _order, apply, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
 
@@ -50,11 +52,10 @@ def _model(translation: Translation) -> None:
     translation.take(["model.name", "trainer.model.name", "orchestrator.model.name"])
     if translation.has("wandb.project"):
         translation.carry("wandb.project", "--use-wandb", "--wandb-project", translation.text("wandb.project"))
-    steps = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
-    key = translation.first(*steps)
+    key = translation.first(*STEPS)
     if translation.has(key):
         translation.carry(key, "--num-rollout", translation.count(key))
-    translation.take(steps)
+    translation.take(STEPS)
 
 
 def _batch(translation: Translation) -> None:
@@ -161,13 +162,31 @@ def _optimizer(translation: Translation) -> None:
     key = "trainer.optim.type"
     if translation.text(key) != "adamw":
         translation.miss(key, "AdamW is the optimizer here (--optimizer)")
-    shape, decay = "trainer.scheduler.type", "trainer.scheduler.decay_steps"
-    style = translation.text(shape)
-    if style in ("linear", "cosine"):
-        warm = "trainer.scheduler.warmup_steps"
-        translation.carry(warm, "--lr-warmup-iters", translation.number(warm, 10))
-        if translation.has(decay):
-            translation.carry(decay, "--lr-decay-iters", translation.count(decay))
+
+
+def _schedule(translation: Translation) -> None:
+    start = "trainer.scheduler."
+    style = translation.text(start + "type")
+    if style not in ("constant", "linear", "cosine"):
+        translation.fail(start + "type", "the shapes here are constant, linear, cosine")
+    rise, fall, least = (translation.number(start + name) for name in ("warmup_steps", "decay_steps", "min_lr"))
+    words: list[object] = [] if style == "constant" else ["--lr-warmup-iters", rise]
+    if style == "linear" and rise + fall != translation.number(translation.first(*STEPS)):
+        why = f"constant after the warm-up, and falls to {least:g} over the last {fall:g} steps there"
+        translation.differ(start + "type", why, "--lr-decay-style", "constant", *words, worst=1)
+    else:
+        words += [] if style == "constant" else ["--min-lr", least]
+        translation.carry(start + "type", "--lr-decay-style", style, *words)
+    translation.take(start + name for name in ("warmup_steps", "decay_steps", "min_lr"))
+
+
+def _adapter(translation: Translation) -> None:
+    names = [f"trainer.model.lora.{name}" for name in ("rank", "alpha", "dropout")]
+    if any(key.startswith("trainer.model.lora") for key in translation.document.settings):
+        flags = ("--lora-rank", "--lora-alpha", "--lora-dropout")
+        for key, flag in zip(names, flags, strict=True):
+            translation.carry(key, flag, translation.number(key))
+    translation.take(names)
 
 
 def _objective(translation: Translation) -> ForeignObjective:

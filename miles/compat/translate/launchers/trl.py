@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 from miles.base.flags import flag_name
 from miles.compat.translate.launchers.base import Launcher
@@ -11,7 +12,9 @@ from miles.compat.translate.translation import (
     Reduction,
     Translation,
     apply,
+    by_key,
     over_longest,
+    parts_of,
     sequence_mean,
     sequence_sum_mean,
     table_of,
@@ -19,6 +22,8 @@ from miles.compat.translate.translation import (
     token_mean_of_generation,
     token_mean_of_micro_batches,
     write_images,
+    write_no_warmup,
+    write_support,
     write_template,
 )
 from miles.objective.aggregation import Aggregation
@@ -50,12 +55,15 @@ class Trl(Launcher):
 
     def translate(self, translation: Translation) -> ForeignObjective | None:
         """Translate ``GRPOConfig``."""
+        settings = by_key(part for each in translation.document.settings.values() for part in parts_of(each))
+        translation.document = replace(translation.document, settings=settings)
         translation.take(["--config", "--config-path"])
         parts = (_prompts, _reports, _step, _generation, _end, _sampling, _precision, _adapter, _schedule, _advantages)
         for part in (*parts, _policy, _own_loss, _delta, _kl, _top_entropy, _reference, _adaptive_entropy):
             translation.attempt(part)
         translation.attempt(_correction)
         translation.attempt(apply)
+        translation.attempt(write_support)
         return translation.attempt(_objective)
 
 
@@ -82,12 +90,13 @@ def _reports(translation: Translation) -> None:
 
 def _processes(translation: Translation) -> int | None:
     """Return the number of trainer processes, if the file or its command states it."""
-    if translation.has("num_processes"):
-        return translation.count("num_processes")
     words = " ".join(translation.document.words).replace("-", "_")
-    matches = [re.search(rf"__{name}[= ](\d+)", words) for name in ("num_processes", "nproc_per_node", "nnodes")]
-    counts = [int(match[1]) if match else None for match in matches]
-    return counts[0] or (counts[1] * (counts[2] or 1) if counts[1] else None)
+    names = ("num_processes", "nproc_per_node|num_gpus", "nnodes|num_nodes")
+    matches = [re.search(rf"__(?:{name})[= ](\d+)", words) for name in names]
+    whole, each, nodes = (int(match[1]) if match else None for match in matches)
+    if whole or each:
+        return whole or (each or 1) * (nodes or 1)
+    return translation.count("num_processes") if translation.has("num_processes") else None
 
 
 def _assumed(translation: Translation) -> int:
@@ -141,12 +150,16 @@ def _generation(translation: Translation) -> None:
         translation.carry(key, "--rollout-batch-size", samples // group)
 
 
+def _steps_of_iteration(translation: Translation) -> int:
+    """Return the optimizer steps with one generation."""
+    once = max(_per_generation(translation) // _per_step(translation), 1)
+    return once * translation.count("num_iterations")
+
+
 def _end(translation: Translation) -> None:
     steps, epochs = translation.number("max_steps"), translation.number("num_train_epochs")
     if steps > 0:
-        per_iteration = max(_per_generation(translation) // _per_step(translation), 1)
-        per_iteration *= translation.count("num_iterations")
-        translation.carry("max_steps", "--num-rollout", math.ceil(steps / per_iteration))
+        translation.carry("max_steps", "--num-rollout", math.ceil(steps / _steps_of_iteration(translation)))
     elif epochs == int(epochs):
         translation.carry("num_train_epochs", "--num-epoch", epochs)
     else:
@@ -195,7 +208,9 @@ def _schedule(translation: Translation) -> None:
     least = translation.number(extra + "min_lr", rate * translation.number(extra + "min_lr_rate"))
     translation.carry(key, "--lr-decay-style", SHAPES[style], *(["--min-lr", f"{least:.12g}"] if least else []))
     steps, ratio = translation.number("warmup_steps"), translation.number("warmup_ratio")
-    if steps >= 1:
+    if style == "constant":
+        write_no_warmup(translation, ["warmup_steps", "warmup_ratio"])
+    elif steps >= 1:
         translation.carry("warmup_steps", "--lr-warmup-iters", int(steps))
     elif steps or ratio:  # a number below 1 is a share of all steps
         translation.carry("warmup_steps" if steps else "warmup_ratio", "--lr-warmup-fraction", steps or ratio)
@@ -234,6 +249,9 @@ def _policy(translation: Translation) -> None:
         translation.carry("epsilon_high", "--eps-clip-high", high)
         if level == "sequence":
             translation.carry("importance_sampling_level", "--policy-loss", "gspo")
+    if level == "sequence" and loss in ("cispo", "sapo"):
+        why = f"{loss} takes the ratio of the sequence there, of each token here"
+        translation.differ("importance_sampling_level", why, worst=0)
     translation.take(["epsilon", "epsilon_high", "importance_sampling_level"])
 
 
@@ -288,8 +306,13 @@ def _reference(translation: Translation) -> None:
     switch, alpha, steps = "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"
     if translation.switch(switch) and translation.number("beta"):
         translation.carry(alpha, "--ref-mixup-alpha", translation.number(alpha))
-        why = "counts optimizer steps there, iterations here"
-        translation.differ(steps, why, "--ref-update-interval", int(translation.number(steps)))
+        count, each = translation.count(steps), _steps_of_iteration(translation)
+        words = ("--ref-update-interval", max(count // each, 1))
+        if count % each:
+            why = f"counts optimizer steps there, iterations of {each} here"
+            translation.differ(steps, why, *words)
+        else:
+            translation.carry(steps, *words)
     translation.take([alpha, steps])
 
 

@@ -8,6 +8,7 @@ from miles.compat.translate.translation import (
     Reduction,
     Translation,
     apply,
+    named_sets,
     over_longest,
     over_padded_width,
     sequence_mean,
@@ -15,9 +16,12 @@ from miles.compat.translate.translation import (
     table_of,
     token_mean,
     token_sum,
+    write_critic,
     write_estimator,
     write_images,
     write_kl_in_rewards,
+    write_sets,
+    write_support,
     write_template,
     write_warmup,
 )
@@ -61,13 +65,15 @@ class Verl(Launcher):
         translation.take(["--config-path", "--config-name"])
         parts = (_program, _rows, _prompts, _logger, _step, _tokens, _end, _optimizer, _schedule, _adapter, _estimator)
         more = (_filter, _critic, _policy, _kl_in_loss, _kl_in_rewards, _evaluation, _engine, _correction, apply)
-        for part in (*parts, *more):
+        for part in (*parts, *more, write_support):
             translation.attempt(part)
         return translation.attempt(_objective)
 
 
 def _program(translation: Translation) -> None:
     """Name a program that is built on verl: its own losses, filters and settings are not read."""
+    if translation.switch("distillation.enabled"):
+        translation.fail("distillation.enabled", "distillation from a teacher is not translated (here --use-opd)")
     words = translation.document.words
     modules = [word for before, word in zip(words, words[1:], strict=False) if before == "-m"]
     scripts = [word for word in words if word.endswith(".py")]
@@ -97,11 +103,7 @@ def _prompts(translation: Translation) -> None:
     if not translation.has(key):
         return
     files = translation.raw(key)
-    names = files if isinstance(files, list) else [files]
-    if len(names) > 1:
-        translation.carry(key, "--prompt-mix", *names)
-    else:
-        translation.carry(key, "--prompt-data", *names)
+    write_sets(translation, key, files if isinstance(files, list) else [files])
 
 
 def _evaluation(translation: Translation) -> None:
@@ -112,8 +114,7 @@ def _evaluation(translation: Translation) -> None:
         return
     value = translation.raw(files)
     names = value if isinstance(value, list) else [value]
-    sets = [("val" if len(names) == 1 else f"val{number}", name) for number, name in enumerate(names)]
-    translation.carry(files, "--eval-prompt-data", *(word for pair in sets for word in pair))
+    translation.carry(files, "--eval-prompt-data", *named_sets("val", names))
     translation.carry("trainer.test_freq", "--eval-interval", frequency)
     if not translation.switch("trainer.val_before_train"):
         translation.carry("trainer.val_before_train", "--skip-eval-before-train")
@@ -150,29 +151,45 @@ def _optimizer(translation: Translation) -> None:
     key = ACTOR + "optim.betas"
     if betas := translation.pair(key):
         translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-    earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default
-    key = earlier if translation.has(earlier) else ACTOR + "optim.clip_grad"
+    earlier = ACTOR + "grad_clip"  # the one that FSDP reads; optim.clip_grad is its default, and Megatron's
+    key = earlier if translation.has(earlier) and not _is_megatron(translation) else ACTOR + "optim.clip_grad"
     translation.carry(key, "--clip-grad", translation.number(key))
 
 
 def _schedule(translation: Translation) -> None:
-    optim = ACTOR + "optim."
-    key = optim + ("warmup_style" if translation.has(optim + "warmup_style") else "lr_scheduler_type")
+    optim, is_megatron = ACTOR + "optim.", _is_megatron(translation)
+    names = ("lr_decay_style",) if is_megatron else ("warmup_style", "lr_scheduler_type")
+    key = next((optim + name for name in names if translation.has(optim + name)), optim + names[-1])
     style = translation.text(key)
-    if style not in ("constant", "cosine"):
-        translation.miss(key, f"{style}: the shapes of verl are constant and cosine")
+    if style not in ("constant", "cosine", *(["linear"] if is_megatron else [])):
+        translation.miss(key, f"{style}: the shapes here are constant, linear, cosine")
         return
     translation.carry(key, "--lr-decay-style", style)
-    ratio = optim + "min_lr_ratio"
-    if style == "cosine":
+    ratio, least, end = (optim + name for name in ("min_lr_ratio", "min_lr", "lr_decay_steps"))
+    if style != "constant" and is_megatron:
+        translation.carry(least, "--min-lr", translation.number(least))
+        if translation.has(end):
+            translation.carry(end, "--lr-decay-iters", translation.count(end) * _steps_of_iteration(translation))
+    elif style != "constant":
         translation.carry(ratio, "--min-lr", f"{translation.number(optim + 'lr') * translation.number(ratio):.12g}")
     steps, share = optim + "lr_warmup_steps", optim + "lr_warmup_steps_ratio"
     if translation.number(steps) > 0:
-        each = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
-        passes = translation.count(ACTOR + "ppo_epochs")
-        write_warmup(translation, steps, translation.number(steps), max(each, 1) * passes)
+        write_warmup(translation, steps, translation.number(steps), _steps_of_iteration(translation))
     elif translation.number(share):
         translation.carry(share, "--lr-warmup-fraction", translation.number(share))
+    translation.take([ratio, least, end] if is_megatron else [ratio])
+
+
+def _steps_of_iteration(translation: Translation) -> int:
+    """Return the optimizer steps of an iteration, which the schedules count there."""
+    steps = translation.count("data.train_batch_size") // translation.count(ACTOR + "ppo_mini_batch_size")
+    return max(steps, 1) * translation.count(ACTOR + "ppo_epochs")
+
+
+def _is_megatron(translation: Translation) -> bool:
+    name = translation.document.settings.get("--config-name")
+    words = translation.text("model_engine"), translation.text(ACTOR + "strategy"), name.value if name else ""
+    return any("megatron" in str(word) for word in words)
 
 
 def _adapter(translation: Translation) -> None:
@@ -219,6 +236,14 @@ def _critic(translation: Translation) -> None:
             translation.miss(model, "the critic starts from the policy's model here")
         for key, flag in (("critic.optim.lr", "--critic-lr"), ("critic.cliprange_value", "--value-clip")):
             translation.carry(key, flag, translation.number(key))
+        names = ("lr_scheduler_type", "weight_decay", "betas", "clip_grad")
+        write_critic(translation, ACTOR, "critic.", ("grad_clip", *(f"optim.{name}" for name in names)))
+        policy, critic = (
+            translation.number(f"{start}optim.lr") * translation.number(f"{start}optim.min_lr_ratio")
+            for start in (ACTOR, "critic.")
+        )
+        if policy != critic:
+            translation.differ("critic.optim.min_lr_ratio", f"ends at {critic:g} there, at --min-lr here")
     else:
         keys = [*translation.document.settings, *translation.table.rows]
         translation.take(key for key in keys if key.startswith(("critic.", "trainer.critic_warmup")))
@@ -324,10 +349,10 @@ def _kl_in_rewards(translation: Translation) -> None:
 def _engine(translation: Translation) -> None:
     engine = translation.text(ROLLOUT + "name")
     translation.carry(ROLLOUT + "name", "--rollout-engine", engine if engine in ENGINES else "sglang")
-    backend, name = ACTOR + "strategy", translation.document.settings.get("--config-name")
-    named = [translation.text("model_engine"), translation.text(backend), str(name.value) if name is not None else ""]
-    if "megatron" in (named[0], named[1]) or "megatron" in named[2]:
-        translation.carry(backend, "--train-backend", "megatron")
+    nodes = "trainer.n_gpus_per_node"
+    if _is_megatron(translation):  # whose ways to share the model are for that many
+        translation.carry(ACTOR + "strategy", "--train-backend", "megatron")
+        translation.carry(nodes, "--actor-num-gpus-per-node", translation.count(nodes))
     if translation.switch("actor_rollout_ref.hybrid_engine", True):
         translation.carry("actor_rollout_ref.hybrid_engine", "--colocate")
 

@@ -111,6 +111,9 @@ COMMAND = "python3 slime/train.py"
         (f"cat >a.py <<'E F'\nfor x in y: print('it\\'s')\nE F\nLR=1e-6\n{COMMAND} --lr $LR\n", "--lr 1e-6"),
         (f"cat << EOF >run.sh\n{COMMAND} --lr 1e-6\nEOF\nbash run.sh\n", "--lr 1e-6"),
         (f"if a; then LR=1e-5; fi\nLR=1e-6\n{COMMAND} --lr $LR\n", "--lr 1e-6"),
+        (f"{COMMAND} --lr 1e-6 `# the peak` \\\n --seed `#` 3 \\\n --bf16\n", "--lr 1e-6 --seed 3 --bf16"),
+        ("python3 train_async.py --lr 1e-6\n", "--async-steps 1 --lr 1e-6"),
+        ("python3 slime/train_async.py --lr 1e-6 --async-steps 2\n", "--lr 1e-6 --async-steps 2"),
     ],
 )
 def test_no_word_of_the_command_is_lost(tmp_path, text, words):

@@ -109,6 +109,10 @@ EXPECTED = {
 }
 
 
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
+VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+
+
 def translated(tmp_path, name, text=None):
     path = tmp_path / name
     path.write_text(FILES[name] if text is None else text)
@@ -200,6 +204,21 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
         ("a.yaml", "dpo: {max_num_steps: 5}\npolicy: {model_name: a}\n", "dpo.max_num_steps is DPO"),
         ("config_sft.yaml", "model_name_or_path: a\nlearning_rate: 1e-5\n", "config_sft.yaml is SFT"),
         ("sft.toml", 'max_steps = 5\nmodel.name = "a"\n', "sft.toml is SFT"),
+        ("a.sh", "accelerate launch examples/scripts/rloo.py --num_generations 4", "rloo.py is RLOO of TRL"),
+        ("a.sh", "trl rloo --num_generations 4", "trl rloo is RLOO of TRL"),
+        ("a.sh", "python ppo.py --num_ppo_epochs 4", "ppo.py is PPO of TRL"),
+        ("a.sh", "python trl/experimental/gkd/gkd.py --lmbda 1", "gkd.py is distillation"),
+        ("a.sh", "python scripts/distillation.py --num_generations 1", "distillation.py is distillation"),
+        ("a.sh", "python dpo.py --beta 0.1", "dpo.py is DPO"),
+        ("a.sh", "python nash_md.py --beta 0.1", "nash_md.py is another method"),
+        ("a.yaml", "num_generations: 4\nnormalize_advantages: true\n", "normalize_advantages is RLOO of TRL"),
+        ("a.yaml", "num_generations: 4\nreward_clip_range: [-1, 1]\n", "reward_clip_range is RLOO of TRL"),
+        ("a.yaml", "lmbda: 1\nmax_new_tokens: 64\n", "lmbda is distillation"),
+        ("a.sh", f"{VERL_SH} distillation.enabled=True", "distillation.enabled = True: distillation from a teacher"),
+        *(
+            ("a.py", f"{name}Trainer(args={name}Config())", f"{name}Trainer is ")
+            for name in ("RLOO", "PPO", "GKD", "GOLD", "OnlineDPO", "XPO", "TPO", "SDFT", "IWOPD", "AsyncDistillation")
+        ),
     ],
 )
 def test_what_is_not_translated_is_refused_by_its_name(tmp_path, capsys, name, text, feature):
@@ -358,10 +377,6 @@ def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, c
         assert fault in output and len(output.splitlines()) == 1
 
 
-OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
-VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "expected", "absent"),
     [
@@ -369,6 +384,25 @@ VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
         ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
         ("a.sh", f"{OPENRLHF} --prompt_data here/rows", "--prompt-data here/rows", "hf:"),
         ("a.sh", f"{OPENRLHF} --prompt_data owner/rows.jsonl", "--prompt-data owner/rows.jsonl", "hf:"),
+        (
+            "a.sh",
+            f"{OPENRLHF} --prompt_data a.jsonl,owner/b --prompt_data_probs 0.7,0.3",
+            "--prompt-mix set0 a.jsonl set1 hf:owner/b --prompt-mix-weights 0.7 0.3",
+            "--prompt-data",
+        ),
+        (
+            "a.sh",
+            f"{OPENRLHF} --data.prompt_dataset a.jsonl,b.jsonl",
+            "--prompt-mix set0 a.jsonl set1 b.jsonl",
+            "weights",
+        ),
+        (
+            "a.sh",
+            f"{OPENRLHF} --eval.steps 5 --eval.dataset a.jsonl,b.jsonl",
+            "--eval-prompt-data eval0 a.jsonl eval1 b.jsonl",
+            "none",
+        ),
+        ("a.sh", f"{VERL_SH} data.train_files=[a,b]", "--prompt-mix set0 a set1 b", "--prompt-data"),
         ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5", "", "--save-interval"),
         ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5 --ckpt.path b", "--save-interval 5", "none"),
         ("a.sh", f"{OPENRLHF} --save_steps 5 --max_ckpt_num 3", "", "--save-"),
@@ -397,7 +431,7 @@ def test_the_command_has_what_its_flags_need(tmp_path, name, text, expected, abs
     parse(translation.words)
 
 
-ACTOR = "actor_rollout_ref.actor."
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 NEMO_LENGTHS = """grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
 policy: {max_total_sequence_length: 512, generation: {max_new_tokens: 512}}
 data: {max_input_seq_length: 512}
@@ -445,6 +479,13 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
         ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: trackio\n", "--report-to trackio"),
         ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
+        ("a.yaml", f"{TRL_SIZES}top_p: 0.9\n", "--no-support-replay"),
+        (
+            "a.sh",
+            f"{VERL_KL.format('reinforce_plus_plus')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
+            "--kl-loss-type low_var_kl",
+        ),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay"),
     ],
 )
 def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, expected):
@@ -558,6 +599,7 @@ BASE=$((1024 * 2))
 COMMON="data.train_batch_size=$N actor_rollout_ref.model.path=$HOME/model data.max_response_length=$BASE"
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $COMMON actor_rollout_ref.rollout.n=$GROUP
 """
+PRIME = "orchestrator.batch_size = 8\norchestrator.group_size = 8\n"
 TRL = "num_generations: 8\nper_device_train_batch_size: 8\n"
 VERL_LOSS = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: %s}%s}}\n"
 # Other trainers' own defaults and objectives: the file, the flags that must be there, and those that must not.
@@ -689,6 +731,138 @@ RIGHT = [
         "--disable-grpo-std-normalization --policy-loss=dppo_tv --dppo-tv-delta=0.2 --use-rollout-logprobs",
         "--eps-clip",
     ),
+    ("a.sh", f"{OPENRLHF} --eps_clip_low_high 0.1 0.28", "--eps-clip=0.1 --eps-clip-high=0.28", ""),
+    (
+        "a.sh",
+        f"{OPENRLHF} --actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4",
+        "--eps-clip=3e-4 --eps-clip-high=4e-4",
+        "",
+    ),
+    ("a.sh", f"{OPENRLHF} --eps_clip_low_high $LOW 0.28", "--num-epoch=1", "--eps-clip"),
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant", "--lr-decay-style=constant", "--lr-warmup-fraction"),
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant_with_warmup", "--lr-warmup-fraction=0.03", ""),
+    (
+        "a.yaml",
+        TRL + "lr_scheduler_type: constant\nwarmup_steps: 5\n",
+        "--lr-decay-style=constant",
+        "--lr-warmup-iters",
+    ),
+    ("a.yaml", TRL + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "--lr-warmup-iters=5", ""),
+    ("a.yaml", TRL + "top_p: 0.9\n", "--no-support-replay --rollout-top-p=0.9", ""),
+    (
+        "a.yaml",
+        TRL + "beta: 0.1\nsync_ref_model: true\nref_model_sync_steps: 64\nnum_iterations: 4\n",
+        "--ref-update-interval=16",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: true, optimizer: {clip_grad: 0.5}}}\n",
+        "--clip-grad=0.5",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {max_grad_norm: 5, megatron_cfg: {enabled: false, optimizer: {clip_grad: 0.5}}}\n",
+        "--clip-grad=5",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} model_engine=megatron {ACTOR}megatron.tensor_model_parallel_size=4",
+        "--tensor-model-parallel-size=4 --actor-num-gpus-per-node=8",
+        "",
+    ),
+    (
+        "a.sh",
+        f"{VERL_GRPO} {ACTOR}strategy=megatron {ACTOR}optim.lr_decay_style=cosine {ACTOR}optim.min_lr=1e-7 "
+        f"{ACTOR}optim.lr_decay_steps=300 {ACTOR}optim.lr_warmup_steps=10",
+        "--lr-decay-style=cosine --min-lr=1e-07 --lr-decay-iters=1200 --lr-warmup-iters=40",
+        "",
+    ),
+    (
+        "a.sh",
+        "deepspeed --num_gpus 8 grpo.py --num_generations 8 --per_device_train_batch_size 4",
+        "--global-batch-size=32 --rollout-batch-size=4",
+        "",
+    ),
+    *(
+        (
+            "a.py",
+            f"GRPOConfig(lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={each})",
+            "--min-lr=1e-07",
+            "",
+        )
+        for each in ("{'min_lr_rate': 0.1}", "dict(min_lr_rate=0.1)")
+    ),
+    (
+        "a.sh",
+        "trl grpo --num_generations 4 --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs "
+        "'{\"min_lr_rate\": 0.1}'",
+        "--lr-decay-style=cosine --min-lr=1e-07",
+        "",
+    ),
+    (
+        "a.yaml",
+        "grpo: {seed: 1}\npolicy: {scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 50}}, "
+        "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 450}}, {milestones: [50]}], "
+        "train_global_batch_size: 512}\n",
+        "--lr-warmup-iters=50 --lr-decay-iters=500",
+        "",
+    ),
+    (
+        "a.toml",
+        PRIME + "[trainer.scheduler]\ntype = 'linear'\n",
+        "--lr-decay-style=constant --lr-warmup-iters=10",
+        "--min-lr --lr-decay-iters",
+    ),
+    (
+        "a.toml",
+        f"max_steps = 100\n{PRIME}[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 90\nmin_lr = 1e-7\n",
+        "--lr-decay-style=linear --lr-warmup-iters=10 --min-lr=1e-07",
+        "",
+    ),
+    ("a.toml", PRIME + "[trainer.scheduler]\ntype = 'cosine'\n", "--lr-decay-style=cosine --lr-warmup-iters=10", ""),
+    ("a.toml", PRIME + "trainer.model.lora.rank = 8\n", "--lora-rank=8 --lora-alpha=32", ""),
+    ("a.toml", PRIME + "trainer.model.lora.alpha = 64\n", "--lora-rank=16 --lora-alpha=64", ""),
+    ("a.toml", PRIME + "[trainer.model.lora]\n", "--lora-rank=16 --lora-alpha=32", ""),
+    ("a.yaml", TRL + "min_p: 0.1\ntemperature: 0\n", "--rollout-min-p=0.1", "--no-support-replay"),
+    ("a.sh", f"{OPENRLHF} --top_p 0.9", "--no-support-replay", ""),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50", "--no-support-replay --rollout-top-k=50", ""),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "--no-support-replay", ""),
+]
+
+WHOLE = "over the whole vocabulary there; over the tokens that sampling keeps here"
+WARM = "has no effect there: constant_with_warmup is the schedule with a warm-up"
+# What differs there, and must be in the report: the file, the setting and a part of the sentence.
+DIFFERENT = [
+    ("a.sh", f"{OPENRLHF} --lr_scheduler constant --lr_warmup_ratio 0.1", "--lr_warmup_ratio", WARM),
+    ("a.yaml", TRL + "lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", "warmup_ratio", WARM),
+    ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", "log-probs", WHOLE),
+    ("a.toml", PRIME + "orchestrator.sampling.top_p = 0.9\n", "log-probs", WHOLE),
+    ("a.yaml", "grpo: {seed: 1}\npolicy: {generation: {top_p: 0.9}}\n", "policy.generation.top_p", "trainer itself"),
+    ("a.sh", OPENRLHF, "--critic.adam.lr", "reached after 0.03 of the steps there"),
+    ("a.sh", f"{OPENRLHF} --critic_learning_rate 1e-5", "--critic_learning_rate", "ends at 0.1 times this there"),
+    ("a.sh", f"{OPENRLHF} --critic.max_norm 0.5", "--critic.max_norm", "the policy's value here"),
+    (
+        "a.sh",
+        f"{VERL_KL.format('gae')} {ACTOR}optim.weight_decay=0.1",
+        "critic.optim.weight_decay",
+        "policy's value here",
+    ),
+    ("a.sh", f"{VERL_KL.format('gae')} {ACTOR}grad_clip=0.5", "critic.grad_clip", "policy's value here"),
+    ("a.sh", f"{VERL_KL.format('gae')} critic.optim.lr_scheduler_type=cosine", "critic.optim.lr_sch", "policy's value"),
+    ("a.yaml", "ppo: {seed: 1}\nvalue: {max_grad_norm: 0.5}\n", "value.max_grad_norm", "the policy's value here"),
+    ("a.toml", PRIME + "trainer.scheduler.type = 'linear'\n", "trainer.scheduler.type", "over the last 10 steps there"),
+    *(
+        (
+            "a.yaml",
+            f"{TRL}loss_type: {loss}\nimportance_sampling_level: sequence\n",
+            "importance",
+            "of the sequence there",
+        )
+        for loss in ("cispo", "sapo")
+    ),
 ]
 
 
@@ -701,6 +875,27 @@ def test_the_command_is_the_run_of_the_file(tmp_path, name, text, has, lacks):
     parse(translation.words)
 
 
+@pytest.mark.parametrize(("name", "text", "setting", "sentence"), DIFFERENT)
+def test_what_differs_is_named(tmp_path, name, text, setting, sentence):
+    _, translation, _ = translated(tmp_path, name, text)
+    assert [entry for entry in translation.differences if entry.label.startswith(setting) and sentence in entry.why]
+    parse(translation.words)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", f"{VERL_SH} reward_model.overlong_buffer.len=8 reward_model.overlong_buffer.enable={{}}\n"),
+        ("a.yaml", "grpo: {{reward_shaping: {{overlong_buffer_length: 8, enabled: {}}}}}\n"),
+    ],
+)
+def test_what_is_switched_off_is_not_listed(tmp_path, name, text, is_on):
+    _, translation, _ = translated(tmp_path, name, text.format(is_on))
+    listed = [entry.label for entry in translation.differences] + [setting.key for setting in translation.unread]
+    assert any("buffer" in label for label in listed) is is_on
+
+
 def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
     (tmp_path / "base.yaml").write_text(NEMO_BASE)
     child = "defaults: base.yaml\ngrpo: {num_prompts_per_step: 64}\npolicy: {optimizer: null}\n"
@@ -711,6 +906,16 @@ def test_a_child_has_the_settings_of_its_parent(tmp_path, capsys):
     (tmp_path / "base.yaml").unlink()
     assert cli.main(["translate", str(tmp_path / "child.yaml")]) == 2
     assert "base.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "samples"), [("", 64), (" --num_processes 2", 16)])
+def test_the_number_of_processes_is_in_the_file_of_accelerate(tmp_path, words, samples):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 8\n")
+    text = f"accelerate launch --config_file recipes/zero3.yaml{words} grpo.py --num_generations 8\n"
+    translation = translated(tmp_path, "run.sh", text)[1]
+    assert f"--global-batch-size {samples}" in " ".join(translation.words) and translation.unread == []
+    assert not [entry for entry in translation.differences if "number of processes" in entry.why]
 
 
 def test_references_within_a_file_are_followed(tmp_path):
@@ -737,6 +942,8 @@ def test_the_arguments_of_the_chat_template_are_written(tmp_path):
     for name, text in (
         ("a.sh", f"{VERL_GRPO} +data.apply_chat_template_kwargs.enable_thinking=False"),
         ("a.yaml", "num_generations: 4\nchat_template_kwargs: {enable_thinking: false}\n"),
+        ("a.py", "GRPOConfig(chat_template_kwargs={'enable_thinking': False})"),
+        ("b.sh", "trl grpo --num_generations 4 --chat_template_kwargs '{\"enable_thinking\": false}'"),
         ("b.yaml", "grpo: {seed: 1}\npolicy: {tokenizer: {chat_template_kwargs: {enable_thinking: false}}}\n"),
     ):
         groups = translated(tmp_path, name, text)[1].groups
@@ -764,9 +971,13 @@ def test_images_are_read_from_their_column(tmp_path):
         ("a.sh", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo made.up=1", False),
         ("a.sh", f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {ACTOR}entropy_coeff=0.01", False),
         ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=geo_mean", False),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50", True),
+        ("a.sh", f"{VERL_GRPO} {ROLLOUT}name=vllm {ROLLOUT}top_k=50 {ROLLOUT}temperature=0.6", False),
         ("a.sh", f"{VERL_GRPO} {ACTOR}policy_loss.loss_mode=kl_cov", False),
         ("a.yaml", "num_generations: 8\nloss_type: grpo\nbeta: 0.1\n", True),
         ("a.yaml", "num_generations: 8\nloss_type: bnpo\n", False),
+        ("a.yaml", "num_generations: 8\nloss_type: cispo\n", True),
+        ("a.yaml", "num_generations: 8\nloss_type: cispo\nimportance_sampling_level: sequence\n", False),
         ("a.yaml", "num_generations: 8\ndelta: 1.1\n", False),
         ("a.yaml", "grpo: {num_prompts_per_step: 8}\n", False),
     ],
