@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from miles.base import strict_json
 from miles.base.secrets import public
 from miles.base.text import InputError, one_line
+from miles.config.components import ENGINES
 from miles.objective.aggregation import MODES, Aggregation, step_denominators
 from miles.objective.estimators import ESTIMATORS
 from miles.tasks.data.settings import HUB_NAME, HUGGING_FACE
@@ -793,8 +794,9 @@ def write_support(translation: Translation) -> None:
     )
     if not temperature or (top_p == 1 and top_k < 1 and not min_p):
         return
-    key, is_vllm = "log-probs of truncated sampling", values.get("--rollout-engine") == "vllm"
-    if "--use-rollout-logprobs" in translation.words or (is_vllm and temperature != 1):
+    key, engine = "log-probs of truncated sampling", ENGINES.get(values.get("--rollout-engine", ""))
+    is_tempered = engine is None or engine.tempers_log_probs or temperature == 1
+    if "--use-rollout-logprobs" in translation.words or not is_tempered:
         why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"
         translation.differ(key, why, worst=0)
     else:

@@ -119,7 +119,7 @@ DIFFERENT = [
     ("2AB", "2CD"),
     ("\\overrightarrow{AB}", "\\overrightarrow{BA}", "2\\overrightarrow{AB}"),
     ("\\triangle ABC", "\\triangle DEF"),
-    ("S_{ABC}", "S_{ABD}"),
+    ("S_{ABC}", "S_{ABF}"),
     ("A: 3, B: 4", "A: 4, B: 3"),
     ("100200", "100,\\ 200"),
     ("12", "1 2", "1\\,2", "5\\quad 7"),
