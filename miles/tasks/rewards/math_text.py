@@ -50,11 +50,13 @@ _SCALE = re.compile(
     rf"\b(?P<word>{'|'.join(_SCALE_WORDS)})\b"
 )
 _WRAPPER = r"\\(?:text[a-z]*|mathrm|mathbf|mathsf|mbox)\s*\{\s*"
-_CHOICE = re.compile(
-    rf"\s*(?:{_WRAPPER})?(?:(?P<named>(?:Option|Choice|Answer)\s*:?\s*)|(?P<open>\())?(?P<letter>[A-J])\s*"
-    rf"(?P<close>[).])?(?:\s*\}})?{_SPACES}(?P<value>\S.*)?",
-    re.DOTALL | re.IGNORECASE,
+_OF_CHOICE = r"(?:-?(?:\d|\\[dt]?frac|\\sqrt|\\pi)|\\?\$|\\text|[A-Za-z]).*"
+_CHOICE = re.compile(  # (B) 42, \textbf{(B)}\ 42, B., Option B
+    rf"(?:{_WRAPPER})?(?P<named>(?i:option|choice|answer)\b\s*:?\s*)?\(?(?P<letter>[A-J])(?P<close>[).])?(?:\s*\}})?"
+    rf"(?:(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z])|(?<=\}}))+(?P<value>{_OF_CHOICE}))?",
+    re.DOTALL,
 )
+_LETTER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])(?!\s*[=+^_*/(-])")  # another choice
 _UNIT = r"\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}((?:\s*\^\s*\{?\d\}?)?)\s*\}"
 _UNIT_FRACTION = re.compile(rf"(?<=[\d}}]){_SPACES}\\[dt]?frac\s*{_UNIT}\s*{_UNIT}")
 
@@ -62,6 +64,7 @@ _CURRENCY_WORD = re.compile(
     r"(?:\\(?:text|mathrm)\s*\{\s*)?\b(?:US|USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\b[\s}]*(?=[-+]?[\d.])"
     r"|\\(?:pounds|euro|yen)(?![A-Za-z])"
 )
+_NEAR = 40  # characters around a word, or at the end, that are looked at
 _END = re.compile(
     r"(?:(?<!\\right)[.;:,]|(?<=[A-Za-z]{2})[!?]|\N{IDEOGRAPHIC FULL STOP}|\\[,;:! ]|\\\\|~|\s)+(?=[\s}]*$)"
 )
@@ -81,31 +84,36 @@ def _mixed_percent(parts: re.Match[str]) -> str:
     return rf"\frac{{{whole * below + above}}}{{{below}}}\%"
 
 
+_MONTHS = "(?:Jan|Febr)uary|March|April|May|June|July|August|(?:Septem|Octo|Novem|Decem)ber"
 _FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
+_TRIGONOMETRIC = r"(sin|cos|tan|cot|sec|csc)(\s*\^\s*(?:\{\s*-?\d\s*\}|\d)|)"
 _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
-    (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r"\1"),
+    (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r" \1"),
     (r"\\color\s*\{[^{}]*\}", ""),
     (r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\\mathrm\s*(?:\{\s*([ie])\s*\}|([ie])(?![A-Za-z]))", r"\1\2"),
     (
-        r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*((?:\\?%)?)\s*((?:[A-Za-z][^{}]*)?)\}",
+        r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*([-+]?\d[\d,]*(?:\.\d+)?)((?:\\?%)?)"
+        rf"((?:(?:\s+|(?=[A-Za-z]{{2}}))(?!(?:or|and|to|by|{'|'.join(_SCALE_WORDS)}|{_MONTHS})\b)[A-Za-z]+){{0,3}})\s*\}}",
         r"\1\2\\text{\3}",  # a number with its unit
     ),
     (r"(?:\{\s*:\s*\}|\\text\s*\{\s*:\s*\})", ":"),
     (r"(?<=[\d}])\s*(?:\\text\s*\{\s*|\b)(?:percent|pct)\b\s*\}?", r"\\%"),
-    (r"(\d+)\s*\\[dt]?frac\s*\{?(\d+)\}?\s*\{?(\d+)\}?\s*\\?%", _mixed_percent),
-    (rf"(\d+){_DEGREES}(\d+)\s*(?:'|\^\s*\{{?\s*\\prime\s*\}}?)", r"\\frac{\1*60+\2}{60}^\\circ "),
-    (rf"({_DEGREES})(?:\\(?:text|mathrm)\s*\{{\s*)?[CF]\b\s*\}}?", r"\1"),
-    (rf"\\(sin|cos|tan|cot|sec|csc)\s*[({{]?\s*(\d+(?:\.\d+)?){_DEGREES}[)}}]?", r"\\\1(\\frac{\2\\pi}{180})"),
+    (r"(?<!\d)(\d+)\s*\\[dt]?frac\s*\{?(\d+)\}?\s*\{?(\d+)\}?\s*\\?%", _mixed_percent),
+    (rf"(?<!\d)(\d+){_DEGREES}(\d+)\s*(?:'|\^\s*\{{?\s*\\prime\s*\}}?)", r"\\frac{\1*60+\2}{60}^\\circ "),
+    (rf"(?<=[\d}}])({_DEGREES})(?:\\(?:text|mathrm)\s*\{{\s*)?[CF]\b\s*\}}?", r"\1"),
+    *(
+        (rf"\\{_TRIGONOMETRIC}\s*{opened}(\d+(?:\.\d+)?){_DEGREES}{closed}", r"\\\1\2(\\frac{\3\\pi}{180})")
+        for opened, closed in ((r"\(\s*", r"\)"), (r"\{\s*", r"\}"), ("", ""))
+    ),
     (r"\\([bp]?mod)\s*(\d+)", r"\\\1{\2}"),
-    (r"\\(?:overrightarrow|vec|overline)\s*\{\s*([A-Za-z]{2,})\s*\}", r"v_{\1}"),
-    (r"\\(?:triangle|angle|Delta)\s*([A-Z]{2,})", r"a_{\1}"),
+    (r"\\(?:overrightarrow|vec|overline)\s*\{\s*([A-Za-z]{2,})\s*\}", r" v_{\1}"),
+    (r"\\(?:triangle|angle|Delta)\s*([A-Z]{2,})", r" a_{\1}"),
     (r"(?<![A-Za-z])([A-Za-z])('+)", lambda prime: f"{prime[1]}_{{{'p' * len(prime[2])}}}"),
-    (r"(?<=[A-Za-z])_\s*(\w)", r"_{\1}"),
-    (r"(?<![A-Za-z\\])([Ee])_\{(\w+)\}", r"x_{\1\2}"),  # a symbol, not Euler's number
+    (r"(?<![A-Za-z\\])([Ee])_(?:\{(\w+)\}|(\w))", r"x_{\1\2\3}"),  # a symbol, not Euler's number
     (r"√\s*(?:(\d+|[A-Za-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
     (r"(?:^|(?<=[=,(]))\s*\N{EN DASH}\s*(?=[\d\\])", "-"),
     (r"^\s*\\approx", ""),
@@ -113,7 +121,7 @@ _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<=\d)\s*\\q?quad\s*(?=[-+]?\d)", ","),
 ]
 _REWRITES = [(re.compile(pattern), replacement) for pattern, replacement in _MISREAD]
-_APART = re.compile(r"(?<=\d)\s+(?=\d+(?!\d|\s*/))")
+_APART = re.compile(r"(?<=\d)(?<![\^_]\d)\s+(?=\d+(?!\d|\s*/))")
 _UNIT_BEFORE_NUMBER = re.compile(r"(?<=\d)\s*\\text\{[^{}]*\}\s*(?=\d)")
 _READ_BY_NAME = {"infinity", "inf", "sqrt", "percent", "percentage", "pct", "mod", "in"}
 _AND_OR = re.compile(r"\b(and|or)\b")
@@ -197,6 +205,7 @@ def readable(content: str) -> str:
     ('1234.50', '(\\text{BCA})', 'xy')
     """
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], content.replace(r"\$", "$").translate(_FULLWIDTH))
+    text = text.strip("*`\"' \n") if text[:1] in "'`\"" else text
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     plain = "".join(c for c in text if unicodedata.category(c) != "Sc")
@@ -206,7 +215,7 @@ def readable(content: str) -> str:
     text = spelled_numbers(plain).strip("*`\"' \n")
     if _SPACED_GROUPS.fullmatch(text):
         text = text.replace(" ", "")
-    text = _BARE_ROOT.sub(r"\1{\2}", _SPACE.sub(" ", _END.sub("", text)))
+    text = _BARE_ROOT.sub(r"\1{\2}", _SPACE.sub(" ", text[:-_NEAR] + _END.sub("", text[-_NEAR:])))
     if mixed := _MIXED.fullmatch(text):
         text = r"{}\frac{{{}}}{{{}}}".format(*mixed.groups())
     if set_of := _SET_OF.fullmatch(text):
@@ -240,7 +249,9 @@ _AFTER_ALONE = re.compile(r"\s*\)?\s*(?:$|[\],;:&.]|\\\})")
 
 def _is_product(capitals: re.Match[str]) -> bool:
     """Whether capital letters are factors of a formula: ``GM`` in ``GM/r``, but neither ``BCA`` alone nor ``5 KM``."""
-    before, after = capitals.string[: capitals.start()], capitals.string[capitals.end() :].lstrip()
+    text, start = capitals.string, capitals.start()
+    before = ("x" if start > _NEAR else "") + text[max(0, start - _NEAR) : start]
+    after = text[capitals.end() : capitals.end() + _NEAR]
     is_unit = re.search(r"\d\s+$", before) is not None and " " not in capitals[0]
     is_alone = _BEFORE_ALONE.search(before) is not None and _AFTER_ALONE.match(after) is not None
     return not is_unit and not is_alone
@@ -275,11 +286,15 @@ _PLAIN_UNIT = (
     r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|[²³])?"
 )
 _UNIT_AT_END = re.compile(
-    rf"(?<=[\d}}])(?:(?:\s|~|\\[,;:! ])+{_PLAIN_UNIT}(?:\s*(?:/|\\cdot(?![A-Za-z])|\*)\s*{_PLAIN_UNIT})*"
-    rf"|{_SPACES}\\(?:Omega|AA|mu\s*(?:{_WRAPPER}\w+\s*\}}|\w+)|(?:text|mathrm)\s*\{{\s*(?!\\?[ie]\s*\}})\\?\w+\s*\}}))\s*$"
+    r"\s*([-+]?\d[\d.,]*(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{[-+]?\d+\}|\d))?)"
+    rf"(?:(?:\s|~|\\[,;:! ])+{_PLAIN_UNIT}(?:\s*(?:/|\\cdot(?![A-Za-z])|\*)\s*{_PLAIN_UNIT})*"
+    rf"|{_SPACES}\\(?:Omega|AA|mu\s*(?:{_WRAPPER}\w+\s*\}}|\w+)|(?:text|mathrm)\s*\{{\s*(?!\\?[ie]\s*\}})\\?\w+\s*\}}))\s*"
 )
-_BEFORE_ANSWER = re.compile(rf"\s*{_WRAPPER}[^{{}}]*(?:[:,]|\b(?:is|are|about|approximately|exactly))\s*\}}(?=.*\d)")
-_LEFT_SIDE = re.compile(r"[^=]*=\s*(?=\\begin\s*\{[a-z]*matrix\})|\s*(?:\\mathbb\s*\{?P\}?|\\?Pr?|E)\s*[(\[][^=]*=")
+_BEFORE_ANSWER = re.compile(
+    rf"\s*{_WRAPPER}[^{{}}]{{0,80}}(?:[:,]|\b(?:is|are|about|approximately|exactly))\s*\}}(?=.*\d)"
+)
+_PROBABILITY = re.compile(r"\s*(?:\\mathbb\s*\{?P\}?|\\?Pr?|E)\s*[(\[]([^=()\[\]]*)[)\]]\s*=")
+_MATRIX = re.compile(r"[^=]*=\s*(?=\\begin\s*\{[a-z]*matrix\})")
 
 
 def readings(content: str) -> list[str]:
@@ -289,20 +304,23 @@ def readings(content: str) -> list[str]:
     A choice with its value, (B) 42, is each of the two. What ``\pm`` joins are two values.
     """
     texts = [content, re.sub(r"(?<![\w.])(\d+)e(-\d)", r"\1 e\2", content), scaled(content)]
-    texts += [pattern.sub("", content, count=1) for pattern in (_UNIT_AT_END, _BEFORE_ANSWER, _LEFT_SIDE)]
-    if r"\pm" in content:
+    starts = (pattern.match(content) for pattern in (_BEFORE_ANSWER, _PROBABILITY, _MATRIX))
+    texts += [content[start.end() :] for start in starts if start is not None]
+    if quantity := _UNIT_AT_END.fullmatch(content):
+        texts.append(quantity[1])
+    if content.count(r"\pm") == 1:
         signs = (("+", "-"), ("-", "+"))
         texts.append(",".join(content.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in signs))
-    letter, value = _choice(content)
-    return [*dict.fromkeys(text for text in (letter, value, *texts) if text)]
+    return [*dict.fromkeys(text for text in (*choice_of(content), *texts) if text)]
 
 
-def _choice(content: str) -> tuple[str, str]:
+def choice_of(content: str) -> tuple[str, str]:
     """Return the letter of a choice, and its value; empty text if there is none."""
     match = _CHOICE.fullmatch(content.strip())
     if match is None or not (match["named"] or match["close"]) or (match["value"] and not match["close"]):
         return "", ""
-    return match["letter"].upper(), match["value"] or ""
+    value = match["value"] or ""
+    return ("", "") if _LETTER.search(value) else (match["letter"], value)
 
 
 def scaled(text: str) -> str:
@@ -317,13 +335,18 @@ def scaled(text: str) -> str:
 
 _STATED = [
     re.compile(r"\d_\s*\{?(\d+)"),
-    re.compile(r"\\?\b[bp]?mod\b\s*\{?\s*(\d+)"),
+    re.compile(r"\b[bp]?mod\b\s*\{?\s*(\d+)"),
     re.compile(r"\b([ap])\.?\s?m\b", re.I),
 ]
 
 
 def contradict(one: str, other: str) -> bool:
-    """Return whether answers state other choices, bases, moduli or halves of the day, which math-verify leaves out."""
-    letters = {_choice(one)[0], _choice(other)[0]} - {""}
+    """Return whether answers state other choices, bases, moduli, events or halves of the day.
+
+    math-verify leaves these out. Two choices with values are the same if their values are.
+    """
+    letters = {choice_of(one)[0], choice_of(other)[0]} - {""}
     stated = [({each.lower() for each in p.findall(one)}, {each.lower() for each in p.findall(other)}) for p in _STATED]
+    events = (_PROBABILITY.match(one), _PROBABILITY.match(other))
+    stated += [({events[0][1]}, {events[1][1]})] if events[0] and events[1] else []
     return len(letters) == 2 or any(first and second and first != second for first, second in stated)

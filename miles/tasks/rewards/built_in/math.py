@@ -9,7 +9,15 @@ from typing import Any
 
 from miles.tasks.rewards.answer_text import after_reasoning, reference_text
 from miles.tasks.rewards.base import Reward, Rewards, log_no_verdict
-from miles.tasks.rewards.math_text import contradict, final_boxes, readable, readings, scaled, spelled_numbers
+from miles.tasks.rewards.math_text import (
+    choice_of,
+    contradict,
+    final_boxes,
+    readable,
+    readings,
+    scaled,
+    spelled_numbers,
+)
 from miles.tasks.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.types.sample import Prompt, Sample
 
@@ -107,8 +115,11 @@ def is_equal(label: str, response: str) -> bool:
     """Whether ``response`` gives the value of ``label``. May never return."""
     gold, answer = _content_of_label(label), final_boxes(response)
     try:
-        if answer is not None and (contradict(gold, answer) or _squeezed(gold) == _squeezed(answer)):
-            return not contradict(gold, answer)
+        if answer is not None:
+            if contradict(gold, answer) or _squeezed(gold) == _squeezed(answer):
+                return not contradict(gold, answer)
+            values = choice_of(gold)[1], choice_of(answer)[1]
+            gold, answer = values if all(values) else (gold, answer)
         golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
         return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
     except Exception:  # RecursionError and MemoryError too, on model output: it shows no equality
