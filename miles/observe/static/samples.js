@@ -103,7 +103,10 @@ class SampleBrowser {
   }
 
   /* Show the iteration `step`, or the newest (null). */
-  go(step) { return this.load(step).catch(showError); }
+  go(step) {
+    if (step !== undefined) this.follow = step === null; // at once: a refresh meanwhile would ask for the newest
+    return this.load(step).catch(showError);
+  }
 
   async load(step) {
     if (step === undefined) return;
@@ -117,7 +120,7 @@ class SampleBrowser {
   }
 
   async refresh() {
-    if (this.follow) return this.load(null);
+    if (this.follow || !this.current) return this.load(null);
     const newest = await page.source.samples(this.current.step);
     Object.assign(this.current, { last: newest.last, next: newest.next });
     this.drawControls();
