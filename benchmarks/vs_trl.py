@@ -183,14 +183,16 @@ def main() -> None:
             turns[trainer].append(steps)
             curves[trainer].append(curve)
 
-    median = {side: medians(measured) for side, measured in turns.items()}
+    median = {trainer: medians(measured) for trainer, measured in turns.items()}
     shared = sorted(set(median["miles"]) & set(median["trl"]))
     ratios = {part: median["trl"][part] / median["miles"][part] for part in shared if median["miles"][part] > 0}
-    rewards = {side: [step["reward"] for turn in measured for step in turn[-5:]] for side, measured in turns.items()}
+    rewards = {
+        trainer: [step["reward"] for turn in measured for step in turn[-5:]] for trainer, measured in turns.items()
+    }
     result = {
         "median_seconds": median,
         "trl_over_miles": ratios,
-        "last_rewards": {side: statistics.mean(values) for side, values in rewards.items()},
+        "last_rewards": {trainer: statistics.mean(values) for trainer, values in rewards.items()},
         "held_out": {trainer: mean_curve(measured) for trainer, measured in curves.items()},
         "held_out_by_seed": curves,
         "steps": turns,

@@ -88,7 +88,7 @@ class EngineSpec:
         stop_text_limits: Its limits to the texts that end a response; None if it has none.
         prefixes: How the flags begin that its servers take. They choose it if no engine is named.
         rules: With servers, the function ``check(settings, errors)`` that checks a run of them, as ``module:function``.
-        tempers_log_probs: Whether its log-probs over the whole vocabulary are at the temperature of sampling.
+        applies_temperature: Whether its log-probs over the whole vocabulary are at the temperature of sampling.
         start_rules: The function that checks what only a start needs; empty if there is none.
     """
 
@@ -100,7 +100,7 @@ class EngineSpec:
     stop_text_limits: StopTextLimits | None = None
     prefixes: tuple[str, ...] = ()
     rules: str = ""
-    tempers_log_probs: bool = True
+    applies_temperature: bool = True
     start_rules: str = ""
 
 
@@ -147,7 +147,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         has_servers=True,
         shares_servers=True,
         prefixes=(VLLM,),
-        tempers_log_probs=False,
+        applies_temperature=False,
         rules="miles.config.vllm.rules:check_servers",
         start_rules="miles.config.vllm.rules:check_start",
     ),

@@ -759,7 +759,7 @@ def write_template(translation: Translation, key: str) -> None:
 
 
 def write_critic(translation: Translation, policy: str, critic: str, names: Iterable[str]) -> None:
-    """Record which settings of the critic's optimizer are others than the policy's, whose optimizer it has here."""
+    """Record the settings of the critic's optimizer that differ from the policy's: here it has the policy's values."""
     for name in names:
         if critic + name in translation.table.rows:
             value = translation.raw(critic + name)
@@ -795,8 +795,8 @@ def write_support(translation: Translation) -> None:
     if not temperature or (top_p == 1 and top_k < 1 and not min_p):
         return
     key, engine = "log-probs of truncated sampling", ENGINES.get(values.get("--rollout-engine", ""))
-    is_tempered = engine is None or engine.tempers_log_probs or temperature == 1
-    if "--use-rollout-logprobs" in translation.words or not is_tempered:
+    at_temperature = engine is None or engine.applies_temperature or temperature == 1
+    if "--use-rollout-logprobs" in translation.words or not at_temperature:
         why = "over the whole vocabulary there; over the tokens that sampling keeps here, as these flags need"
         translation.differ(key, why, worst=0)
     else:

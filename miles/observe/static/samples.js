@@ -103,17 +103,15 @@ class SampleBrowser {
   }
 
   /* Show the iteration `step`, or the newest (null). */
-  go(step) {
-    if (step !== undefined) this.follow = step === null; // at once: a refresh meanwhile would ask for the newest
-    return this.load(step).catch(showError);
-  }
+  go(step) { return this.load(step).catch(showError); }
 
   async load(step) {
     if (step === undefined) return;
+    this.follow = step === null; // at once: a refresh meanwhile would ask for the newest
     const asked = this.asked = (this.asked || 0) + 1;
     const found = await page.source.samples(step);
     if (asked !== this.asked) return;
-    this.follow = step === null || !found.groups;
+    this.follow ||= !found.groups;
     if (found.step !== this.current?.step) this.at = 0;
     this.current = found.groups ? found : null;
     this.draw();

@@ -77,7 +77,7 @@ def last_code_block(response: str, *languages: str) -> str | None:
                 language, content = _language(begins["info"]), ""
             continue
         if line is None:
-            content = re.split(rf"(?m)(?<=\S){opening['fence']}[ \t]*$", content, maxsplit=1)[0]  # behind its last line
+            content = re.split(rf"(?m)(?<=\S){opening['fence']}[ \t]*$", content, maxsplit=1)[0]  # a fence after code
         if line is None or (deeper < 4 and _closes(text.rstrip(), opening["fence"])):
             if not language or language in languages:
                 blocks[bool(language), line is not None] = content

@@ -76,7 +76,6 @@ _WORDS = re.compile(
     r"\\(?P<wrapper>text[a-z]*|mbox|mathrm|mathbf|mathit|operatorname|begin|end|mathbb|mathcal|overline)\s*\{[^{}]*\}"
     r"|\\[A-Za-z]+|(?<![_A-Za-z])(?<!_\{)[A-Za-z]+(?: +[A-Za-z]+)*(?![A-Za-z_])"
 )
-# What math-verify misreads or leaves out, and what it reads instead. Applied in this order.
 
 
 def _mixed_percent(parts: re.Match[str]) -> str:
@@ -89,6 +88,7 @@ _FULLWIDTH = {0xFF10 + digit: str(digit) for digit in range(10)}
 _IN_BRACES = r"(?:[^{}]|\{[^{}]*\})*"
 _DEGREES = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*"
 _TRIGONOMETRIC = r"(sin|cos|tan|cot|sec|csc)(\s*\^\s*(?:\{\s*-?\d\s*\}|\d)|)"
+# What math-verify misreads or leaves out, and what it reads instead. Applied in this order.
 _MISREAD: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\{\{([^{}]*)\}\}", r"{\1}"),  # a box inside \text{}
     (rf"\\(?:boldsymbol|bm|underline|mathbf|mathsf)\s*\{{({_IN_BRACES})\}}", r" \1"),
@@ -205,7 +205,7 @@ def readable(content: str) -> str:
     ('1234.50', '(\\text{BCA})', 'xy')
     """
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], content.replace(r"\$", "$").translate(_FULLWIDTH))
-    text = text.strip("*`\"' \n") if text[:1] in "'`\"" else text
+    text = text.strip("*`\"' \n") if text[:1] in "'`\"" else text  # here, so that no quote is read as a prime
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     plain = "".join(c for c in text if unicodedata.category(c) != "Sc")
@@ -234,9 +234,9 @@ def _as_text(words: re.Match[str]) -> str:
         if text.strip(" ,") in ("and", "or") or (wrapper == "mathrm" and len(text) < 2):
             return words[0]
         return _wrapped(text, words)
-    parts = _AND_OR.split(text)
     if text.isupper() and _is_product(words):
         return text
+    parts = _AND_OR.split(text)
     return "".join(
         part if place % 2 or not part.strip() or _is_mathematics(part) else _wrapped(part, words if not place else None)
         for place, part in enumerate(parts)

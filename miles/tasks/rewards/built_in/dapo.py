@@ -15,7 +15,7 @@ _FORMULA = re.compile(r"(?<!\\)\$+([^$]+)(?<!\\)\$+|\\\((.+?)\\\)")
 _WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\\[!,;: ()\[\]]|\s|~|\\?\$|\\left|\\right")
 _SET_ASIDE = re.compile(r"\^\{?\\circ\}?|\\%|%|\"")
-_METRES_OR_TH = re.compile(r"\\text\s*\{\s*m\s*\}(?:\^\{?[23]\}?)?|\\mathrm\s*\{\s*th\s*\}")
+_METRES_OR_ORDINAL = re.compile(r"\\text\s*\{\s*m\s*\}(?:\^\{?[23]\}?)?|\\mathrm\s*\{\s*th\s*\}")
 _SHORT = re.compile(r"\\frac([0-9a-z])(?:([0-9a-z])|(?=\{))|\\sqrt([0-9a-z])")  # \frac12 is \frac{1}{2}
 _UNITS = re.compile(  # that the authors' code sets aside
     r"(?<=[0-9}])(?:square|ways|integers|dollars|mph|inches|ft|hours|km|units|points|feet|minutes|digits|cents|degrees|cm"
@@ -76,7 +76,7 @@ def plain_value(text: str) -> str:
         text = formulas[0][1] or formulas[0][2]
     boxed = last_box(text)
     value = (text if boxed is None else boxed).rpartition("=")[2]
-    value = _SET_ASIDE.sub("", _SPACES.sub("", _WRAPPERS.sub(r"\1", _METRES_OR_TH.sub("", value))))
+    value = _SET_ASIDE.sub("", _SPACES.sub("", _WRAPPERS.sub(r"\1", _METRES_OR_ORDINAL.sub("", value))))
     value = value.replace("dfrac", "frac").replace("tfrac", "frac").strip("*").removesuffix(".").strip("*")
     value = _UNITS.sub("", _SHORT.sub(_written_out, value))
     if _THOUSANDS.fullmatch(value):

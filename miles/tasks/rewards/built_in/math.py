@@ -116,12 +116,15 @@ def is_equal(label: str, response: str) -> bool:
     gold, answer = _content_of_label(label), final_boxes(response)
     try:
         if answer is not None:
-            if contradict(gold, answer) or _squeezed(gold) == _squeezed(answer):
-                return not contradict(gold, answer)
+            if contradict(gold, answer):
+                return False
+            if _squeezed(gold) == _squeezed(answer):
+                return True
             values = choice_of(gold)[1], choice_of(answer)[1]
             gold, answer = values if all(values) else (gold, answer)
         golds = _of_response(label, None) if gold == label and _INLINE.search(label) else _of_content(gold)
-        return any(_is_same(one, other) for one in golds for other in _of_response(response, answer))
+        answers = _of_response(response, answer) if golds else []
+        return any(_is_same(one, other) for one in golds for other in answers)
     except Exception:  # RecursionError and MemoryError too, on model output: it shows no equality
         return False
 
